@@ -1,0 +1,86 @@
+"""A batch and its microbatches: checked, and cut along the rows.
+
+A batch is a dict of tensors that share their first dimension (entries that are not tensors, or are
+scalars, go to every microbatch), or a list of such dicts, each of which is one microbatch with a
+length of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+Microbatch = dict[str, Any]
+
+TOKENS_PER_MICROBATCH = 8192
+
+
+def num_rows(batch: Mapping[str, Any]) -> int:
+    """The common first dimension of a batch's tensors.
+
+    Raises:
+        ValueError: there is no tensor, the tensors disagree, or there are no rows.
+    """
+    rows = {
+        name: value.shape[0]
+        for name, value in batch.items()
+        if isinstance(value, Tensor) and value.dim() > 0
+    }
+    if not rows:
+        raise ValueError(
+            f"the batch has no tensor with rows; found {sorted(batch)}. Expected a dict such as "
+            "{'input_ids': tensor of [rows, length], 'labels': ...}."
+        )
+    if len(set(rows.values())) > 1:
+        raise ValueError(
+            f"the batch's tensors have unequal first dimensions: {rows}. Expected the same number "
+            "of rows in each."
+        )
+    count = next(iter(rows.values()))
+    if count == 0:
+        raise ValueError(f"the batch has zero rows: {rows}. Expected at least one.")
+    return count
+
+
+def planned_rows(batch: Mapping[str, Any]) -> int:
+    """Rows of a microbatch when the user does not say: about `TOKENS_PER_MICROBATCH` tokens."""
+    length = max(
+        (v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.dim() == 2), default=1
+    )
+    return max(1, TOKENS_PER_MICROBATCH // max(1, length))
+
+
+def take_rows(batch: Mapping[str, Any], start: int, end: int) -> Microbatch:
+    """Rows `start` to `end` of every tensor that has rows."""
+    return {
+        name: value[start:end] if isinstance(value, Tensor) and value.dim() > 0 else value
+        for name, value in batch.items()
+    }
+
+
+def split_batch(
+    batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, microbatch_size: int | None
+) -> list[Microbatch]:
+    """The microbatches of a batch, in order; the last of a dict may be smaller.
+
+    Raises:
+        ValueError: as `num_rows`, or the batch is neither a dict nor a list of dicts.
+    """
+    if isinstance(batch, Mapping):
+        rows = num_rows(batch)
+        size = microbatch_size if microbatch_size is not None else planned_rows(batch)
+        return [
+            take_rows(batch, start, min(start + size, rows)) for start in range(0, rows, size)
+        ]
+    if not isinstance(batch, Sequence) or not batch:
+        raise ValueError(
+            f"the batch is {type(batch).__name__}. Expected a dict of tensors, or a list of dicts, "
+            "each its own microbatch, with at least one in it."
+        )
+    for one in batch:
+        if not isinstance(one, Mapping):
+            raise ValueError(f"the list of microbatches holds {type(one).__name__}; expected dicts.")
+        num_rows(one)
+    return [dict(one) for one in batch]

@@ -1,0 +1,625 @@
+"""Cutting a model where it runs its list of layers, without knowing the model.
+
+The model's own `forward` is the program. We copy the module tree shallowly (the *skeleton*), put a
+stub in the place of every layer, and run it:
+
+    model(**batch)          prologue            layers              epilogue
+    -------------           --------            ------              --------
+    embeddings, masks  -->  runs; the stubs     run by the relay    runs again from the top; the last
+    layer 0 .. n-1          record what each    with the recorded   stub delivers the relay's hidden
+    norm, head, loss        layer was given     arguments           state, so norm, head and loss are
+                            and stop the run                        the model's own code
+
+There is no table of model families. What a model must satisfy is checked while its stubs run: each
+layer is called once, in order; a layer is handed exactly what the layer before it returned; nothing
+but the next layer looks at that. A stub hands on a `HandedOn` tensor, which refuses to be computed
+with, so a model that does something between layers, or collects hidden states, is refused by name
+instead of being trained wrongly.
+
+[Note: skip paths] The epilogue run repeats the prologue's computation with the same random numbers
+and with gradients on. If the epilogue uses something of the prologue besides the hidden state, the
+gradient of that path is found there, and nothing is lost.
+
+[Note: returns] Some layers return a tensor, some a tuple. Before the first step one real layer of
+each structure runs on a few rows (`rehearse`); its return value tells how to wrap a hidden state.
+Entries besides the hidden state are handed on as `NotKept`, and a layer that consumes one (T5's
+position bias) is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+Batch = Mapping[str, Any]
+
+
+class CutError(ValueError):
+    """The model cannot be cut into prologue, layers and epilogue."""
+
+
+class LayersDone(BaseException):
+    """Raised by the last stub of a prologue run; not an error, so not an `Exception`."""
+
+
+# --------------------------------------------------------------------------------------------------
+# Finding the list of layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A list of modules that may be the layers."""
+
+    name: str
+    length: int
+    num_parameters: int
+
+
+def find_layers(model: nn.Module, name: str | None) -> str:
+    """The dotted name of the list of layers.
+
+    Raises:
+        ValueError: there is none, more than one, or the name given is not one.
+    """
+    candidates = [
+        Candidate(
+            name=path,
+            length=len(module),
+            num_parameters=sum(parameter.numel() for parameter in module.parameters()),
+        )
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and path and len(module)
+    ]
+    total = sum(parameter.numel() for parameter in model.parameters())
+    seen = "\n".join(
+        f"    {c.name}: {c.length} modules, {c.num_parameters:,} of {total:,} parameters"
+        for c in sorted(candidates, key=lambda c: -c.num_parameters)[:12]
+    )
+    if name is not None:
+        if name in {candidate.name for candidate in candidates}:
+            return name
+        raise CutError(
+            f"layers={name!r} is not a list of layers of {type(model).__name__}. Expected the "
+            f"dotted name of an nn.ModuleList or nn.Sequential. Seen:\n{seen or '    none'}"
+        )
+    if not candidates:
+        raise CutError(
+            f"{type(model).__name__} has no list of layers: expected an nn.ModuleList or "
+            f"nn.Sequential that holds most of its parameters, found none among "
+            f"{[name for name, _ in model.named_children()]}. Put the layers into an "
+            "nn.ModuleList, and if there are several lists name one with layers='dotted.name'."
+        )
+    best = max(candidates, key=lambda c: (c.num_parameters, -len(c.name)))
+    others = [
+        c
+        for c in candidates
+        if not c.name.startswith(best.name + ".")
+        and not best.name.startswith(c.name + ".")
+        and c is not best
+        and c.num_parameters > total / 10
+    ]
+    if others:
+        raise CutError(
+            f"{type(model).__name__} has more than one list of layers; only one can be streamed. "
+            f"Name it with layers='dotted.name'; the others then stay with the prologue or "
+            f"epilogue, on the device. Seen:\n{seen}"
+        )
+    return best.name
+
+
+# --------------------------------------------------------------------------------------------------
+# What the stubs hand on
+
+
+_METADATA = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_cpu")
+} | {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.stride, Tensor.__len__, Tensor.numel}
+
+
+class HandedOn(Tensor):
+    """Stands for the hidden state between two layers; has its shape and refuses to be used."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about shape, refuse everything else."""
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise CutError(
+            f"the model computes '{getattr(func, '__name__', func)}' on a hidden state outside its "
+            "layers (between two of them, or by collecting the output of every layer). Expected "
+            "each layer to get exactly what the one before it returned. Such models cannot be "
+            "streamed layer by layer; turn off options that collect hidden states."
+        )
+
+
+@final
+class NotKept:
+    """Stands for an entry of a layer's return value besides the hidden state."""
+
+    def __init__(self, layer: int, entry: int) -> None:
+        self.layer = layer
+        self.entry = entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returns:
+    """How layers of one structure wrap their hidden state ([Note: returns])."""
+
+    spec: pytree.TreeSpec
+    constants: tuple[Any, ...]  # for each leaf after the first: its value, or NotKept if a tensor
+
+    @classmethod
+    def learn(cls, value: Any, *, layer: int) -> Returns:
+        """Read the form off a real return value."""
+        leaves, spec = pytree.tree_flatten(value)
+        if not leaves or not isinstance(leaves[0], Tensor):
+            raise CutError(
+                f"layer {layer} returned {type(value).__name__} that does not begin with a tensor. "
+                "Expected the hidden state, alone or first in a tuple."
+            )
+        constants = tuple(
+            NotKept(layer, entry) if isinstance(leaf, Tensor) else leaf
+            for entry, leaf in enumerate(leaves[1:], start=1)
+        )
+        return cls(spec=spec, constants=constants)
+
+    def wrap(self, hidden: Tensor) -> Any:
+        """The return value of a layer whose hidden state is `hidden`."""
+        return pytree.tree_unflatten([hidden, *self.constants], self.spec)
+
+    @staticmethod
+    def unwrap(value: Any) -> Tensor:
+        """The hidden state in a layer's return value."""
+        hidden = pytree.tree_leaves(value)[0]
+        assert isinstance(hidden, Tensor)
+        return hidden
+
+
+# --------------------------------------------------------------------------------------------------
+# What the stubs record
+
+
+HIDDEN = object()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTensor:
+    """A tensor argument, by its place in the microbatch's list of recorded tensors."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """How one layer was called: `HIDDEN`, recorded tensors and constants in their places."""
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    def arguments(
+        self, hidden: Tensor, recorded: list[Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with the tensors filled in."""
+        filled = [
+            hidden
+            if leaf is HIDDEN
+            else recorded[leaf.index]
+            if isinstance(leaf, RecordedTensor)
+            else leaf
+            for leaf in self.leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(filled, self.spec)
+        return tuple(args), kwargs
+
+
+@dataclass(slots=True)
+class Recording:
+    """What a prologue run yields for one microbatch."""
+
+    hidden: Tensor | None = None
+    tensors: list[Tensor] = field(default_factory=list)  # each once, whatever the number of layers
+    calls: dict[int, Call] = field(default_factory=dict)
+
+    def add(self, layer: int, args: Any, kwargs: Any, hidden: Tensor) -> None:
+        """Note the arguments of a layer; `hidden` is found among them by identity."""
+        leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
+        noted: list[Any] = []
+        seen_hidden = False
+        for leaf in leaves:
+            if leaf is hidden and not seen_hidden:
+                noted.append(HIDDEN)
+                seen_hidden = True
+            elif isinstance(leaf, HandedOn):
+                raise CutError(
+                    f"layer {layer} is given the output of another layer besides its hidden state. "
+                    "Expected each layer to get exactly what the one before it returned."
+                )
+            elif isinstance(leaf, Tensor):
+                noted.append(RecordedTensor(self._index(leaf)))
+            elif isinstance(leaf, NotKept):
+                raise CutError(
+                    f"layer {layer} consumes more than the hidden state: entry {leaf.entry} of what "
+                    f"layer {leaf.layer} returns (T5 passes its position bias so). Such models "
+                    "cannot be streamed yet."
+                )
+            else:
+                noted.append(leaf)
+        self.calls[layer] = Call(leaves=tuple(noted), spec=spec)
+
+    def _index(self, tensor: Tensor) -> int:
+        for index, known in enumerate(self.tensors):
+            if known is tensor:
+                return index
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+
+# --------------------------------------------------------------------------------------------------
+# The skeleton
+
+Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@final
+class Stub(nn.Module):
+    """Stands where a layer stood; answers questions about the layer's attributes."""
+
+    def __init__(self, index: int, layer: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)
+        object.__setattr__(self, "_handler", None)
+        self._index = index
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand the call to whoever runs the skeleton."""
+        handler: Handler = self.__dict__["_handler"]
+        return handler(self._index, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_layer"], name)
+
+
+def copy_tree(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
+    """A copy of a module tree that shares tensors and attributes but owns its registries."""
+    if id(module) in copies:
+        return copies[id(module)]
+    copy = module.__class__.__new__(module.__class__)
+    copies[id(module)] = copy
+    copy.__dict__.update(module.__dict__)
+    copy.__dict__["_parameters"] = dict(module._parameters)
+    copy.__dict__["_buffers"] = dict(module._buffers)
+    copy.__dict__["_modules"] = {
+        name: None if child is None else copy_tree(child, copies)
+        for name, child in module._modules.items()
+    }
+    return copy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """One place in a module tree where a tensor is looked up."""
+
+    module: nn.Module
+    local: str
+    owner: str  # the tensor's name in the whole model; tied parameters have one owner
+    is_parameter: bool
+
+    def set(self, tensor: Tensor) -> None:
+        """Let the module see this tensor."""
+        registry = self.module._parameters if self.is_parameter else self.module._buffers
+        registry[self.local] = tensor  # type: ignore[assignment]
+
+
+@final
+class Part:
+    """A module tree of ours whose tensors are bound from outside: the skeleton, or one layer."""
+
+    def __init__(self, module: nn.Module, bindings: tuple[Binding, ...]) -> None:
+        self.module = module
+        self._bindings = bindings
+        self._given_modes = [(child, child.training) for child in module.modules()]
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let every lookup of the named tensors find these."""
+        for binding in self._bindings:
+            if binding.owner in tensors:
+                binding.set(tensors[binding.owner])
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers the tree sees now, by owner."""
+        return {
+            binding.owner: buffer
+            for binding in self._bindings
+            if not binding.is_parameter
+            and (buffer := binding.module._buffers[binding.local]) is not None
+        }
+
+    def set_training(self, training: bool, *, as_given: bool) -> None:  # noqa: FBT001
+        """Set every module's mode; `as_given` restores the modes the user's modules had."""
+        for child, given in self._given_modes:
+            child.training = given if training and as_given else training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTensors:
+    """The user's tensors that belong to one unit, by owner."""
+
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+
+
+@final
+class CarvedModel:
+    """A model cut into prologue, layers and epilogue; the user's modules are only read."""
+
+    def __init__(self, model: nn.Module, *, layers: str | None) -> None:
+        """Cut `model` at the list called `layers`, or at the one that holds most parameters.
+
+        Raises:
+            ValueError: the model cannot be cut; the message says what was seen.
+        """
+        self.list_name = find_layers(model, layers)
+        _refuse_router_losses(model, {})
+        originals = list(model.get_submodule(self.list_name).children())
+        self.num_layers = len(originals)
+        owners = {
+            id(tensor): name
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        }
+        copies: dict[int, nn.Module] = {}
+        self.stubs = [Stub(index, layer) for index, layer in enumerate(originals)]
+        copies.update({id(layer): stub for layer, stub in zip(originals, self.stubs, strict=True)})
+        skeleton = copy_tree(model, copies)
+        self.outer_tensors = _tensors_of(skeleton, owners)
+        self.skeleton = Part(skeleton, _bindings(skeleton, owners))
+        self.layers: list[Part] = []
+        self.layer_tensors: list[UnitTensors] = []
+        self.structures: list[str] = []
+        for layer in originals:
+            copy = copy_tree(layer, {})
+            self.layers.append(Part(copy, _bindings(copy, owners)))
+            self.layer_tensors.append(_tensors_of(copy, owners))
+            self.structures.append(_structure(layer))
+        self._refuse_shared_weights()
+        self.returns: dict[str, Returns] = {}
+        self._modes_as_given = model.training
+        self._takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
+
+    def set_training(self, training: bool) -> None:  # noqa: FBT001
+        """Put every part in training or evaluation mode.
+
+        A model handed over in training mode keeps the modes of its modules (a frozen BatchNorm
+        stays in evaluation mode); one handed over in evaluation mode, as `from_pretrained` returns
+        it, trains everywhere.
+        """
+        for part in (self.skeleton, *self.layers):
+            part.set_training(training, as_given=self._modes_as_given)
+
+    def prologue(self, batch: Batch) -> Recording:
+        """Run the model up to its last layer; record what each layer is given."""
+        recording = Recording()
+
+        def handler(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            hidden = chain.receive(index, args, kwargs)
+            recording.add(index, args, kwargs, hidden)
+            if index == 0:
+                recording.hidden = hidden
+            if index == self.num_layers - 1:
+                raise LayersDone
+            return chain.hand_on(index, hidden)
+
+        chain = _Chain(self.num_layers, self._wrap)
+        with self._handling(handler):
+            try:
+                self._run(batch)
+            except LayersDone:
+                return recording
+        chain.incomplete()
+
+    def epilogue(self, batch: Batch, hidden: Tensor) -> Any:
+        """Run the model with `hidden` as the output of its last layer; returns its outputs."""
+
+        def handler(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = chain.receive(index, args, kwargs)
+            if index == self.num_layers - 1:
+                return self._wrap(index, hidden)
+            return chain.hand_on(index, given)
+
+        chain = _Chain(self.num_layers, self._wrap)
+        with self._handling(handler):
+            outputs = self._run(batch)
+        if chain.num_called < self.num_layers:
+            chain.incomplete()
+        if any(isinstance(leaf, HandedOn | NotKept) for leaf in pytree.tree_leaves(outputs)):
+            raise CutError(
+                "the model's outputs contain what single layers returned (hidden states or "
+                "attentions), which the relay does not keep. Turn output_hidden_states and "
+                "output_attentions off."
+            )
+        return outputs
+
+    def rehearse(self, batch: Batch, run_layer: Callable[[int, Any, Any], Any]) -> None:
+        """Learn how layers return their hidden state, by running one of each structure.
+
+        Raises:
+            ValueError: the model does not run its layers once each and in order.
+        """
+        _refuse_router_losses(self.skeleton.module, batch)
+
+        def handler(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            hidden = chain.receive(index, args, kwargs)
+            structure = self.structures[index]
+            if structure not in self.returns:
+                plain = [Tensor.as_subclass(a, Tensor) if a is hidden else a for a in args]
+                named = {
+                    k: Tensor.as_subclass(v, Tensor) if v is hidden else v
+                    for k, v in kwargs.items()
+                }
+                Recording().add(index, args, kwargs, hidden)
+                value = run_layer(index, tuple(plain), named)
+                self.returns[structure] = Returns.learn(value, layer=index)
+            if index == self.num_layers - 1:
+                raise LayersDone
+            return chain.hand_on(index, hidden)
+
+        chain = _Chain(self.num_layers, self._wrap)
+        with self._handling(handler):
+            try:
+                self._run(batch)
+            except LayersDone:
+                return
+        chain.incomplete()
+
+    def _wrap(self, index: int, hidden: Tensor) -> Any:
+        return self.returns[self.structures[index]].wrap(hidden)
+
+    def _run(self, batch: Batch) -> Any:
+        extra = {"use_cache": False} if self._takes_use_cache and "use_cache" not in batch else {}
+        return self.skeleton.module(**batch, **extra)
+
+    def _handling(self, handler: Handler) -> _Handling:
+        return _Handling(self.stubs, handler)
+
+    def _refuse_shared_weights(self) -> None:
+        users: dict[str, str] = dict.fromkeys(self.outer_tensors.parameters, "the model around")
+        for index, tensors in enumerate(self.layer_tensors):
+            for owner in tensors.parameters:
+                if owner in users:
+                    raise CutError(
+                        f"parameter {owner!r} of layer {index} is shared with {users[owner]} the "
+                        "layers. Weights shared between layers cannot be streamed yet."
+                    )
+                users[owner] = f"layer {index} of"
+
+
+@final
+class _Handling:
+    """Stubs answer with a handler inside the block."""
+
+    def __init__(self, stubs: list[Stub], handler: Handler) -> None:
+        self._stubs = stubs
+        self._handler = handler
+
+    def __enter__(self) -> None:
+        for stub in self._stubs:
+            stub.__dict__["_handler"] = self._handler
+
+    def __exit__(self, *_: object) -> None:
+        for stub in self._stubs:
+            stub.__dict__["_handler"] = None
+
+
+@final
+class _Chain:
+    """Checks that layers are called once each, in order, each with what the last one returned."""
+
+    def __init__(self, num_layers: int, wrap: Callable[[int, Tensor], Any]) -> None:
+        self._num_layers = num_layers
+        self._wrap = wrap
+        self._handed: Tensor | None = None
+        self.num_called = 0
+
+    def receive(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The hidden state among a layer's arguments: the first of them."""
+        if index < self.num_called:
+            raise CutError(
+                f"layer {index} of {self._num_layers} is called a second time. Expected every "
+                "layer once, in order. Weights shared between layers (ALBERT repeats one layer) "
+                "cannot be streamed yet."
+            )
+        if index > self.num_called:
+            raise CutError(
+                f"layer {index} is called before layer {self.num_called}. Expected every layer "
+                "once, in order. If the model skips layers at random (layerdrop), set that to 0."
+            )
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(first, Tensor):
+            raise CutError(
+                f"layer {index} is called with {type(first).__name__} first. Expected the hidden "
+                "state, a tensor, as its first argument."
+            )
+        if self._handed is not None and first is not self._handed:
+            raise CutError(
+                f"layer {index} is not given what layer {index - 1} returned: the model does "
+                "something between them. Expected each layer to get exactly what the one before it "
+                "returned."
+            )
+        self.num_called += 1
+        return first
+
+    def hand_on(self, index: int, hidden: Tensor) -> Any:
+        """The return value of a layer that was not run."""
+        plain = hidden.detach() if not isinstance(hidden, HandedOn) else hidden
+        with torch._C.DisableTorchFunctionSubclass():
+            # A fresh object each time, so that identity tells which layer it came from.
+            self._handed = plain.detach().as_subclass(HandedOn)
+        return self._wrap(index, self._handed)
+
+    def incomplete(self) -> Any:
+        """Refuse a run that ended before the last layer."""
+        raise CutError(
+            f"the model ran only {self.num_called} of its {self._num_layers} layers. Expected every "
+            "layer once, in order."
+        )
+
+
+def _bindings(tree: nn.Module, owners: Mapping[int, str]) -> tuple[Binding, ...]:
+    found = []
+    for module in tree.modules():
+        for registry, is_parameter in ((module._parameters, True), (module._buffers, False)):
+            found += [
+                Binding(
+                    module=module, local=local, owner=owners[id(tensor)], is_parameter=is_parameter
+                )
+                for local, tensor in registry.items()
+                if tensor is not None
+            ]
+    return tuple(found)
+
+
+def _tensors_of(tree: nn.Module, owners: Mapping[int, str]) -> UnitTensors:
+    return UnitTensors(
+        parameters={owners[id(parameter)]: parameter for parameter in tree.parameters()},
+        buffers={owners[id(buffer)]: buffer for buffer in tree.buffers()},
+    )
+
+
+def _structure(layer: nn.Module) -> str:
+    """A text that is equal for layers that run the same code on tensors of the same shapes."""
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    return "; ".join(
+        [f"{name}:{type(module).__qualname__}" for name, module in layer.named_modules()]
+        + [f"{name}:{tuple(tensor.shape)}" for name, tensor in tensors]
+    )
+
+
+def _refuse_router_losses(model: nn.Module, batch: Batch) -> None:
+    config = getattr(model, "config", None)
+    configs = [config, getattr(config, "text_config", None)]
+    asked = bool(batch.get("output_router_logits")) or any(
+        getattr(one, "output_router_logits", False) for one in configs
+    )
+    if asked:
+        raise CutError(
+            f"{type(model).__name__} is set to collect router losses from all layers "
+            "(output_router_logits). The relay does not keep what single layers return; set "
+            "output_router_logits=False."
+        )
+
+
+def layer_names(carved: CarvedModel) -> Iterator[str]:
+    """Unit names of the layers, in order."""
+    return (f"L{index}" for index in range(carved.num_layers))

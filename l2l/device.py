@@ -1,0 +1,559 @@
+"""The seam to the hardware: lanes, waits, memory and random numbers of one device.
+
+This is the only module that knows `torch.cuda`. It offers what the relay needs and no more: submit
+work to a lane, record an event after it, let a lane wait for an event, take device memory, take
+host memory the device can reach directly, seed the generators.
+
+Two devices implement it.
+
+`CudaDevice`: a lane is a stream, an event a CUDA event, work is launched as it is submitted. The
+update lane is a host thread: it waits for drains by blocking itself, and a lane that waits for an
+update blocks the submitting thread, which is ahead of the device by design.
+
+`CheckingDevice`: the same engine on the CPU, made to find ordering bugs. Work is only *queued*; a
+queued copy runs as late as the waits allow, when somebody waits for it. Memory is NaN until
+written, and a released slot becomes NaN again. So a missing wait shows up as wrong numbers in an
+ordinary CPU test instead of as a rare race on the accelerator.
+
+[Note: hostile order] With `first=lane` everything is queued, then that lane runs ahead of all
+others as far as its waits allow, pulling only what it waits for. If a wait is missing between line A
+and line B of lane b, the order with `first=b` runs B before A. So running a schedule once per lane
+tries, for every missing wait, an order in which it matters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import queue
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from typing_extensions import override
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from l2l.schedule import Lane
+
+Work = Callable[[], None]
+PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
+
+
+class Event(ABC):
+    """The end of some submitted work."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the calling thread until the work is done."""
+
+
+class Device(ABC):
+    """Lanes, waits, memory and random numbers of one device."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    @abstractmethod
+    def submit(self, lane: Lane, text: str, work: Work) -> None:
+        """Append work to a lane. `text` is the schedule's line, for traces and errors."""
+
+    @abstractmethod
+    def record(self, lane: Lane) -> Event:
+        """An event that completes with the work submitted to the lane so far."""
+
+    @abstractmethod
+    def wait(self, lane: Lane, event: Event) -> None:
+        """Hold what is submitted to the lane from now on until the event is complete."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Start a schedule: every lane but the update lane goes on after all earlier work."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """End a schedule: earlier work of every lane but the update lane is ordered before later."""
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> Tensor:
+        """Device memory, as bytes; NaN in every floating dtype on the checking device."""
+
+    @abstractmethod
+    def host_empty(self, nbytes: int) -> Tensor:
+        """Host memory, as bytes, that lanes copy from and to without the host's help."""
+
+    @abstractmethod
+    def host_record(self, *shape: int) -> Tensor:
+        """A few float32 numbers on the host for a lane to write; NaN until it does."""
+
+    @abstractmethod
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """A host tensor as one that can be copied to the device without the host's help."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Drop or finish what was submitted to all lanes but the update lane, after an error."""
+
+    @abstractmethod
+    def poison(self, buffer: Tensor) -> None:
+        """Declare the contents of device memory dead."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Start a new peak measurement."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Most device memory in use at once since `reset_peak`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish all work and give back threads and host memory."""
+
+    @contextlib.contextmanager
+    def private_random_state(self) -> Iterator[None]:
+        """Leave the caller's random generators as they were."""
+        devices = [self.torch_device] if self.torch_device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            yield
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators that the layers' own code draws from."""
+        torch.random.default_generator.manual_seed(seed)
+
+
+# --------------------------------------------------------------------------------------------------
+# The worker thread of the update lane
+
+
+@final
+class WorkerEvent(Event):
+    """Completion of work on the worker thread."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._done = threading.Event()
+
+    def set(self) -> None:
+        """Mark the work as done."""
+        self._done.set()
+
+    @override
+    def synchronize(self) -> None:
+        self._done.wait()
+        self._worker.raise_failure()
+
+
+@final
+class Worker:
+    """One host thread that performs work in order; a failure is raised to whoever waits."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Work | WorkerEvent | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="l2l-update", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Work) -> None:
+        """Append work. After a failure later work is dropped."""
+        self._queue.put(work)
+
+    def record(self) -> WorkerEvent:
+        """An event after the work submitted so far."""
+        event = WorkerEvent(self)
+        self._queue.put(event)
+        return event
+
+    def raise_failure(self) -> None:
+        """Raise what broke on the thread, if anything did."""
+        if self._failure is not None:
+            raise RuntimeError("the host update failed") from self._failure
+
+    def close(self) -> None:
+        """Let the thread end after what it has."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, WorkerEvent):
+                item.set()
+            elif self._failure is None:
+                try:
+                    item()
+                except BaseException as failure:  # handed to the waiting thread
+                    self._failure = failure
+
+
+# --------------------------------------------------------------------------------------------------
+# CUDA
+
+
+@final
+class CudaEvent(Event):
+    """An event on a stream."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event()
+
+    @override
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+@final
+class CudaDevice(Device):
+    """Streams of one CUDA device."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        index = torch_device.index if torch_device.index is not None else 0
+        super().__init__(torch.device("cuda", index))
+        self._worker = Worker()
+        # Copies are short and the kernels that wait for them long: copies go first.
+        self._streams = {
+            lane: torch.cuda.Stream(self.torch_device, priority=0 if lane is Lane.COMPUTE else -1)
+            for lane in Lane
+            if lane is not Lane.UPDATE
+        }
+        self._host_buffers: list[tuple[int, mmap.mmap]] = []
+
+    @override
+    def submit(self, lane: Lane, text: str, work: Work) -> None:
+        if lane is Lane.UPDATE:
+            self._worker.submit(work)
+            return
+        with torch.cuda.stream(self._streams[lane]), torch.profiler.record_function(text):
+            work()
+
+    @override
+    def record(self, lane: Lane) -> Event:
+        if lane is Lane.UPDATE:
+            return self._worker.record()
+        event = CudaEvent()
+        event.event.record(self._streams[lane])
+        return event
+
+    @override
+    def wait(self, lane: Lane, event: Event) -> None:
+        if lane is Lane.UPDATE:
+            self._worker.submit(event.synchronize)
+        elif isinstance(event, CudaEvent):
+            self._streams[lane].wait_event(event.event)
+        else:
+            event.synchronize()
+
+    @override
+    def begin(self) -> None:
+        self._worker.raise_failure()
+        current = torch.cuda.current_stream(self.torch_device)
+        for stream in self._streams.values():
+            stream.wait_stream(current)
+
+    @override
+    def finish(self) -> None:
+        current = torch.cuda.current_stream(self.torch_device)
+        for stream in self._streams.values():
+            current.wait_stream(stream)
+
+    @override
+    def empty(self, nbytes: int) -> Tensor:
+        with torch.cuda.stream(self._streams[Lane.COMPUTE]):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    @override
+    def host_empty(self, nbytes: int) -> Tensor:
+        """Anonymous memory with huge pages, touched by all cores, registered for DMA."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        pages = mmap.mmap(-1, nbytes)
+        if nbytes >= HUGE_PAGE_BYTES:
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        buffer = torch.frombuffer(pages, dtype=torch.uint8)
+        buffer.zero_()
+        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
+        if int(error) != 0:
+            raise RuntimeError(
+                f"the driver refused to register {nbytes} bytes of host memory (error "
+                f"{int(error)}). Expected enough lockable memory: see 'ulimit -l'."
+            )
+        self._host_buffers.append((buffer.data_ptr(), pages))
+        return buffer
+
+    @override
+    def host_record(self, *shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, pin_memory=True)
+
+    @override
+    def pinned(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_cuda else tensor.pin_memory()
+
+    @override
+    def abort(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    @override
+    def poison(self, buffer: Tensor) -> None:
+        pass
+
+    @override
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        torch.cuda.default_generators[self.torch_device.index].manual_seed(seed)
+
+    @override
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    @override
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self.torch_device)
+
+    @override
+    def close(self) -> None:
+        self._worker.close()
+        torch.cuda.synchronize(self.torch_device)
+        for address, _ in self._host_buffers:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._host_buffers.clear()
+
+
+# --------------------------------------------------------------------------------------------------
+# CPU
+
+
+@final
+class QueuedEvent(Event):
+    """A position in a queued lane."""
+
+    def __init__(self, device: CheckingDevice, lane: Lane, position: int) -> None:
+        self._device = device
+        self.lane = lane
+        self.position = position
+
+    @override
+    def synchronize(self) -> None:
+        self._device.run_to(self)
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What was submitted to a lane and has not run, and how far it has run."""
+
+    waiting: deque[Work | QueuedEvent] = field(default_factory=deque)
+    num_submitted: int = 0
+    num_done: int = 0
+    busy: bool = False
+
+    def append(self, item: Work | QueuedEvent) -> None:
+        self.waiting.append(item)
+        self.num_submitted += 1
+
+
+@final
+class CheckingDevice(Device):
+    """The CPU as a device whose copies are as late, or a lane as early, as the waits allow."""
+
+    def __init__(self, *, first: Lane | None = None) -> None:
+        """Make the device.
+
+        Args:
+            first: None computes at once, does copies when they are waited for, and updates on a
+                thread. A lane: [Note: hostile order], for tests; everything runs on this thread.
+        """
+        super().__init__(torch.device("cpu"))
+        self._first = first
+        self._queues = {lane: _Queue() for lane in Lane}
+        self._worker = Worker() if first is None else None
+        self._worker_events: dict[int, WorkerEvent] = {}
+        self._reserved = ByteCount()
+
+    @override
+    def submit(self, lane: Lane, text: str, work: Work) -> None:
+        self._queues[lane].append(work)
+        if self._first is None and lane in (Lane.COMPUTE, Lane.UPDATE):
+            self._advance(lane, self._queues[lane].num_submitted)
+
+    @override
+    def record(self, lane: Lane) -> Event:
+        return QueuedEvent(self, lane, self._queues[lane].num_submitted)
+
+    @override
+    def wait(self, lane: Lane, event: Event) -> None:
+        assert isinstance(event, QueuedEvent), type(event)
+        self._queues[lane].append(event)
+
+    def run_to(self, event: QueuedEvent) -> None:
+        """Run what the event covers, and what that waits for."""
+        self._advance(event.lane, event.position)
+        if event.lane is Lane.UPDATE and self._worker is not None:
+            completed = [p for p in self._worker_events if p <= event.position]
+            if completed:
+                self._worker_events[max(completed)].synchronize()
+            for position in completed:
+                del self._worker_events[position]
+
+    def _advance(self, lane: Lane, position: int) -> None:
+        lane_queue = self._queues[lane]
+        while lane_queue.num_done < position:
+            if lane_queue.busy:
+                raise RuntimeError(f"deadlock: the {lane.value} lane waits for itself")
+            lane_queue.busy = True
+            item = lane_queue.waiting.popleft()
+            try:
+                if isinstance(item, QueuedEvent):
+                    self.run_to(item)
+                else:
+                    self._perform(lane, item)
+            finally:
+                lane_queue.busy = False
+                lane_queue.num_done += 1
+
+    def _perform(self, lane: Lane, work: Work) -> None:
+        if lane is Lane.UPDATE and self._worker is not None:
+            self._worker.submit(work)
+            self._worker_events[self._queues[lane].num_done + 1] = self._worker.record()
+        elif lane is Lane.COMPUTE and self._reserved.counting is not None:
+            with self._reserved.counting:
+                work()
+        else:
+            work()
+
+    @override
+    def begin(self) -> None:
+        if self._worker is not None:
+            self._worker.raise_failure()
+
+    @override
+    def finish(self) -> None:
+        order = [lane for lane in Lane if lane is not Lane.UPDATE]
+        if self._first is not None:
+            order.insert(0, self._first)
+        for lane in order:
+            self._advance(lane, self._queues[lane].num_submitted)
+
+    @override
+    def empty(self, nbytes: int) -> Tensor:
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._reserved.hold(buffer)
+        self.poison(buffer)
+        return buffer
+
+    @override
+    def host_empty(self, nbytes: int) -> Tensor:
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self.poison(buffer)
+        return buffer
+
+    @override
+    def host_record(self, *shape: int) -> Tensor:
+        return torch.full(shape, torch.nan)
+
+    @override
+    def pinned(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    @override
+    def abort(self) -> None:
+        for lane in Lane:
+            if lane is not Lane.UPDATE:
+                self._queues[lane] = _Queue()
+
+    @override
+    def poison(self, buffer: Tensor) -> None:
+        buffer.fill_(0xFF)  # all bits set is NaN in every floating dtype
+
+    @override
+    def reset_peak(self) -> None:
+        self._reserved.start()
+
+    @override
+    def peak_bytes(self) -> int:
+        return self._reserved.peak_bytes
+
+    @override
+    def close(self) -> None:
+        for lane in Lane:
+            self._advance(lane, self._queues[lane].num_submitted)
+        if self._worker is not None:
+            self._worker.close()
+
+
+@final
+class ByteCount:
+    """Bytes a real device would hold: reserved memory, and what computing allocates on top."""
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.counting: CountAllocations | None = None
+
+    def hold(self, tensor: Tensor) -> None:
+        """Count a tensor's storage until it is freed."""
+        storage = tensor.untyped_storage()
+        self.add(storage.nbytes())
+        weakref.finalize(storage, self.add, -storage.nbytes())
+
+    def add(self, nbytes: int) -> None:
+        """Note that bytes were taken, or given back if negative."""
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def start(self) -> None:
+        """Count allocations from now on, from a fresh peak."""
+        self.counting = CountAllocations(self)
+        self.peak_bytes = self.live_bytes
+
+
+@final
+class CountAllocations(TorchDispatchMode):
+    """Counts the storages that operators allocate, until they are freed."""
+
+    def __init__(self, count: ByteCount) -> None:
+        super().__init__()
+        self._count = count
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {
+            leaf.untyped_storage()._cdata
+            for leaf in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
+                self._count.hold(leaf)
+        return result
+
+
+def open_device(device: str | torch.device | None) -> Device:
+    """The device named by the user; None is the accelerator if there is one, else the CPU.
+
+    Raises:
+        ValueError: the device is not there, or of a kind this engine does not drive.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is not a torch device. Try 'cuda' or 'cpu'.") from error
+    if wanted.type == "cpu":
+        return CheckingDevice()
+    if wanted.type != "cuda":
+        raise ValueError(f"device={str(wanted)!r} is not supported. Expected 'cuda' or 'cpu'.")
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (wanted.index or 0) >= num_devices:
+        raise ValueError(
+            f"device={str(wanted)!r} is not there: this process sees {num_devices} CUDA device(s). "
+            "Use device='cpu', or check the driver and CUDA_VISIBLE_DEVICES."
+        )
+    return CudaDevice(wanted)

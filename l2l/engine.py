@@ -1,0 +1,342 @@
+"""The engine: wires carved model, parameter server, slots, stash and relay; decides nothing else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from l2l.batch import Microbatch, num_rows, split_batch
+from l2l.carving import CarvedModel, UnitTensors
+from l2l.device import Device, open_device
+from l2l.loss import LossFunction, Rule, scales
+from l2l.parameter_server import (
+    AdamW,
+    HostOptimizer,
+    ParameterServer,
+    ServerOptimizer,
+    adopt,
+    make_groups,
+)
+from l2l.planner import LedgerLine, Plan
+from l2l.precision import PrecisionPolicy
+from l2l.rehearsal import Rehearsal
+from l2l.relay import Relay, Step
+from l2l.report import StepReport
+from l2l.schedule import OUTER, Schedule, Shape, make_schedule
+from l2l.stash import Stash, parse_policy
+from l2l.transfer import Transfer
+
+Batches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+@final
+class Engine:
+    """Trains a model with one layer on the device at a time.
+
+    The model's weights move into the parameter server when the engine is made and back when it is
+    closed; in between the model's parameters are hollow (NaN, without memory).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: HostOptimizer | torch.optim.Optimizer | None = None,
+        loss: LossFunction | None = None,
+        device: str | torch.device | Device | None = None,
+        microbatch_size: int | None = None,
+        precision: str | torch.dtype = "bfloat16",
+        layers: str | None = None,
+        stash: str = "host",
+        seed: int | None = None,
+    ) -> None:
+        """Cut the model and move its weights into the parameter server.
+
+        Args:
+            model: any module that runs a list of layers in order, on the CPU.
+            optimizer: `l2l.AdamW(...)`, `l2l.SGD(...)`, or a fresh torch.optim.AdamW or SGD over
+                the model's parameters, whose groups are taken over. None: `l2l.AdamW()`.
+            loss: None is the model's own (`outputs.loss`); or (outputs, batch) -> (sum, weight),
+                or a scalar, taken as a mean over rows.
+            device: None is the accelerator if there is one, else the CPU.
+            microbatch_size: rows that pass a layer at once. None: about 8,192 tokens.
+            precision: "float32" or "bfloat16": what crosses the link and runs on the device.
+            layers: dotted name of the list of layers, where the model has several.
+            stash: "host" (device memory constant in depth and batch) or "device".
+            seed: of dropout. None: torch's initial seed.
+
+        Raises:
+            ValueError: something above cannot be; nothing has been changed then.
+        """
+        if microbatch_size is not None and microbatch_size < 1:
+            raise ValueError(f"microbatch_size={microbatch_size}; expected at least 1 row, or None.")
+        policy = PrecisionPolicy.for_model(model, precision=precision)
+        stash_policy = parse_policy(stash)
+        _refuse_meta(model)
+        self._model = model
+        self._carved = CarvedModel(model, layers=layers)
+        description, groups = _groups_of(optimizer, model)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._device = device if isinstance(device, Device) else open_device(device)
+        self._server = ParameterServer(
+            device=self._device, precision=policy, optimizer=description
+        )
+        self.optimizer = ServerOptimizer(
+            groups, description.defaults, names=names, state_of=self._server.state_of
+        )
+        self._transfer = Transfer(device=self._device, server=self._server)
+        self._stash = Stash(device=self._device, policy=stash_policy)
+        self._relay = Relay(
+            carved=self._carved,
+            server=self._server,
+            device=self._device,
+            transfer=self._transfer,
+            stash=self._stash,
+            seed=torch.initial_seed() if seed is None else seed,
+        )
+        self._relay.loss_function = loss
+        self._rehearsal = Rehearsal(
+            carved=self._carved, device=self._device, transfer=self._transfer, relay=self._relay
+        )
+        self._microbatch_size = microbatch_size
+        self._precision = policy
+        self._schedules: dict[Shape, Schedule] = {}
+        self._step_number = 0
+        self._state = "open"
+        settings = self.optimizer.settings()
+        for name, tensors in self._units():
+            self._server.add(
+                name, parameters=tensors.parameters, buffers=tensors.buffers, settings=settings
+            )
+        self._carved.skeleton.bind(
+            {
+                owner: buffer.detach().to(self._device.torch_device, copy=True)
+                for owner, buffer in self._carved.outer_tensors.buffers.items()
+            }
+        )
+
+    def step(self, batch: Batches) -> StepReport:
+        """One optimizer step over a batch: a dict of tensors, or a list of microbatches."""
+        microbatches = self._prepare(batch, needs_loss=True)
+        step = self._new_step(microbatches, settings=self.optimizer.settings())
+        self._run(self._schedule(len(microbatches), training=True), step)
+        self.optimizer.step()
+        self._step_number += 1
+        return StepReport(step)
+
+    def evaluate(self, batch: Batches) -> float:
+        """The loss of a batch; forward only, in evaluation mode."""
+        microbatches = self._prepare(batch, needs_loss=True)
+        step = self._new_step(microbatches, settings=None)
+        self._run(self._schedule(len(microbatches), training=False), step)
+        return StepReport(step).loss
+
+    def predict(self, batch: Batches) -> Any:
+        """The model's outputs for a batch, on the host; forward only, in evaluation mode."""
+        microbatches = self._prepare(batch, needs_loss=False)
+        step = self._new_step(microbatches, settings=None, keep_outputs=True)
+        self._run(self._schedule(len(microbatches), training=False), step)
+        return _join_outputs([step.outputs[m] for m in range(len(microbatches))], microbatches)
+
+    @property
+    def plan(self) -> Plan:
+        """What is placed where, in bytes, and the choices made. Print it."""
+        device_places = {
+            k: v for k, v in self._transfer.bytes_by_place().items() if k != "staging"
+        }
+        stash = self._stash.bytes_by_place()
+        device_places["boundary cells"] = stash.pop("cells")
+        device_places["buffers"] = self._rehearsal.resident_buffer_bytes()
+        host_places = self._server.bytes_by_kind()
+        host_places["gradient staging"] = self._transfer.bytes_by_place()["staging"]
+        for policy, nbytes in stash.items():
+            (device_places if policy == "device" else host_places)["stash"] = nbytes
+        ledger = [LedgerLine(place="device", purpose=k, nbytes=v) for k, v in device_places.items()]
+        ledger += [LedgerLine(place="host", purpose=k, nbytes=v) for k, v in host_places.items()]
+        rows = self._microbatch_size
+        choices = (
+            ("layers", f"{self._carved.list_name}, {self._carved.num_layers} of them"),
+            ("precision", str(self._precision.link).removeprefix("torch.")),
+            ("microbatch", f"{rows} rows" if rows else "rows for about 8,192 tokens"),
+            ("stash", self._stash.policy),
+            ("update", "eager: each layer as soon as its gradient has arrived"),
+            ("loss averages over", self._rehearsal.rule.value if self._rehearsal.rule else "?"),
+        )
+        return Plan(ledger=tuple(ledger), choices=choices)
+
+    @property
+    def device(self) -> Device:
+        """The device the layers run on, for memory measurements."""
+        return self._device
+
+    def close(self) -> None:
+        """Move the weights back into the model, which is an ordinary nn.Module again."""
+        if self._state == "closed":
+            return
+        for name, tensors in self._units():
+            self._server.give_back(tensors.parameters, name)
+        for owner, buffer in self._rehearsal.present_buffers().items():
+            module, _, local = owner.rpartition(".")
+            target = self._model.get_submodule(module)._buffers[local]
+            if target is not None:
+                target.copy_(buffer)
+        self._state = "closed"
+        self._device.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _units(self) -> list[tuple[str, UnitTensors]]:
+        layers = [(f"L{index}", tensors) for index, tensors in enumerate(self._carved.layer_tensors)]
+        return [*layers, (OUTER, self._carved.outer_tensors)]
+
+    def _prepare(self, batch: Batches, *, needs_loss: bool) -> list[Microbatch]:
+        """Check the engine and the batch, cut it, and rehearse if this is the first."""
+        if self._state == "closed":
+            raise RuntimeError("the engine is closed. Make a new one from the model.")
+        if self._state == "torn":
+            raise RuntimeError(
+                "an earlier step failed after some layers had been updated, so the weights are of "
+                "two steps. Make a new engine from weights saved before."
+            )
+        microbatches = split_batch(batch, microbatch_size=self._microbatch_size)
+        self._transfer.reserve(self._shape(len(microbatches), training=needs_loss))
+        self._server.settle_all() if not self._rehearsal.done else None
+        self._rehearsal.run(microbatches[0], needs_loss=needs_loss)
+        if self._device.torch_device.type != "cpu":
+            microbatches = [
+                {k: self._device.pinned(v) if isinstance(v, Tensor) else v for k, v in one.items()}
+                for one in microbatches
+            ]
+        return microbatches
+
+    def _new_step(
+        self,
+        microbatches: list[Microbatch],
+        *,
+        settings: Mapping[str, Mapping[str, Any]] | None,
+        keep_outputs: bool = False,
+    ) -> Step:
+        rule = self._rehearsal.rule or Rule.ROWS
+        weights = [1.0] * len(microbatches) if keep_outputs else scales(rule, microbatches)
+        self._carved.set_training(settings is not None)
+        device_losses = torch.zeros((len(microbatches), 2), device=self._device.torch_device)
+        return Step(
+            number=self._step_number,
+            layers=tuple(range(self._carved.num_layers)),
+            microbatches=microbatches,
+            scales=weights,
+            device_losses=device_losses,
+            losses=self._device.host_record(len(microbatches), 2),
+            norms={
+                name: self._device.host_record(max(1, len(unit.trained.names))).zero_()
+                for name, unit in (self._server.units.items() if settings is not None else ())
+            },
+            settings=settings,
+            keep_outputs=keep_outputs,
+            divide_by_weight=rule is Rule.SUM_AND_WEIGHT and len(microbatches) > 1,
+        )
+
+    def _shape(self, num_microbatches: int, *, training: bool) -> Shape:
+        units = self._server.units
+        num_layers = self._carved.num_layers
+        return Shape(
+            layers=tuple(range(num_layers)),
+            num_microbatches=num_microbatches,
+            num_slots=min(2, num_layers),
+            training=training,
+            frozen_layers=frozenset(
+                index for index in range(num_layers) if not units[f"L{index}"].trained.names
+            ),
+            frozen_outer=not units[OUTER].trained.names,
+        )
+
+    def _schedule(self, num_microbatches: int, *, training: bool) -> Schedule:
+        shape = self._shape(num_microbatches, training=training)
+        if shape not in self._schedules:
+            self._schedules[shape] = make_schedule(shape)
+        return self._schedules[shape]
+
+    def _run(self, schedule: Schedule, step: Step) -> None:
+        try:
+            self._relay.run(schedule, step)
+        except BaseException:
+            self._device.abort()
+            self._stash.end_step()
+            if step.updates_submitted:
+                self._state = "torn"
+            raise
+
+
+def _groups_of(
+    optimizer: HostOptimizer | torch.optim.Optimizer | None, model: nn.Module
+) -> tuple[HostOptimizer, list[dict[str, Any]]]:
+    trained = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.is_floating_point()
+    }
+    if not trained:
+        raise ValueError("no parameter of the model requires a gradient, so nothing is trained.")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        description, groups = adopt(optimizer)
+        known = {id(parameter) for parameter in trained.values()}
+        strangers = [p.shape for g in groups for p in g["params"] if id(p) not in known]
+        if strangers:
+            raise ValueError(
+                f"the optimizer holds {len(strangers)} parameters that the model does not train, "
+                f"the first of shape {tuple(strangers[0])}. Expected an optimizer over "
+                "model.parameters()."
+            )
+        left_out = known - {id(p) for g in groups for p in g["params"]}
+        if left_out:
+            warnings.warn(
+                f"{len(left_out)} parameters require a gradient but are not in the optimizer; "
+                "they stay as they are.",
+                stacklevel=3,
+            )
+        return description, groups
+    description = AdamW() if optimizer is None else optimizer
+    if not isinstance(description, HostOptimizer):
+        raise ValueError(
+            f"optimizer is {type(optimizer).__name__}. Expected l2l.AdamW(...), l2l.SGD(...), or a "
+            "torch optimizer over the model's parameters."
+        )
+    return description, make_groups(description, trained)
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"{len(on_meta)} parameters are on the meta device, the first {on_meta[0]!r}. Expected "
+            "a model with weights, on the CPU."
+        )
+
+
+def _join_outputs(outputs: list[Any], microbatches: list[Microbatch]) -> Any:
+    """One set of outputs for the whole batch: rows joined, scalars averaged over rows."""
+    if len(outputs) == 1:
+        return outputs[0]
+    flat = [pytree.tree_flatten(one) for one in outputs]
+    rows = [num_rows(microbatch) for microbatch in microbatches]
+    joined: list[Any] = []
+    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+        if not isinstance(leaves[0], Tensor):
+            joined.append(leaves[0])
+        elif leaves[0].dim() == 0:
+            shares = (leaf * (n / sum(rows)) for leaf, n in zip(leaves, rows, strict=True))
+            joined.append(torch.stack(list(shares)).sum())
+        else:
+            joined.append(torch.cat(leaves))
+    return pytree.tree_unflatten(joined, flat[0][1])

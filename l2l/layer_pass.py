@@ -1,0 +1,117 @@
+"""One microbatch through one part of the model: forward, recomputation, backward.
+
+All autograd is here, and nothing of slots, cells or lanes: a pass gets the tensors to work on and
+returns tensors. Two cares make a recomputed pass equal to its forward pass:
+
+- random numbers: the generators are seeded by (seed, step, layer, microbatch) before either, so
+  dropout draws the same mask in both;
+- buffers: what a layer changes in its own buffers (BatchNorm's statistics) it changes once per
+  microbatch. The forward pass works on the real buffers and keeps a copy of what they were before;
+  the recomputed pass works on that copy, which is then dropped.
+
+[Note: flags] A pass without graph still marks its inputs as requiring gradients where plain PyTorch
+would have them so: matrix products fold their operands differently for a tensor that requires one,
+even under `no_grad`, and the output differs in its last bits.
+
+Gradients are taken with `torch.autograd.grad`, so a parameter that took no part has None, and is
+skipped as torch would skip it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from l2l.carving import Call, Part, Returns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardResult:
+    """Gradients of one pass."""
+
+    hidden: Tensor | None
+    parameters: dict[str, Tensor]  # those that took part
+    recorded: dict[int, Tensor]  # by index of the recorded tensor; those that took part
+
+
+def leaves(tensors: Mapping[str, Tensor], trained: Sequence[str]) -> dict[str, Tensor]:
+    """The same tensors, those that are trained as leaves of a new graph."""
+    trained_names = set(trained)
+    return {
+        name: tensor.detach().requires_grad_() if name in trained_names else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputs:
+    """What a pass through a layer works on, the same in forward and backward."""
+
+    part: Part
+    tensors: Mapping[str, Tensor]
+    trained: Sequence[str]
+    call: Call
+    hidden: Tensor
+    hidden_requires_gradient: bool
+    recorded: list[Tensor]
+    through: Sequence[int]  # recorded tensors that require gradients
+
+    def marked(self) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        """Hidden state, recorded tensors and bound tensors as leaves ([Note: flags])."""
+        hidden = self.hidden.detach().requires_grad_(self.hidden_requires_gradient)
+        recorded = [
+            tensor.detach().requires_grad_() if index in self.through else tensor
+            for index, tensor in enumerate(self.recorded)
+        ]
+        bound = leaves(self.tensors, self.trained)
+        self.part.bind(bound)
+        return hidden, recorded, bound
+
+
+def forward_layer(inputs: LayerInputs) -> Tensor:
+    """The layer's output, without graph."""
+    hidden, recorded, _ = inputs.marked()
+    args, kwargs = inputs.call.arguments(hidden, recorded)
+    with torch.no_grad():
+        return Returns.unwrap(inputs.part.module(*args, **kwargs))
+
+
+def backward_layer(inputs: LayerInputs, *, gradient: Tensor) -> BackwardResult:
+    """Run the layer again with graph and take its gradients."""
+    hidden, recorded, bound = inputs.marked()
+    args, kwargs = inputs.call.arguments(hidden, recorded)
+    with torch.enable_grad():
+        output = Returns.unwrap(inputs.part.module(*args, **kwargs))
+    wanted: dict[Any, Tensor] = {name: bound[name] for name in inputs.trained}
+    wanted |= {("recorded", index): recorded[index] for index in inputs.through}
+    if inputs.hidden_requires_gradient:
+        wanted["hidden", 0] = hidden
+    found = take_gradients([output], [gradient], wanted)
+    return BackwardResult(
+        hidden=found.get(("hidden", 0)),
+        parameters={name: found[name] for name in inputs.trained if name in found},
+        recorded={
+            index: found["recorded", index]
+            for index in inputs.through
+            if ("recorded", index) in found
+        },
+    )
+
+
+def take_gradients(
+    outputs: list[Tensor], gradients: list[Tensor | None], inputs: Mapping[Any, Tensor]
+) -> dict[Any, Tensor]:
+    """Gradients of outputs for the inputs that took part in them."""
+    if not inputs:
+        return {}
+    found = torch.autograd.grad(outputs, list(inputs.values()), gradients, allow_unused=True)
+    return {
+        key: gradient
+        for key, gradient in zip(inputs, found, strict=True)
+        if gradient is not None
+    }
+

@@ -1,0 +1,147 @@
+"""Where every tensor of a unit lies inside one flat buffer: pure arithmetic, no memory.
+
+A *unit* (a layer, or the outer parameters around the layers) moves as a whole, so its tensors share
+one contiguous buffer. Parameter server, slot, gradient buffer and checkpoint agree about the inside
+of that buffer because they hold the same `FlatLayout`:
+
+    bytes  0            256          512                                         nbytes
+           | norm.weight | norm.bias  | attention.query.weight ........ | padding |
+             Field 0       Field 1      Field 2
+
+Fields of one dtype form a segment; every field starts at a multiple of `ALIGNMENT_ELEMENTS`
+elements of its segment and every segment at a multiple of `ALIGNMENT_BYTES` bytes. Alignment counts
+elements, not bytes, so that two layouts of the same tensors in different dtypes (a bfloat16 weight,
+its float32 gradient, its moments) have the *same element offsets*: one index runs over all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+ALIGNMENT_ELEMENTS = 128
+ALIGNMENT_BYTES = 256
+PAGE = 4096
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One tensor inside a segment."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int  # in elements, from the start of the segment
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, without padding."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Fields of one dtype, back to back."""
+
+    dtype: torch.dtype
+    fields: tuple[Field, ...]
+    offset_bytes: int  # from the start of the buffer
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, padding included."""
+        if not self.fields:
+            return 0
+        last = self.fields[-1]
+        return round_up(last.offset + last.numel, ALIGNMENT_ELEMENTS)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the segment, padding included."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatLayout:
+    """The inside of one flat buffer."""
+
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> FlatLayout:
+        """Lay out tensors given as (name, shape, dtype), in order within each dtype."""
+        by_dtype: dict[torch.dtype, list[Field]] = {}
+        for name, shape, dtype in tensors:
+            fields = by_dtype.setdefault(dtype, [])
+            end = fields[-1].offset + fields[-1].numel if fields else 0
+            offset = round_up(end, ALIGNMENT_ELEMENTS)
+            fields.append(Field(name=name, shape=tuple(shape), offset=offset))
+        segments = [
+            Segment(dtype=dtype, fields=tuple(fields), offset_bytes=0)
+            for dtype, fields in by_dtype.items()
+        ]
+        return cls(segments=_placed(segments))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole buffer."""
+        if not self.segments:
+            return 0
+        last = self.segments[-1]
+        return round_up(last.offset_bytes + last.nbytes, ALIGNMENT_BYTES)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All field names."""
+        return tuple(field.name for segment in self.segments for field in segment.fields)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of all fields, without padding."""
+        return sum(field.numel for segment in self.segments for field in segment.fields)
+
+    def astype(self, dtypes: dict[torch.dtype, torch.dtype]) -> FlatLayout:
+        """The same fields with the dtype of every segment exchanged by the table.
+
+        Segments stay apart even if they now share a dtype, so element offsets do not change.
+        """
+        segments = [
+            replace(segment, dtype=dtypes.get(segment.dtype, segment.dtype))
+            for segment in self.segments
+        ]
+        return FlatLayout(segments=_placed(segments))
+
+    def segment_views(self, buffer: Tensor) -> list[Tensor]:
+        """One 1-d view per segment of a byte buffer."""
+        assert buffer.dtype is torch.uint8, "a flat buffer is bytes"
+        assert buffer.dim() == 1, "a flat buffer is one-dimensional"
+        assert buffer.numel() >= self.nbytes, (buffer.numel(), self.nbytes)
+        return [
+            buffer[segment.offset_bytes : segment.offset_bytes + segment.nbytes].view(segment.dtype)
+            for segment in self.segments
+        ]
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """One shaped view per field of a byte buffer."""
+        return {
+            field.name: flat[field.offset : field.offset + field.numel].view(field.shape)
+            for segment, flat in zip(self.segments, self.segment_views(buffer), strict=True)
+            for field in segment.fields
+        }
+
+
+def _placed(segments: list[Segment]) -> tuple[Segment, ...]:
+    placed, end = [], 0
+    for segment in segments:
+        start = round_up(end, ALIGNMENT_BYTES)
+        placed.append(replace(segment, offset_bytes=start))
+        end = start + segment.nbytes
+    return tuple(placed)

@@ -1,0 +1,154 @@
+"""The loss of a step over its microbatches is the loss of the whole batch.
+
+A model's own loss is a mean over something: over labels that are not ignored (shifted by one for
+causal models, unshifted for others), or over rows. Microbatch m must therefore count `n_m / N` with
+n that something. Weighting microbatches equally is wrong as soon as padding differs between them.
+
+[Note: counting rule] Which of the three it is, is found by experiment before the first step, on two
+rows of at most `TRIAL_TOKENS` tokens, with the model's own epilogue:
+
+- labels of integers in two dimensions: all labels are ignored but those of the first position. A
+  causal loss never looks there and has nothing to average; any other loss is finite and not zero.
+- then the rule is verified: the loss of two rows with different numbers of labels must be the
+  weighted mean of the losses of each row alone. A loss that is not (a sum, two heads with different
+  counts) is refused as soon as there is more than one microbatch to weigh.
+
+A user's `loss` returns (sum, weight), whose quotient over the whole batch is the loss, or a scalar,
+taken as a mean over rows.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from l2l.batch import Microbatch, num_rows, take_rows
+
+IGNORED = -100
+TRIAL_TOKENS = 16
+
+LossFunction = Callable[[Any, Mapping[str, Any]], Tensor | tuple[Tensor, Any]]
+
+
+class Rule(enum.Enum):
+    """What a loss averages over."""
+
+    ROWS = "rows"
+    LABELS = "labels that are not ignored"
+    SHIFTED_LABELS = "labels that are not ignored, from the second position on"
+    SUM_AND_WEIGHT = "the weights that the user's loss returns"
+    UNKNOWN = "none of the rules that were tried"
+
+
+def count(rule: Rule, microbatch: Mapping[str, Any]) -> int:
+    """What a microbatch's mean is over, under a rule."""
+    labels = microbatch.get("labels")
+    if rule is Rule.LABELS and isinstance(labels, Tensor):
+        return int((labels != IGNORED).sum())
+    if rule is Rule.SHIFTED_LABELS and isinstance(labels, Tensor):
+        return int((labels[..., 1:] != IGNORED).sum())
+    return num_rows(microbatch)
+
+
+def scales(rule: Rule, microbatches: list[Microbatch]) -> list[float]:
+    """What each microbatch's loss counts in the step: n_m / N.
+
+    Raises:
+        ValueError: every label is ignored, or the rule is unknown and there is more than one.
+    """
+    if rule is Rule.SUM_AND_WEIGHT or (rule is Rule.UNKNOWN and len(microbatches) == 1):
+        return [1.0] * len(microbatches)
+    if rule is Rule.UNKNOWN:
+        raise ValueError(
+            f"the model's loss over {len(microbatches)} microbatches cannot be made that of the "
+            "whole batch: it is not a mean over rows or over labels that are not ignored. Pass "
+            "loss=(outputs, batch) -> (sum, weight), or let one microbatch hold all rows."
+        )
+    counts = [count(rule, microbatch) for microbatch in microbatches]
+    total = sum(counts)
+    if total == 0:
+        raise ValueError(
+            f"every label of the batch is ignored ({IGNORED}), so there is nothing to average. "
+            "Expected at least one label to learn from."
+        )
+    return [number / total for number in counts]
+
+
+def loss_of(outputs: Any) -> Tensor | None:
+    """The loss in a model's outputs: `.loss`, `["loss"]`, a scalar, or a tuple that begins so."""
+    if isinstance(outputs, Tensor):
+        return outputs if outputs.dim() == 0 else None
+    if isinstance(outputs, Mapping):
+        found = outputs.get("loss")
+    elif isinstance(outputs, tuple | list):
+        found = outputs[0] if outputs else None
+    else:
+        found = getattr(outputs, "loss", None)
+    return found if isinstance(found, Tensor) and found.dim() == 0 else None
+
+
+def require_loss(outputs: Any) -> Tensor:
+    """The loss in a model's outputs.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = loss_of(outputs)
+    if found is None:
+        raise ValueError(
+            f"the model returned {type(outputs).__name__} without a loss. Expected 'labels' in the "
+            "batch and a model that returns outputs.loss, or loss=(outputs, batch) -> "
+            "(sum, weight) given to the engine."
+        )
+    return found
+
+
+def trial_batch(microbatch: Mapping[str, Any]) -> Microbatch:
+    """Two rows of a microbatch; of a language model, with few tokens."""
+    tensors = {n: v for n, v in microbatch.items() if isinstance(v, Tensor) and v.dim() > 0}
+    rows = take_rows(microbatch, 0, 2)
+    if num_rows(rows) == 1:
+        rows = {n: torch.cat([v, v]) if n in tensors else v for n, v in rows.items()}
+    lengths = {value.shape[1] for value in tensors.values() if value.dim() == 2}
+    if len(lengths) == 1 and all(v.dim() == 2 and not v.is_floating_point() for v in tensors.values()):
+        rows = {n: v[:, :TRIAL_TOKENS] if n in tensors else v for n, v in rows.items()}
+    return rows
+
+
+def find_rule(trial: Microbatch, loss: Callable[[Microbatch], float]) -> tuple[Rule, bool]:
+    """Find and verify what a model's loss averages over ([Note: counting rule]).
+
+    Returns:
+        the rule, and whether that is final: with weights that give no finite loss it is a guess.
+    """
+    labels = trial.get("labels")
+    rule = Rule.ROWS
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        rule = Rule.LABELS
+        if labels.dim() == 2 and labels.shape[1] > 1:
+            chosen = torch.where(labels == IGNORED, 0, labels)
+            first_only = torch.full_like(labels, IGNORED)
+            first_only[:, 0] = chosen[:, 0]
+            alone = loss({**trial, "labels": first_only})
+            if math.isnan(alone) or alone == 0.0:
+                rule = Rule.SHIFTED_LABELS
+            uneven = torch.full_like(labels, IGNORED)
+            uneven[0, :3] = chosen[0, :3]
+            uneven[1, -1] = chosen[1, -1]
+            trial = {**trial, "labels": uneven}
+        elif labels.dim() == 1:
+            trial = {**trial, "labels": torch.where(labels == IGNORED, 0, labels)}
+    first, second = take_rows(trial, 0, 1), take_rows(trial, 1, 2)
+    counts = count(rule, first), count(rule, second)
+    expected = (counts[0] * loss(first) + counts[1] * loss(second)) / max(1, sum(counts))
+    found = loss(trial)
+    if not math.isfinite(found) or not math.isfinite(expected):
+        return rule, False
+    # 16-bit losses carry two to three digits; a wrong rule is off by far more.
+    close = math.isclose(found, expected, rel_tol=2e-2, abs_tol=1e-4)
+    return (rule if close else Rule.UNKNOWN), True

@@ -1,0 +1,670 @@
+// The native host kernel: optimizer updates on flat buffers, one pass over memory each.
+//
+// Build, with nothing but g++ (libhost_kernel.so belongs beside host_kernel.py):
+//
+//   g++ -O3 -std=c++17 -fPIC -shared -fopenmp -ffp-contract=off -fno-math-errno
+//       -fno-trapping-math -o libhost_kernel.so host_kernel.cpp
+//
+// An update reads and writes each byte of a layer once, so memory bandwidth bounds it: 26 bytes per
+// parameter for exact AdamW on a split master, 14 with 8-bit moments. The code only has to stay
+// below that bound. It is called through a plain C interface, knows neither torch nor Python, and
+// leaves every decision (when, on which range, with how many threads) to the caller.
+//
+// [Note: levels] Every loop is written once, as the `run` of an operation, and compiled three
+// times: for AVX-512, for AVX2 and for the compiler's baseline. The processor chooses at run time.
+// All levels perform the same IEEE operations in the same order (no contraction to fused
+// multiply-add, no approximate square root or reciprocal, no reordered sum), so all give the same
+// bits. The one freedom left is which payload survives when two NaNs meet.
+//
+// [Note: split master] A float32 master is held as the bfloat16 weight that crosses the link and
+// the 16 bits that are missing, all modulo 2^32:
+//
+//     weight = (bits + 0x8000) >> 16     remainder = low 16 bits, taken as signed
+//     bits = (weight << 16) + remainder
+//
+// That is a bijection on all patterns. No bijection can give every NaN a NaN weight (float32 has
+// more NaNs than those of bfloat16 have preimages): the few with a payload near the ends round to
+// infinity or wrap to zero, and 0x7fffffff, the NaN that CUDA computes, is one of them. So updates
+// store every NaN as 0x7fc00000.
+//
+// [Note: 8-bit moments] The first moment m and the root r = sqrt(v) of the second are stored in
+// blocks of 128 as 8-bit codes q, with one float32 per block and moment: the unit, the value of
+// code 1.
+//
+//     m = sign(q) q^2 unit, |q| <= 127          r = q^2 unit, 4 <= q <= 255
+//
+// Squares give small values fine steps (m resolves 1/16,129 of its block's largest), and cost one
+// square root to encode and none to decode; the update needs sqrt(v) anyway.
+//
+// Rounding is stochastic and unbiased in the value: q or q + 1, in proportion to the distance from
+// q^2 and (q + 1)^2. Rounding to nearest stalls: with beta2 = 0.999 one step moves a code by far
+// less than a half, so r would not follow gradients that shrink (simulated: 5 times too large for
+// ever), and a small m would never decay. The random number is uniform over seeds for each element
+// and evenly spread within a block: a hash of the block plus multiples of the golden ratio. So a
+// result depends on neither threads nor chunks.
+//
+// No code of r is below 4 in a block that has any. Hence no denominator is lost; and since the step
+// of m is a quarter of the smallest r (relative to their blocks' largest), an element too small for
+// m to resolve gets a damped update, not a random large one.
+//
+// A block whose largest value is below 1e-18 is stored as zeros (its squares would be subnormal);
+// one that holds an infinity or a NaN gets a NaN unit, so that the fault is seen, not hidden.
+//
+// [Note: subnormals] A moment below the smallest normal float32 is stored as 0. The first moments
+// of embedding rows that are not used end there after some 800 steps, and arithmetic on subnormals
+// is many times slower; no weight can feel the difference.
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include <omp.h>
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int64_t chunk_size = 32768;  // what a thread takes at a time, and what is summed as one
+constexpr int64_t tile_size = 1024;    // what stays in the first-level cache between two loops
+constexpr int64_t block_size = 128;    // 8-bit moments
+static_assert(chunk_size % tile_size == 0 && tile_size % block_size == 0, "each holds whole ones");
+
+// Computed in float64 by the caller, and rounded once.
+struct Coefficients {
+  float factor;                   // multiplies the gradient: clipping, loss scale
+  float decay;                    // AdamW, Lion: 1 - lr * weight_decay; SGD: weight_decay
+  float rate;                     // AdamW: lr / bias_correction1; SGD, Lion: lr
+  float keep_first;               // Lion: beta1; SGD: momentum
+  float blend_first;              // AdamW, Lion: 1 - beta1; SGD: 1 - dampening
+  float keep_second;              // AdamW, Lion: beta2
+  float blend_second;             // AdamW, Lion: 1 - beta2
+  float root_correction;          // AdamW: sqrt(bias_correction2)
+  float inverse_root_correction;  // 8-bit AdamW: 1 / sqrt(bias_correction2)
+  float epsilon;                  // AdamW
+  uint32_t seed;                  // 8-bit AdamW
+  int32_t first_step;             // SGD: the momentum becomes this step's gradient
+  int32_t nesterov;               // SGD
+};
+
+struct Job;
+using ChunkFunction = void (*)(const Job&, int64_t begin, int64_t end);
+using LoadFunction = void (*)(const Job&, int64_t start, int64_t count, float* values);
+
+// What one call works on. A pointer that the operation does not use may be null.
+struct Job {
+  void* weight;
+  void* companion;  // what the weight's form needs besides
+  const void* gradient;
+  void* first;
+  void* second;
+  float* first_unit;
+  float* second_unit;
+  double* partial_sums;        // one per chunk
+  LoadFunction load_gradient;  // a tile of it, in float32
+  int64_t first_block;         // of element 0, in its flat buffer: for the random numbers
+  Coefficients coefficients;
+};
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+INLINE float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+INLINE float magnitude(float value) { return float_of(bits_of(value) & 0x7fffffffu); }
+
+// See [Note: subnormals].
+INLINE float without_subnormals(float value) {
+  return magnitude(value) < 0x1p-126f ? 0.0f : value;
+}
+
+INLINE uint16_t split_weight(uint32_t bits) { return uint16_t((bits + 0x8000u) >> 16); }
+INLINE int16_t split_remainder(uint32_t bits) { return int16_t(bits & 0xffffu); }
+INLINE uint32_t join_bits(uint16_t weight, int16_t remainder) {
+  return (uint32_t(weight) << 16) + uint32_t(int32_t(remainder));
+}
+INLINE uint32_t bits_with_one_nan(float value) {
+  return value == value ? bits_of(value) : 0x7fc00000u;
+}
+
+// Exact for every pattern. A subnormal half is its mantissa times 2^-24, as a normal float.
+INLINE float float_of_half(uint16_t half) {
+  const uint32_t sign = uint32_t(half & 0x8000u) << 16;
+  const uint32_t rest = half & 0x7fffu;
+  const uint32_t subnormal = bits_of(float(int32_t(rest)) * 0x1p-24f);
+  const uint32_t normal = (rest << 13) + (rest < 0x7c00u ? 0x38000000u : 0x70000000u);
+  return float_of(sign | (rest < 0x400u ? subnormal : normal));
+}
+
+// To nearest, ties to even. Adding 0.5 rounds what will be subnormal at 2^-24, in hardware.
+INLINE uint16_t half_of_float(float value) {
+  const uint32_t sign = bits_of(value) & 0x80000000u;
+  const uint32_t rest = bits_of(value) ^ sign;
+  const uint32_t subnormal = bits_of(float_of(rest) + 0.5f) - 0x3f000000u;
+  const uint32_t normal = (rest - 0x38000000u + 0xfffu + ((rest >> 13) & 1u)) >> 13;
+  const uint32_t finite = rest < 0x38800000u ? subnormal : (rest < 0x477ff000u ? normal : 0x7c00u);
+  return uint16_t((sign >> 16) | (rest > 0x7f800000u ? 0x7e00u : finite));
+}
+
+// Gradients, as a load of one tile. Apart from the updates, or there would be three of each of
+// them and the build three times as long; the tile stays in cache, so this costs next to nothing.
+
+struct Float32Gradient {
+  static INLINE void run(const Job& job, int64_t start, int64_t count, float* values) {
+    const float* const gradient = static_cast<const float*>(job.gradient) + start;
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) values[j] = gradient[j];
+  }
+};
+
+struct BFloat16Gradient {
+  static INLINE void run(const Job& job, int64_t start, int64_t count, float* values) {
+    const uint16_t* const gradient = static_cast<const uint16_t*>(job.gradient) + start;
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) values[j] = float_of(uint32_t(gradient[j]) << 16);
+  }
+};
+
+struct Float16Gradient {
+  static INLINE void run(const Job& job, int64_t start, int64_t count, float* values) {
+    const uint16_t* const gradient = static_cast<const uint16_t*>(job.gradient) + start;
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) values[j] = float_of_half(gradient[j]);
+  }
+};
+
+// Weights, as a load and a store of the float32 master.
+
+struct SplitWeight {  // see [Note: split master]
+  static INLINE float load(const Job& job, int64_t i) {
+    return float_of(join_bits(static_cast<const uint16_t*>(job.weight)[i],
+                              static_cast<const int16_t*>(job.companion)[i]));
+  }
+  static INLINE void store(const Job& job, int64_t i, float value) {
+    const uint32_t bits = bits_with_one_nan(value);
+    static_cast<uint16_t*>(job.weight)[i] = split_weight(bits);
+    static_cast<int16_t*>(job.companion)[i] = split_remainder(bits);
+  }
+};
+struct Float32Weight {
+  static INLINE float load(const Job& job, int64_t i) {
+    return static_cast<const float*>(job.weight)[i];
+  }
+  static INLINE void store(const Job& job, int64_t i, float value) {
+    static_cast<float*>(job.weight)[i] = value;
+  }
+};
+struct Float16Weight {  // the master is the companion
+  static INLINE float load(const Job& job, int64_t i) {
+    return static_cast<const float*>(job.companion)[i];
+  }
+  static INLINE void store(const Job& job, int64_t i, float value) {
+    static_cast<float*>(job.companion)[i] = value;
+    static_cast<uint16_t*>(job.weight)[i] = half_of_float(value);
+  }
+};
+
+// Optimizers: one tile, in torch's order of arithmetic.
+
+template <class Weight>
+struct AdamW {
+  static INLINE void update(const Job& job, int64_t start, int64_t count, const float* gradients) {
+    const Coefficients c = job.coefficients;
+    float* const first = static_cast<float*>(job.first);
+    float* const second = static_cast<float*>(job.second);
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t i = start + j;
+      const float gradient = gradients[j] * c.factor;
+      const float m = first[i] + (gradient - first[i]) * c.blend_first;
+      const float v = second[i] * c.keep_second + c.blend_second * gradient * gradient;
+      const float denominator = __builtin_sqrtf(v) / c.root_correction + c.epsilon;
+      first[i] = without_subnormals(m);
+      second[i] = without_subnormals(v);
+      Weight::store(job, i, Weight::load(job, i) * c.decay - c.rate * m / denominator);
+    }
+  }
+};
+
+template <class Weight>
+struct SGD {
+  static INLINE void update(const Job& job, int64_t start, int64_t count, const float* gradients) {
+    const Coefficients c = job.coefficients;
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t i = start + j;
+      const float weight = Weight::load(job, i);
+      const float gradient = gradients[j] * c.factor + c.decay * weight;
+      Weight::store(job, i, weight - c.rate * gradient);
+    }
+  }
+};
+
+template <class Weight>
+struct MomentumSGD {
+  static INLINE void update(const Job& job, int64_t start, int64_t count, const float* gradients) {
+    const Coefficients c = job.coefficients;
+    float* const first = static_cast<float*>(job.first);
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t i = start + j;
+      const float weight = Weight::load(job, i);
+      const float gradient = gradients[j] * c.factor + c.decay * weight;
+      const float later = first[i] * c.keep_first + c.blend_first * gradient;
+      const float m = c.first_step ? gradient : later;
+      first[i] = without_subnormals(m);
+      Weight::store(job, i, weight - c.rate * (c.nesterov ? gradient + c.keep_first * m : m));
+    }
+  }
+};
+
+template <class Weight>
+struct Lion {
+  static INLINE void update(const Job& job, int64_t start, int64_t count, const float* gradients) {
+    const Coefficients c = job.coefficients;
+    float* const first = static_cast<float*>(job.first);
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t i = start + j;
+      const float gradient = gradients[j] * c.factor;
+      const float direction = c.keep_first * first[i] + c.blend_first * gradient;
+      // Zero and NaN are their own sign.
+      const float sign = direction > 0.0f ? 1.0f : (direction < 0.0f ? -1.0f : direction);
+      first[i] = without_subnormals(c.keep_second * first[i] + c.blend_second * gradient);
+      Weight::store(job, i, Weight::load(job, i) * c.decay - c.rate * sign);
+    }
+  }
+};
+
+// See [Note: 8-bit moments]. The loops are many and small on purpose (measured: nearly twice as
+// fast as two): with 8-bit codes beside wider data in one loop, the compiler works on 64
+// elements at once and spills; and the scales of a tile are all computed before one is needed.
+
+INLINE uint32_t hash_of_block(uint32_t block, uint32_t seed) {
+  uint32_t x = (block ^ seed) * 0x9e3779b1u;
+  x = (x ^ (x >> 15)) * 0x85ebca6bu;
+  x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+  return x ^ (x >> 16);
+}
+
+// `scaled` is a magnitude over its unit, `random` a whole number in [0, 65536).
+INLINE int32_t code_of(float scaled, uint32_t random) {
+  const int32_t low = int32_t(__builtin_sqrtf(scaled));
+  const float root = float(low);
+  const float step = root * 0x1p-15f + 0x1p-16f;  // ((q + 1)^2 - q^2) / 65536
+  return low + (scaled - root * root > float(int32_t(random)) * step ? 1 : 0);
+}
+
+struct Scale {
+  float unit;
+  float inverse;
+};
+
+// The inverse is a little small, so that rounding never makes a code larger than the largest.
+INLINE Scale scale_of(int32_t largest_bits, float largest_code) {
+  const float largest = float_of(uint32_t(largest_bits));
+  if (largest_bits >= 0x7f800000) return {float_of(0x7fc00000u), 0.0f};
+  if (largest < 1e-18f) return {0.0f, 0.0f};
+  const float unit = largest / (largest_code * largest_code);
+  return {unit, 0.999999f / unit};
+}
+
+// The moments of one tile, decoded.
+struct Tile {
+  alignas(64) float first[tile_size];
+  alignas(64) float root[tile_size];
+  float first_inverse[tile_size / block_size];
+  float root_inverse[tile_size / block_size];
+};
+
+INLINE void decode_tile(const Job& job, int64_t start, int64_t count, Tile& tile) {
+  const int8_t* const first_code = static_cast<const int8_t*>(job.first) + start;
+  const uint8_t* const root_code = static_cast<const uint8_t*>(job.second) + start;
+  for (int64_t begin = 0; begin < count; begin += block_size) {
+    const int64_t end = smaller(begin + block_size, count);
+    const float first_unit = job.first_unit[(start + begin) / block_size];
+    const float root_unit = job.second_unit[(start + begin) / block_size];
+#pragma omp simd
+    for (int64_t j = begin; j < end; ++j) {
+      const float code = float(int32_t(first_code[j]));
+      tile.first[j] = code * magnitude(code) * first_unit;
+    }
+#pragma omp simd
+    for (int64_t j = begin; j < end; ++j) {
+      const float code = float(int32_t(root_code[j]));
+      tile.root[j] = code * code * root_unit;
+    }
+  }
+}
+
+INLINE void scale_tile(const Job& job, int64_t start, int64_t count, Tile& tile) {
+  for (int64_t begin = 0; begin < count; begin += block_size) {
+    const int64_t end = smaller(begin + block_size, count);
+    // As integers, bits order like magnitudes, with NaN above all: a maximum in any order.
+    int32_t largest_first = 0;
+    int32_t largest_root = 0;
+#pragma omp simd reduction(max : largest_first, largest_root)
+    for (int64_t j = begin; j < end; ++j) {
+      const int32_t first = int32_t(bits_of(magnitude(tile.first[j])));
+      const int32_t root = int32_t(bits_of(magnitude(tile.root[j])));
+      largest_first = first > largest_first ? first : largest_first;
+      largest_root = root > largest_root ? root : largest_root;
+    }
+    const Scale first = scale_of(largest_first, 127.0f);
+    const Scale root = scale_of(largest_root, 255.0f);
+    job.first_unit[(start + begin) / block_size] = first.unit;
+    job.second_unit[(start + begin) / block_size] = root.unit;
+    tile.first_inverse[begin / block_size] = first.inverse;
+    tile.root_inverse[begin / block_size] = root.inverse;
+  }
+}
+
+INLINE void encode_tile(const Job& job, int64_t start, int64_t count, const Tile& tile) {
+  int8_t* const first_code = static_cast<int8_t*>(job.first) + start;
+  uint8_t* const root_code = static_cast<uint8_t*>(job.second) + start;
+  for (int64_t begin = 0; begin < count; begin += block_size) {
+    const int64_t end = smaller(begin + block_size, count);
+    const float first_inverse = tile.first_inverse[begin / block_size];
+    const float root_inverse = tile.root_inverse[begin / block_size];
+    const int32_t smallest_code = root_inverse > 0.0f ? 4 : 0;
+    const int64_t block = job.first_block + (start + begin) / block_size;
+    const uint32_t hash = hash_of_block(uint32_t(block), job.coefficients.seed);
+#pragma omp simd
+    for (int64_t j = begin; j < end; ++j) {
+      const uint32_t random = hash + uint32_t(j - begin) * 0x9e3779b1u;
+      const int32_t first = code_of(magnitude(tile.first[j]) * first_inverse, random >> 16);
+      first_code[j] = int8_t(tile.first[j] < 0.0f ? -first : first);
+      const int32_t root = code_of(tile.root[j] * root_inverse, random & 0xffffu);
+      root_code[j] = uint8_t(root > smallest_code ? root : smallest_code);
+    }
+  }
+}
+
+template <class Weight>
+struct EightBitAdamW {
+  static INLINE void update(const Job& job, int64_t start, int64_t count, const float* gradients) {
+    const Coefficients c = job.coefficients;
+    Tile tile;
+    decode_tile(job, start, count, tile);
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t i = start + j;
+      const float gradient = gradients[j] * c.factor;
+      const float m = tile.first[j] + (gradient - tile.first[j]) * c.blend_first;
+      const float old_v = tile.root[j] * tile.root[j];
+      const float v = old_v * c.keep_second + c.blend_second * gradient * gradient;
+      const float root = __builtin_sqrtf(v);
+      const float denominator = root * c.inverse_root_correction + c.epsilon;
+      Weight::store(job, i, Weight::load(job, i) * c.decay - c.rate * m / denominator);
+      tile.first[j] = m;
+      tile.root[j] = root;
+    }
+    scale_tile(job, start, count, tile);
+    encode_tile(job, start, count, tile);
+  }
+};
+
+// An optimizer on a chunk, tile by tile.
+template <class Optimizer>
+struct Update {
+  static INLINE void run(const Job& shared, int64_t begin, int64_t end) {
+    const Job job = shared;  // a local copy, which stores cannot alias
+    alignas(64) float gradients[tile_size];
+    for (int64_t start = begin; start < end; start += tile_size) {
+      const int64_t count = smaller(tile_size, end - start);
+      job.load_gradient(job, start, count, gradients);
+      Optimizer::update(job, start, count, gradients);
+    }
+  }
+};
+
+// Sixteen running sums, always the same ones: any level, any number of threads, the same bits.
+struct SumOfSquares {
+  static INLINE void run(const Job& job, int64_t begin, int64_t end) {
+    constexpr int64_t lanes = 16;
+    double sums[lanes] = {};
+    alignas(64) float gradients[tile_size];
+    for (int64_t start = begin; start < end; start += tile_size) {
+      const int64_t count = smaller(tile_size, end - start);
+      job.load_gradient(job, start, count, gradients);
+      for (int64_t j = count; j % lanes; ++j) gradients[j] = 0.0f;
+      for (int64_t j = 0; j < count; j += lanes) {
+#pragma omp simd
+        for (int64_t lane = 0; lane < lanes; ++lane) {
+          sums[lane] += double(gradients[j + lane]) * double(gradients[j + lane]);
+        }
+      }
+    }
+    double sum = 0.0;
+    for (const double lane_sum : sums) sum += lane_sum;
+    job.partial_sums[begin / chunk_size] = sum;
+  }
+};
+
+struct Split {
+  static INLINE void run(const Job& shared, int64_t begin, int64_t end) {
+    const Job job = shared;
+    const uint32_t* const master = static_cast<const uint32_t*>(job.gradient);
+    uint16_t* const weight = static_cast<uint16_t*>(job.weight);
+    int16_t* const remainder = static_cast<int16_t*>(job.companion);
+#pragma omp simd
+    for (int64_t i = begin; i < end; ++i) {
+      weight[i] = split_weight(master[i]);
+      remainder[i] = split_remainder(master[i]);
+    }
+  }
+};
+
+struct Join {
+  static INLINE void run(const Job& shared, int64_t begin, int64_t end) {
+    const Job job = shared;
+    const uint16_t* const weight = static_cast<const uint16_t*>(job.weight);
+    const int16_t* const remainder = static_cast<const int16_t*>(job.companion);
+    uint32_t* const master = static_cast<uint32_t*>(job.first);
+#pragma omp simd
+    for (int64_t i = begin; i < end; ++i) master[i] = join_bits(weight[i], remainder[i]);
+  }
+};
+
+// Elements are bit patterns here. Each must come back, be rounded to nearest (except that ties go
+// up), and, if it is a NaN, be one as a weight once an update has stored it.
+struct CheckSplit {
+  static INLINE void run(const Job& job, int64_t begin, int64_t end) {
+    int32_t failures = 0;
+#pragma omp simd reduction(+ : failures)
+    for (int32_t j = 0; j < int32_t(end - begin); ++j) {
+      const uint32_t bits = uint32_t(begin) + uint32_t(j);
+      const uint32_t nearest_even = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+      const uint32_t stored = bits_with_one_nan(float_of(bits));
+      const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+      const bool weight_is_nan = (split_weight(stored) & 0x7fffu) > 0x7f80u;
+      const bool returns = join_bits(split_weight(bits), split_remainder(bits)) == bits;
+      const bool is_nearest =
+          (bits & 0xffffu) == 0x8000u || split_weight(bits) == uint16_t(nearest_even);
+      const bool is_stored = is_nan ? weight_is_nan : stored == bits;
+      failures += returns & is_nearest & is_stored ? 0 : 1;
+    }
+    job.partial_sums[begin / chunk_size] = double(failures);
+  }
+};
+
+// See [Note: levels].
+
+template <class Operation, class... Arguments>
+void run_portable(const Job& job, Arguments... arguments) {
+  Operation::run(job, arguments...);
+}
+
+#if defined(__x86_64__)
+template <class Operation, class... Arguments>
+__attribute__((target("avx2"))) void run_avx2(const Job& job, Arguments... arguments) {
+  Operation::run(job, arguments...);
+}
+
+template <class Operation, class... Arguments>
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void
+run_avx512(const Job& job, Arguments... arguments) {
+  Operation::run(job, arguments...);
+}
+
+int32_t highest_level() {
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    return 2;
+  }
+  return __builtin_cpu_supports("avx2") ? 1 : 0;
+}
+#else
+int32_t highest_level() { return 0; }
+#endif
+
+int32_t level = highest_level();
+
+template <class Operation, class... Arguments>
+auto at_level() -> void (*)(const Job&, Arguments...) {
+#if defined(__x86_64__)
+  if (level == 2) return run_avx512<Operation, Arguments...>;
+  if (level == 1) return run_avx2<Operation, Arguments...>;
+#endif
+  return run_portable<Operation, Arguments...>;
+}
+
+template <class Operation>
+ChunkFunction chunk_function() {
+  return at_level<Operation, int64_t, int64_t>();
+}
+
+LoadFunction load_function(int32_t gradient_form) {
+  switch (gradient_form) {
+    case 0: return at_level<Float32Gradient, int64_t, int64_t, float*>();
+    case 1: return at_level<BFloat16Gradient, int64_t, int64_t, float*>();
+    default: return at_level<Float16Gradient, int64_t, int64_t, float*>();
+  }
+}
+
+template <template <class> class Optimizer>
+ChunkFunction update_function(int32_t weight_form) {
+  switch (weight_form) {
+    case 0: return chunk_function<Update<Optimizer<SplitWeight>>>();
+    case 1: return chunk_function<Update<Optimizer<Float32Weight>>>();
+    default: return chunk_function<Update<Optimizer<Float16Weight>>>();
+  }
+}
+
+// Chunks are handed out as threads come, so that one which shares its core delays no other.
+void run_chunks(ChunkFunction function, const Job& job, int64_t num_elements, int32_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic)
+  for (int64_t begin = 0; begin < num_elements; begin += chunk_size) {
+    function(job, begin, smaller(begin + chunk_size, num_elements));
+  }
+}
+
+double sum_of_chunks(ChunkFunction function, Job job, int64_t num_elements, int32_t num_threads) {
+  std::vector<double> partial_sums((num_elements + chunk_size - 1) / chunk_size);
+  job.partial_sums = partial_sums.data();
+  run_chunks(function, job, num_elements, num_threads);
+  double sum = 0.0;
+  for (const double partial_sum : partial_sums) sum += partial_sum;
+  return sum;
+}
+
+// One contiguous range of whole pages per thread: long enough for the C library to bypass caches.
+template <class Function>
+void run_ranges(int64_t num_bytes, int32_t num_threads, const Function& function) {
+  constexpr int64_t page = 4096;
+#pragma omp parallel num_threads(num_threads)
+  {
+    const int64_t share = (num_bytes / omp_get_num_threads() / page + 1) * page;
+    const int64_t begin = smaller(share * omp_get_thread_num(), num_bytes);
+    function(begin, smaller(begin + share, num_bytes));
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Levels: 0 portable, 1 AVX2, 2 AVX-512.
+int32_t host_kernel_level() { return level; }
+int32_t host_kernel_highest_level() { return highest_level(); }
+void host_kernel_set_level(int32_t wanted) { level = wanted; }
+
+// Optimizers: 0 AdamW, 1 AdamW with 8-bit moments, 2 SGD, 3 SGD with momentum, 4 Lion.
+// Weights: 0 split, 1 float32, 2 float16 with a float32 master. Gradients: 0 float32, 1 bfloat16,
+// 2 float16.
+void host_kernel_update(int32_t optimizer, int32_t weight_form, int32_t gradient_form,
+                        const Job* arguments, int64_t num_elements, int32_t num_threads) {
+  Job job = *arguments;
+  job.load_gradient = load_function(gradient_form);
+  ChunkFunction function = nullptr;
+  switch (optimizer) {
+    case 0: function = update_function<AdamW>(weight_form); break;
+    case 1: function = update_function<EightBitAdamW>(weight_form); break;
+    case 2: function = update_function<SGD>(weight_form); break;
+    case 3: function = update_function<MomentumSGD>(weight_form); break;
+    default: function = update_function<Lion>(weight_form); break;
+  }
+  run_chunks(function, job, num_elements, num_threads);
+}
+
+double host_kernel_sum_of_squares(int32_t gradient_form, const void* gradient,
+                                  int64_t num_elements, int32_t num_threads) {
+  Job job = {};
+  job.gradient = gradient;
+  job.load_gradient = load_function(gradient_form);
+  return sum_of_chunks(chunk_function<SumOfSquares>(), job, num_elements, num_threads);
+}
+
+void host_kernel_split(const void* master, void* weight, void* remainder, int64_t num_elements,
+                       int32_t num_threads) {
+  Job job = {};
+  job.gradient = master;
+  job.weight = weight;
+  job.companion = remainder;
+  run_chunks(chunk_function<Split>(), job, num_elements, num_threads);
+}
+
+void host_kernel_join(void* weight, void* remainder, void* master, int64_t num_elements,
+                      int32_t num_threads) {
+  Job job = {};
+  job.weight = weight;
+  job.companion = remainder;
+  job.first = master;
+  run_chunks(chunk_function<Join>(), job, num_elements, num_threads);
+}
+
+int64_t host_kernel_check_split(int32_t num_threads) {
+  return int64_t(sum_of_chunks(chunk_function<CheckSplit>(), Job{}, int64_t(1) << 32, num_threads));
+}
+
+void host_kernel_zero(void* memory, int64_t num_bytes, int32_t num_threads) {
+  char* const bytes = static_cast<char*>(memory);
+  run_ranges(num_bytes, num_threads, [bytes](int64_t begin, int64_t end) {
+    std::memset(bytes + begin, 0, size_t(end - begin));
+  });
+}
+
+// One zero byte in every page: makes fresh memory real, for less than zeroing it twice.
+void host_kernel_touch(void* memory, int64_t num_bytes, int32_t num_threads) {
+  volatile char* const bytes = static_cast<char*>(memory);
+  run_ranges(num_bytes, num_threads, [bytes](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i += 4096) bytes[i] = 0;
+  });
+}
+
+void host_kernel_copy(void* to, const void* from, int64_t num_bytes, int32_t num_threads) {
+  run_ranges(num_bytes, num_threads, [to, from](int64_t begin, int64_t end) {
+    std::memcpy(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin,
+                size_t(end - begin));
+  });
+}
+
+}  // extern "C"

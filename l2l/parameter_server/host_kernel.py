@@ -1,0 +1,532 @@
+"""The native host kernel, called from Python: updates of flat buffers, one pass over memory each.
+
+`host_kernel.cpp` holds the arithmetic and its reasons ([Note: split master], [Note: 8-bit moments]
+and [Note: subnormals] are there); this module checks tensors, turns an optimizer's numbers into
+coefficients (in float64, rounded to float32 once) and calls the library. The interpreter's lock is
+released meanwhile, so updates run beside the relay. Nothing is decided here: which range, when, and
+with how many threads is the caller's choice, and no result depends on the last.
+
+Bytes read and written per parameter, which is what an update costs (gradients in bfloat16):
+
+    exact AdamW         weight and remainder 8, moments 16, gradient 2     26
+    8-bit moments       weight and remainder 8, moments 4 + 1/8, gradient 2     14.1
+    Lion, momentum SGD  weight and remainder 8, moment 8, gradient 2     18
+
+The weight of a parameter comes in one of three forms, which are types: `SplitWeight`,
+`Float32Weight`, `Float16Weight`. So do moments: `Moments`, `EightBitMoments`.
+
+`EightBitMoments.encode` and `.decode` say in PyTorch, bit by bit, what the library does with 8-bit
+moments. They are its oracle, and serve to take moments from elsewhere and to show them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+LIBRARY = Path(__file__).with_name("libhost_kernel.so")
+LEVELS = ("portable", "avx2", "avx512")
+BLOCK_SIZE = 128  # elements that share a unit, in 8-bit moments
+
+_GRADIENT_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_LARGEST_FIRST_CODE = 127
+_LARGEST_SECOND_CODE = 255
+_SMALLEST_SECOND_CODE = 4
+_GOLDEN_RATIO = 0x9E3779B1  # of 2^32
+_MODULUS = 0xFFFFFFFF
+
+
+@final
+class _Coefficients(ctypes.Structure):
+    """`struct Coefficients` of the library; what each means is said there."""
+
+    _fields_: ClassVar[Sequence[tuple[str, Any]]] = [
+        ("factor", ctypes.c_float),
+        ("decay", ctypes.c_float),
+        ("rate", ctypes.c_float),
+        ("keep_first", ctypes.c_float),
+        ("blend_first", ctypes.c_float),
+        ("keep_second", ctypes.c_float),
+        ("blend_second", ctypes.c_float),
+        ("root_correction", ctypes.c_float),
+        ("inverse_root_correction", ctypes.c_float),
+        ("epsilon", ctypes.c_float),
+        ("seed", ctypes.c_uint32),
+        ("first_step", ctypes.c_int32),
+        ("nesterov", ctypes.c_int32),
+    ]
+
+
+@final
+class _Job(ctypes.Structure):
+    """`struct Job` of the library."""
+
+    _fields_: ClassVar[Sequence[tuple[str, Any]]] = [
+        ("weight", ctypes.c_void_p),
+        ("companion", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("second", ctypes.c_void_p),
+        ("first_unit", ctypes.c_void_p),
+        ("second_unit", ctypes.c_void_p),
+        ("partial_sums", ctypes.c_void_p),
+        ("load_gradient", ctypes.c_void_p),
+        ("first_block", ctypes.c_int64),
+        ("coefficients", _Coefficients),
+    ]
+
+
+def _check(
+    tensor: Tensor, *, name: str, dtypes: tuple[torch.dtype, ...], numel: int | None = None
+) -> None:
+    """Raise ValueError unless `tensor` is something the library can walk through."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} must be in host memory, found it on {tensor.device}")
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name} must be {expected}, found {tensor.dtype}")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous, found shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()}"
+        )
+    if numel is not None and tensor.numel() != numel:
+        raise ValueError(f"{name} must have {numel} elements, found {tensor.numel()}")
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SplitWeight:
+    """A float32 master as the bfloat16 that crosses the link, and the 16 bits that are missing."""
+
+    weight: Tensor  # bfloat16 [numel]
+    remainder: Tensor  # int16 [numel]
+
+    def __post_init__(self) -> None:
+        _check(self.weight, name="weight", dtypes=(torch.bfloat16,))
+        numel = self.weight.numel()
+        _check(self.remainder, name="remainder", dtypes=(torch.int16,), numel=numel)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Float32Weight:
+    """A weight that crosses the link in float32 and is its own master."""
+
+    weight: Tensor  # float32 [numel]
+
+    def __post_init__(self) -> None:
+        _check(self.weight, name="weight", dtypes=(torch.float32,))
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Float16Weight:
+    """A float32 master, and the float16 copy that crosses the link (nearest even; may overflow)."""
+
+    weight: Tensor  # float16 [numel], only written
+    master: Tensor  # float32 [numel]
+
+    def __post_init__(self) -> None:
+        _check(self.weight, name="weight", dtypes=(torch.float16,))
+        _check(self.master, name="master", dtypes=(torch.float32,), numel=self.weight.numel())
+
+
+Weight = SplitWeight | Float32Weight | Float16Weight
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Moments:
+    """Both moments of AdamW in float32."""
+
+    first: Tensor  # float32 [numel]
+    second: Tensor  # float32 [numel]
+
+    def __post_init__(self) -> None:
+        _check(self.first, name="first", dtypes=(torch.float32,))
+        _check(self.second, name="second", dtypes=(torch.float32,), numel=self.first.numel())
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EightBitMoments:
+    """Both moments of AdamW in 8 bits, with a unit for every 128 elements. All zeros is fresh.
+
+    `position` is that of the first element in its layer's flat buffer. Together with the seed of an
+    update it determines the rounding: a range updated in pieces gives the bits of the whole.
+    """
+
+    first: Tensor  # int8 [numel]
+    second: Tensor  # uint8 [numel], codes of the second moment's root
+    first_unit: Tensor  # float32 [ceil(numel / 128)]
+    second_unit: Tensor  # float32 [ceil(numel / 128)]
+    position: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.first, name="first", dtypes=(torch.int8,))
+        numel = self.first.numel()
+        _check(self.second, name="second", dtypes=(torch.uint8,), numel=numel)
+        units = num_blocks(numel)
+        _check(self.first_unit, name="first_unit", dtypes=(torch.float32,), numel=units)
+        _check(self.second_unit, name="second_unit", dtypes=(torch.float32,), numel=units)
+        if self.position < 0 or self.position % BLOCK_SIZE:
+            raise ValueError(
+                f"position must be a multiple of {BLOCK_SIZE}, so that units belong to whole "
+                f"blocks; found {self.position}"
+            )
+
+    @classmethod
+    def zeros(cls, numel: int, *, position: int = 0) -> EightBitMoments:
+        """Fresh moments."""
+        return cls(
+            first=torch.zeros(numel, dtype=torch.int8),
+            second=torch.zeros(numel, dtype=torch.uint8),
+            first_unit=torch.zeros(num_blocks(numel)),
+            second_unit=torch.zeros(num_blocks(numel)),
+            position=position,
+        )
+
+    def decode(self) -> tuple[Tensor, Tensor]:
+        """The first moment and the root of the second, float32 [numel] each."""
+        first_code, second_code = self.first.float(), self.second.float()
+        first = first_code * first_code.abs() * _per_element(self.first_unit, self.first.numel())
+        root = second_code * second_code * _per_element(self.second_unit, self.first.numel())
+        return first, root
+
+    def encode(self, first: Tensor, root: Tensor, *, seed: int) -> None:
+        """Take over a first moment and the root of a second, rounded by `seed`."""
+        numel = self.first.numel()
+        _check(first, name="first", dtypes=(torch.float32,), numel=numel)
+        _check(root, name="root", dtypes=(torch.float32,), numel=numel)
+        random = _random_bits(numel, seed=seed, position=self.position)
+        self.first_unit.copy_(_units(first, largest_code=_LARGEST_FIRST_CODE))
+        self.second_unit.copy_(_units(root, largest_code=_LARGEST_SECOND_CODE))
+        first_code = _codes(first.abs() * _inverses(self.first_unit, numel), random >> 16)
+        second_code = _codes(root * _inverses(self.second_unit, numel), random & 0xFFFF)
+        smallest = torch.where(self.second_unit > 0, _SMALLEST_SECOND_CODE, 0)
+        self.first.copy_(torch.where(first < 0, -first_code, first_code))
+        self.second.copy_(torch.maximum(second_code, _per_element(smallest, numel)))
+
+
+def num_blocks(numel: int) -> int:
+    """Number of units that 8-bit moments of `numel` elements need, for each moment."""
+    return -(-numel // BLOCK_SIZE)
+
+
+def rounding_seed(seed: int, *, step: int) -> int:
+    """The 32-bit seed from which an update of 8-bit moments rounds."""
+    return (seed * 0x85EBCA6B + step * _GOLDEN_RATIO) & _MODULUS
+
+
+def _per_element(of_blocks: Tensor, numel: int) -> Tensor:
+    return of_blocks.repeat_interleave(BLOCK_SIZE)[:numel]
+
+
+def _random_bits(numel: int, *, seed: int, position: int) -> Tensor:  # int64 [numel]
+    """32 uniform bits per element: a hash of its block plus multiples of the golden ratio."""
+    block = torch.arange(num_blocks(numel)) + position // BLOCK_SIZE
+    x = ((block & _MODULUS) ^ seed) * _GOLDEN_RATIO & _MODULUS
+    x = (x ^ (x >> 15)) * 0x85EBCA6B & _MODULUS
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & _MODULUS
+    within = torch.arange(numel) % BLOCK_SIZE
+    return (_per_element(x ^ (x >> 16), numel) + within * _GOLDEN_RATIO) & _MODULUS
+
+
+def _units(values: Tensor, *, largest_code: int) -> Tensor:  # float32 [blocks]
+    blocks = num_blocks(values.numel())
+    padded = torch.zeros(blocks * BLOCK_SIZE)
+    padded[: values.numel()] = values.abs()
+    largest = padded.view(blocks, BLOCK_SIZE).amax(1)
+    units = torch.where(largest < 1e-18, 0.0, largest / float(largest_code**2))
+    return torch.where(largest.isfinite(), units, torch.nan)
+
+
+def _inverses(units: Tensor, numel: int) -> Tensor:  # float32 [numel]
+    inverses = torch.where(units > 0, torch.tensor(0.999999) / units, 0.0)
+    return _per_element(inverses, numel)
+
+
+def _codes(scaled: Tensor, random: Tensor) -> Tensor:  # int32 [numel]
+    low = torch.nan_to_num(scaled, nan=0.0).sqrt().trunc()
+    step = low * 2.0**-15 + 2.0**-16
+    return (low + (scaled - low * low > random.float() * step)).int()
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamWUpdate:
+    """The numbers of one AdamW update, under torch's names."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    step: int
+    """1 at the first update."""
+    factor: float = 1.0
+    """Multiplies the gradient first: clipping, the inverse of a loss scale."""
+    seed: int = 0
+    """Rounding of 8-bit moments follows from it and `step`; differ it by layer."""
+
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise ValueError(f"step must be 1 at the first update, found {self.step}")
+
+    def _coefficients(self) -> _Coefficients:
+        beta1, beta2 = self.betas
+        root_correction = (1 - beta2**self.step) ** 0.5
+        return _Coefficients(
+            factor=self.factor,
+            decay=1 - self.lr * self.weight_decay,
+            rate=self.lr / (1 - beta1**self.step),
+            blend_first=1 - beta1,
+            keep_second=beta2,
+            blend_second=1 - beta2,
+            root_correction=root_correction,
+            inverse_root_correction=1 / root_correction,
+            epsilon=self.eps,
+            seed=rounding_seed(self.seed, step=self.step),
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SGDUpdate:
+    """The numbers of one update by gradient descent, under torch's names."""
+
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    step: int
+    """1 at the first update, which takes the gradient for the momentum."""
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise ValueError(f"step must be 1 at the first update, found {self.step}")
+
+    def _coefficients(self) -> _Coefficients:
+        return _Coefficients(
+            factor=self.factor,
+            decay=self.weight_decay,
+            rate=self.lr,
+            keep_first=self.momentum,
+            blend_first=1 - self.dampening,
+            first_step=self.step == 1,
+            nesterov=self.nesterov,
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LionUpdate:
+    """The numbers of one Lion update."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    factor: float = 1.0
+
+    def _coefficients(self) -> _Coefficients:
+        beta1, beta2 = self.betas
+        return _Coefficients(
+            factor=self.factor,
+            decay=1 - self.lr * self.weight_decay,
+            rate=self.lr,
+            keep_first=beta1,
+            blend_first=1 - beta1,
+            keep_second=beta2,
+            blend_second=1 - beta2,
+        )
+
+
+@final
+class HostKernel:
+    """The loaded library. Its methods may be called from several threads, on different memory."""
+
+    def __init__(self, library: Path) -> None:
+        """Load the library at a path; `load` looks for the usual one."""
+        self._library = ctypes.CDLL(str(library))
+        pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+        signatures: dict[str, tuple[Any, list[Any]]] = {
+            "level": (int32, []),
+            "highest_level": (int32, []),
+            "set_level": (None, [int32]),
+            "update": (None, [int32, int32, int32, ctypes.POINTER(_Job), int64, int32]),
+            "sum_of_squares": (ctypes.c_double, [int32, pointer, int64, int32]),
+            "split": (None, [pointer, pointer, pointer, int64, int32]),
+            "join": (None, [pointer, pointer, pointer, int64, int32]),
+            "check_split": (int64, [int32]),
+            "zero": (None, [pointer, int64, int32]),
+            "touch": (None, [pointer, int64, int32]),
+            "copy": (None, [pointer, pointer, int64, int32]),
+        }
+        for name, (result, arguments) in signatures.items():
+            function = self._function(name)
+            function.restype = result
+            function.argtypes = arguments
+
+    def _function(self, name: str) -> Any:
+        return self._library[f"host_kernel_{name}"]
+
+    def _call(self, name: str, *arguments: Any, num_threads: int) -> Any:
+        if num_threads < 1:
+            raise ValueError(f"num_threads must be at least 1, found {num_threads}")
+        return self._function(name)(*arguments, num_threads)
+
+    @property
+    def level(self) -> str:
+        """Which of `LEVELS` is in use: the highest the processor has, unless set otherwise."""
+        return LEVELS[self._function("level")()]
+
+    @property
+    def available_levels(self) -> tuple[str, ...]:
+        """The levels this processor can run."""
+        return LEVELS[: self._function("highest_level")() + 1]
+
+    def set_level(self, level: str) -> None:
+        """Use another level from now on: for tests and benchmarks, as all give the same bits."""
+        if level not in self.available_levels:
+            raise ValueError(
+                f"level {level!r} cannot run here; this processor has "
+                f"{', '.join(self.available_levels)}"
+            )
+        self._function("set_level")(LEVELS.index(level))
+
+    def adamw(
+        self,
+        update: AdamWUpdate,
+        *,
+        weight: Weight,
+        gradient: Tensor,  # float32, bfloat16 or float16 [numel]
+        moments: Moments | EightBitMoments,
+        num_threads: int,
+    ) -> None:
+        """One step of AdamW, in place."""
+        numel = weight.weight.numel()
+        if moments.first.numel() != numel:
+            raise ValueError(
+                f"moments must have {numel} elements like the weight, found {moments.first.numel()}"
+            )
+        job = _Job(
+            first=moments.first.data_ptr(),
+            second=moments.second.data_ptr(),
+            coefficients=update._coefficients(),
+        )
+        if isinstance(moments, EightBitMoments):
+            job.first_unit = moments.first_unit.data_ptr()
+            job.second_unit = moments.second_unit.data_ptr()
+            job.first_block = moments.position // BLOCK_SIZE
+        optimizer = 1 if isinstance(moments, EightBitMoments) else 0
+        self._update(optimizer, job, weight=weight, gradient=gradient, num_threads=num_threads)
+
+    def sgd(
+        self,
+        update: SGDUpdate,
+        *,
+        weight: Weight,
+        gradient: Tensor,  # float32, bfloat16 or float16 [numel]
+        momentum: Tensor | None = None,  # float32 [numel], if update.momentum is not 0
+        num_threads: int,
+    ) -> None:
+        """One step of gradient descent, in place."""
+        if (momentum is not None) != (update.momentum != 0):
+            raise ValueError(
+                f"update.momentum is {update.momentum}: a momentum tensor must be given if and "
+                "only if it is not 0"
+            )
+        job = _Job(coefficients=update._coefficients())
+        if momentum is not None:
+            numel = weight.weight.numel()
+            _check(momentum, name="momentum", dtypes=(torch.float32,), numel=numel)
+            job.first = momentum.data_ptr()
+        optimizer = 2 if momentum is None else 3
+        self._update(optimizer, job, weight=weight, gradient=gradient, num_threads=num_threads)
+
+    def lion(
+        self,
+        update: LionUpdate,
+        *,
+        weight: Weight,
+        gradient: Tensor,  # float32, bfloat16 or float16 [numel]
+        momentum: Tensor,  # float32 [numel]
+        num_threads: int,
+    ) -> None:
+        """One step of Lion, in place."""
+        numel = weight.weight.numel()
+        _check(momentum, name="momentum", dtypes=(torch.float32,), numel=numel)
+        job = _Job(first=momentum.data_ptr(), coefficients=update._coefficients())
+        self._update(4, job, weight=weight, gradient=gradient, num_threads=num_threads)
+
+    def _update(
+        self, optimizer: int, job: _Job, *, weight: Weight, gradient: Tensor, num_threads: int
+    ) -> None:
+        numel = weight.weight.numel()
+        _check(gradient, name="gradient", dtypes=tuple(_GRADIENT_FORMS), numel=numel)
+        match weight:
+            case SplitWeight():
+                form, job.companion = 0, weight.remainder.data_ptr()
+            case Float32Weight():
+                form = 1
+            case Float16Weight():
+                form, job.companion = 2, weight.master.data_ptr()
+        job.weight = weight.weight.data_ptr()
+        job.gradient = gradient.data_ptr()
+        gradient_form = _GRADIENT_FORMS[gradient.dtype]
+        arguments = (optimizer, form, gradient_form, ctypes.byref(job), numel)
+        self._call("update", *arguments, num_threads=num_threads)
+
+    def sum_of_squares(self, gradient: Tensor, *, num_threads: int) -> float:
+        """Sum of squares in float64, in an order that does not depend on the threads."""
+        _check(gradient, name="gradient", dtypes=tuple(_GRADIENT_FORMS))
+        form = _GRADIENT_FORMS[gradient.dtype]
+        arguments = (form, gradient.data_ptr(), gradient.numel())
+        return float(self._call("sum_of_squares", *arguments, num_threads=num_threads))
+
+    def split(self, master: Tensor, *, weight: SplitWeight, num_threads: int) -> None:
+        """Write a float32 master as weight and remainder, without loss."""
+        numel = weight.weight.numel()
+        _check(master, name="master", dtypes=(torch.float32,), numel=numel)
+        pointers = (master.data_ptr(), weight.weight.data_ptr(), weight.remainder.data_ptr())
+        self._call("split", *pointers, numel, num_threads=num_threads)
+
+    def join(self, weight: SplitWeight, *, master: Tensor, num_threads: int) -> None:
+        """Write weight and remainder as the float32 master they are."""
+        numel = weight.weight.numel()
+        _check(master, name="master", dtypes=(torch.float32,), numel=numel)
+        pointers = (weight.weight.data_ptr(), weight.remainder.data_ptr(), master.data_ptr())
+        self._call("join", *pointers, numel, num_threads=num_threads)
+
+    def check_split_all(self, *, num_threads: int) -> int:
+        """Try the split master on all 2^32 patterns; the number that fail."""
+        return int(self._call("check_split", num_threads=num_threads))
+
+    def zero(self, address: int, *, num_bytes: int, num_threads: int) -> None:
+        """Fill memory with zeros."""
+        self._call("zero", address, num_bytes, num_threads=num_threads)
+
+    def touch(self, address: int, *, num_bytes: int, num_threads: int) -> None:
+        """Write a zero into every page of fresh memory, so that the system provides it."""
+        self._call("touch", address, num_bytes, num_threads=num_threads)
+
+    def copy(self, address: int, *, source: int, num_bytes: int, num_threads: int) -> None:
+        """Copy memory to `address` from `source`, which must not overlap."""
+        self._call("copy", address, source, num_bytes, num_threads=num_threads)
+
+
+def load(library: Path = LIBRARY) -> HostKernel | None:
+    """The kernel, or None if it was not built; the caller then warns and takes the slow path.
+
+    Raises:
+        OSError: the library is there but cannot be loaded (built for another machine, say).
+    """
+    return HostKernel(library) if library.exists() else None

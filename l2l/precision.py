@@ -1,0 +1,86 @@
+"""In which dtype a tensor crosses the link and runs on the device, and what its master is.
+
+The parameter server keeps a float32 *master* of every trained parameter. What crosses the link is
+the *link weight*: the master itself (`precision="float32"`), or 16 bits of it.
+
+[Note: split master] With bfloat16 on the link, the link weight is the upper half of the master,
+rounded, and the server keeps only the 16 bits that complete it, the *remainder*: 4 bytes together,
+no second copy of weights anywhere. Rounding is half up in bit space,
+
+    weight = (bits + 0x8000) >> 16        remainder = bits - (weight << 16)   (signed, 16 bits)
+
+because that is a bijection between 2^32 masters and 2^16 x 2^16 pairs. Round to nearest even is
+not: even weights would have 65,537 masters. The two differ only at exact ties. NaN stays NaN: a NaN
+whose upper half would round over into the sign bit cannot arise from arithmetic (it yields the
+quiet NaN 0x7fc00000), and those 2^16 patterns per sign still join to what they were split from.
+
+Parameters are cast the way `from_pretrained(dtype=...)` casts: floating parameters to the link
+dtype; buffers keep theirs (`inv_freq` stays float32), as do modules that a Hugging Face model lists
+in `_keep_in_fp32_modules`. There is no autocast.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def parse_precision(precision: str | torch.dtype) -> torch.dtype:
+    """The link dtype named by the user.
+
+    Raises:
+        ValueError: the word or dtype is not one of `DTYPES`.
+    """
+    if isinstance(precision, torch.dtype):
+        if precision in DTYPES.values():
+            return precision
+    elif precision in DTYPES:
+        return DTYPES[precision]
+    raise ValueError(
+        f"precision={precision!r} is not known. Expected one of "
+        f"{', '.join(repr(name) for name in DTYPES)}, or the torch dtype of that name."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionPolicy:
+    """Which dtype each parameter has on the link and on the device."""
+
+    link: torch.dtype
+    keep_float32: tuple[str, ...] = ()  # module names that stay float32 whatever the link
+
+    @classmethod
+    def for_model(cls, model: nn.Module, *, precision: str | torch.dtype) -> PrecisionPolicy:
+        """The policy for a model, with the modules it asks to keep in float32."""
+        link = parse_precision(precision)
+        listed = getattr(model, "_keep_in_fp32_modules", None) or ()
+        strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+        # As in transformers: the plain list is for float16 only, the strict one for both.
+        keep = tuple(strict) + (tuple(listed) if link is torch.float16 else ())
+        return cls(link=link, keep_float32=tuple(sorted(keep)))
+
+    def link_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """What a parameter called `name`, stored as `dtype`, is on the link."""
+        if not dtype.is_floating_point:
+            return dtype
+        kept = any(re.search(rf"(^|\.){re.escape(word)}(\.|$)", name) for word in self.keep_float32)
+        return torch.float32 if kept else self.link
+
+
+def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Write a float32 master as bfloat16 `weight` and int16 `remainder` ([Note: split master])."""
+    bits = master.view(torch.int32)
+    upper = (bits + 0x8000) >> 16
+    weight.view(torch.int16).copy_(upper.to(torch.int16))
+    remainder.copy_((bits - (upper << 16)).to(torch.int16))
+
+
+def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 master of a bfloat16 `weight` and its int16 `remainder`."""
+    bits = (weight.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
+    return bits.view(torch.float32)

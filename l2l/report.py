@@ -1,0 +1,49 @@
+"""What a step tells about itself. Reading a number may wait for the device; asking for none, not."""
+
+from __future__ import annotations
+
+import math
+from typing import final
+
+from l2l.relay import Step
+
+
+@final
+class StepReport:
+    """The results of one `engine.step`; every property is lazy."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    @property
+    def loss(self) -> float:
+        """The loss of the whole batch."""
+        assert self._step.reported is not None
+        self._step.reported.synchronize()
+        return self._step.loss()
+
+    @property
+    def gradient_norm(self) -> float:
+        """The global norm of the gradients; 0 if nothing is trained."""
+        if self._step.drained is None:
+            return 0.0
+        self._step.drained.synchronize()
+        factor = self._step.gradient_factor()
+        squares = (float(norms.double().square().sum()) for norms in self._step.norms.values())
+        return math.sqrt(sum(squares)) * factor
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that passed the layers, padding included."""
+        return self._step.num_tokens
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the weights were left alone because the loss was not finite."""
+        return not math.isfinite(self.loss)
+
+    def __repr__(self) -> str:
+        return (
+            f"StepReport(loss={self.loss:.6g}, gradient_norm={self.gradient_norm:.6g}, "
+            f"num_tokens={self.num_tokens}, skipped={self.skipped})"
+        )

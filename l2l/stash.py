@@ -1,0 +1,150 @@
+"""Boundary tensors: what passes from layer to layer, for every microbatch.
+
+Three kinds of value live here, each named by what it is and its microbatch:
+
+    h2 m0    the hidden state that enters layer 2 (kept for recomputation); hE enters the epilogue
+    g2 m0    its gradient, and the gradients of recorded tensors gathered so far
+    r m0     the recorded arguments of the layers (masks, rotary tables), once per microbatch
+
+A value is one or more tensors, packed into bytes. On the device values occupy *cells*, a fixed
+number of equal buffers however many layers and microbatches there are; that is what makes device
+memory constant. Values that lose their cell before their last use are copied out and back by the
+stash and unstash lanes, as the schedule says. Where to is the policy: `"host"`, registered host
+memory (constant device memory, the default), or `"device"`.
+
+[Note: strides] A tensor keeps the order of its dimensions in memory: kernels may add up in another
+order for a transposed tensor, and then a step would not equal plain PyTorch bit by bit.
+
+Cells take the size of the largest value seen and keep it. Memory outside the cells is pooled by
+size and reused from step to step, so a steady state allocates nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, final, get_args
+
+from torch import Tensor
+
+from l2l.device import Device
+from l2l.layout import PAGE, FlatLayout, round_up
+
+StashPolicy = Literal["host", "device"]
+
+
+def parse_policy(policy: str) -> StashPolicy:
+    """The policy named by the user.
+
+    Raises:
+        ValueError: the word is not a policy.
+    """
+    for known in get_args(StashPolicy):
+        if policy == known:
+            return known  # type: ignore[no-any-return]
+    raise ValueError(f"stash={policy!r} is not known. Expected one of {get_args(StashPolicy)}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the tensors of a value lie in its bytes."""
+
+    layout: FlatLayout
+    orders: tuple[tuple[int, ...], ...]  # dimensions, outermost in memory first ([Note: strides])
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Form:
+        """The form of these tensors."""
+        orders = tuple(_memory_order(tensor) for tensor in tensors)
+        permuted = [tensor.permute(order) for tensor, order in zip(tensors, orders, strict=True)]
+        described = ((str(i), tuple(t.shape), t.dtype) for i, t in enumerate(permuted))
+        return cls(FlatLayout.of(described), orders)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors as views of bytes."""
+        flat = self.layout.views(buffer)
+        return [
+            flat[str(index)].permute(sorted(range(len(order)), key=order.__getitem__))
+            for index, order in enumerate(self.orders)
+        ]
+
+
+def _memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Dimensions by falling stride if the tensor fills its memory, else as they are."""
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)))
+    return order if tensor.permute(order).is_contiguous() else tuple(range(tensor.dim()))
+
+
+@final
+class Stash:
+    """Owner of cells and of the values that are not in a cell."""
+
+    def __init__(self, *, device: Device, policy: StashPolicy) -> None:
+        self._device = device
+        self.policy: StashPolicy = policy
+        self._cells: dict[str, Tensor] = {}
+        self._forms: dict[str, Form] = {}
+        self._kept: dict[str, Tensor] = {}
+        self._pool: dict[int, list[Tensor]] = {}
+        self._outgrown: list[Tensor] = []
+
+    def put(self, cell: str, value: str, tensors: list[Tensor]) -> None:
+        """Write a value into a cell; the compute lane does this."""
+        form = self._forms[value] = Form.of(tensors)
+        views = form.views(self._cell(cell, form.layout.nbytes))
+        for view, tensor in zip(views, tensors, strict=True):
+            view.copy_(tensor)
+
+    def get(self, cell: str, value: str) -> list[Tensor]:
+        """The tensors of a value in a cell, as views."""
+        return self._forms[value].views(self._cells[cell])
+
+    def stash(self, value: str, cell: str) -> None:
+        """Copy a value out of its cell; the stash lane does this."""
+        nbytes = self._forms[value].layout.nbytes
+        if value not in self._kept:
+            self._kept[value] = self._take(nbytes)
+        self._kept[value][:nbytes].copy_(self._cells[cell][:nbytes], non_blocking=True)
+
+    def unstash(self, value: str, cell: str) -> None:
+        """Copy a value into a cell again; the unstash lane does this."""
+        nbytes = self._forms[value].layout.nbytes
+        kept = self._kept.get(value)
+        target = self._cell(cell, nbytes)[:nbytes]
+        if kept is None:  # only a schedule with a missing wait gets here, on the checking device
+            self._device.poison(target)
+        else:
+            target.copy_(kept[:nbytes], non_blocking=True)
+
+    def end_step(self) -> None:
+        """Forget all values; their memory goes back to the pool."""
+        for buffer in self._kept.values():
+            self._device.poison(buffer)
+            self._pool.setdefault(buffer.numel(), []).append(buffer)
+        self._kept.clear()
+        self._forms.clear()
+        self._outgrown.clear()
+
+    def bytes_by_place(self) -> dict[str, int]:
+        """Bytes in cells and outside of them."""
+        pooled = sum(b.numel() for buffers in self._pool.values() for b in buffers)
+        kept = sum(buffer.numel() for buffer in self._kept.values())
+        cells = sum(cell.numel() for cell in self._cells.values())
+        return {"cells": cells, self.policy: pooled + kept}
+
+    def _cell(self, cell: str, nbytes: int) -> Tensor:
+        held = self._cells.get(cell)
+        if held is None or held.numel() < nbytes:
+            if held is not None:
+                self._outgrown.append(held)  # a lane may still read it; it ends with the step
+            self._cells[cell] = self._device.empty(nbytes)
+        return self._cells[cell]
+
+    def _take(self, nbytes: int) -> Tensor:
+        size = round_up(max(nbytes, 1), PAGE)
+        free = self._pool.get(size)
+        if free:
+            return free.pop()
+        if self.policy == "host":
+            return self._device.host_empty(size)
+        return self._device.empty(size)
+
