@@ -7,7 +7,7 @@ length of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -60,9 +60,7 @@ def take_rows(batch: Mapping[str, Any], start: int, end: int) -> Microbatch:
     }
 
 
-def split_batch(
-    batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, microbatch_size: int | None
-) -> list[Microbatch]:
+def split_batch(batch: Any, *, microbatch_size: int | None) -> list[Microbatch]:
     """The microbatches of a batch, in order; the last of a dict may be smaller.
 
     Raises:
@@ -71,16 +69,14 @@ def split_batch(
     if isinstance(batch, Mapping):
         rows = num_rows(batch)
         size = microbatch_size if microbatch_size is not None else planned_rows(batch)
-        return [
-            take_rows(batch, start, min(start + size, rows)) for start in range(0, rows, size)
-        ]
-    if not isinstance(batch, Sequence) or not batch:
+        return [take_rows(batch, start, min(start + size, rows)) for start in range(0, rows, size)]
+    if not isinstance(batch, list | tuple) or not batch:
         raise ValueError(
-            f"the batch is {type(batch).__name__}. Expected a dict of tensors, or a list of dicts, "
-            "each its own microbatch, with at least one in it."
+            f"the batch is {'an empty ' if batch == [] else ''}{type(batch).__name__}. Expected a "
+            "dict of tensors, or a list of dicts, each its own microbatch."
         )
     for one in batch:
         if not isinstance(one, Mapping):
-            raise ValueError(f"the list of microbatches holds {type(one).__name__}; expected dicts.")
+            raise ValueError(f"the list of microbatches holds {type(one).__name__}; expected dicts")
         num_rows(one)
     return [dict(one) for one in batch]

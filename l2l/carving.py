@@ -5,10 +5,10 @@ stub in the place of every layer, and run it:
 
     model(**batch)          prologue            layers              epilogue
     -------------           --------            ------              --------
-    embeddings, masks  -->  runs; the stubs     run by the relay    runs again from the top; the last
-    layer 0 .. n-1          record what each    with the recorded   stub delivers the relay's hidden
-    norm, head, loss        layer was given     arguments           state, so norm, head and loss are
-                            and stop the run                        the model's own code
+    embeddings, masks  -->  runs; the stubs     run by the relay    runs again; the last stub
+    layer 0 .. n-1          record what each    with the recorded   delivers the relay's hidden
+    norm, head, loss        layer was given     arguments           state: norm, head and loss
+                            and stop the run                        are the model's own code
 
 There is no table of model families. What a model must satisfy is checked while its stubs run: each
 layer is called once, in order; a layer is handed exactly what the layer before it returned; nothing
@@ -21,23 +21,26 @@ and with gradients on. If the epilogue uses something of the prologue besides th
 gradient of that path is found there, and nothing is lost.
 
 [Note: returns] Some layers return a tensor, some a tuple. Before the first step one real layer of
-each structure runs on a few rows (`rehearse`); its return value tells how to wrap a hidden state.
+each structure runs on a few rows (rehearsal.py); its return value tells how to wrap a hidden state.
 Entries besides the hidden state are handed on as `NotKept`, and a layer that consumes one (T5's
 position bias) is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 Batch = Mapping[str, Any]
+RunLayer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class CutError(ValueError):
@@ -127,6 +130,7 @@ class HandedOn(Tensor):
     """Stands for the hidden state between two layers; has its shape and refuses to be used."""
 
     @classmethod
+    @override
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -248,9 +252,9 @@ class Recording:
                 noted.append(RecordedTensor(self._index(leaf)))
             elif isinstance(leaf, NotKept):
                 raise CutError(
-                    f"layer {layer} consumes more than the hidden state: entry {leaf.entry} of what "
-                    f"layer {leaf.layer} returns (T5 passes its position bias so). Such models "
-                    "cannot be streamed yet."
+                    f"layer {layer} consumes more than the hidden state: entry {leaf.entry} of "
+                    f"what layer {leaf.layer} returns (T5 passes its position bias so). Such "
+                    "models cannot be streamed yet."
                 )
             else:
                 noted.append(leaf)
@@ -280,11 +284,13 @@ class Stub(nn.Module):
         object.__setattr__(self, "_handler", None)
         self._index = index
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Hand the call to whoever runs the skeleton."""
         handler: Handler = self.__dict__["_handler"]
         return handler(self._index, args, kwargs)
 
+    @override
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -376,8 +382,7 @@ class CarvedModel:
         originals = list(model.get_submodule(self.list_name).children())
         self.num_layers = len(originals)
         owners = {
-            id(tensor): name
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+            id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
         }
         copies: dict[int, nn.Module] = {}
         self.stubs = [Stub(index, layer) for index, layer in enumerate(originals)]
@@ -408,8 +413,16 @@ class CarvedModel:
         for part in (self.skeleton, *self.layers):
             part.set_training(training, as_given=self._modes_as_given)
 
-    def prologue(self, batch: Batch) -> Recording:
-        """Run the model up to its last layer; record what each layer is given."""
+    def prologue(self, batch: Batch, *, learn: RunLayer | None = None) -> Recording:
+        """Run the model up to its last layer; record what each layer is given.
+
+        `learn` runs a real layer of a structure whose form of return value is not known yet
+        ([Note: returns]).
+
+        Raises:
+            ValueError: the model does not run its layers once each and in order.
+        """
+        _refuse_router_losses(self.skeleton.module, batch)
         recording = Recording()
 
         def handler(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -417,17 +430,18 @@ class CarvedModel:
             recording.add(index, args, kwargs, hidden)
             if index == 0:
                 recording.hidden = hidden
+            if learn is not None and self.structures[index] not in self.returns:
+                value = learn(index, *_plain(args, kwargs, hidden))
+                self.returns[self.structures[index]] = Returns.learn(value, layer=index)
             if index == self.num_layers - 1:
                 raise LayersDone
             return chain.hand_on(index, hidden)
 
         chain = _Chain(self.num_layers, self._wrap)
-        with self._handling(handler):
-            try:
-                self._run(batch)
-            except LayersDone:
-                return recording
-        chain.incomplete()
+        with self._handling(handler), contextlib.suppress(LayersDone):
+            self._run(batch)
+            chain.incomplete()
+        return recording
 
     def epilogue(self, batch: Batch, hidden: Tensor) -> Any:
         """Run the model with `hidden` as the output of its last layer; returns its outputs."""
@@ -450,38 +464,6 @@ class CarvedModel:
                 "output_attentions off."
             )
         return outputs
-
-    def rehearse(self, batch: Batch, run_layer: Callable[[int, Any, Any], Any]) -> None:
-        """Learn how layers return their hidden state, by running one of each structure.
-
-        Raises:
-            ValueError: the model does not run its layers once each and in order.
-        """
-        _refuse_router_losses(self.skeleton.module, batch)
-
-        def handler(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            hidden = chain.receive(index, args, kwargs)
-            structure = self.structures[index]
-            if structure not in self.returns:
-                plain = [Tensor.as_subclass(a, Tensor) if a is hidden else a for a in args]
-                named = {
-                    k: Tensor.as_subclass(v, Tensor) if v is hidden else v
-                    for k, v in kwargs.items()
-                }
-                Recording().add(index, args, kwargs, hidden)
-                value = run_layer(index, tuple(plain), named)
-                self.returns[structure] = Returns.learn(value, layer=index)
-            if index == self.num_layers - 1:
-                raise LayersDone
-            return chain.hand_on(index, hidden)
-
-        chain = _Chain(self.num_layers, self._wrap)
-        with self._handling(handler):
-            try:
-                self._run(batch)
-            except LayersDone:
-                return
-        chain.incomplete()
 
     def _wrap(self, index: int, hidden: Tensor) -> Any:
         return self.returns[self.structures[index]].wrap(hidden)
@@ -568,12 +550,24 @@ class _Chain:
             self._handed = plain.detach().as_subclass(HandedOn)
         return self._wrap(index, self._handed)
 
-    def incomplete(self) -> Any:
+    def incomplete(self) -> NoReturn:
         """Refuse a run that ended before the last layer."""
         raise CutError(
-            f"the model ran only {self.num_called} of its {self._num_layers} layers. Expected every "
-            "layer once, in order."
+            f"the model ran only {self.num_called} of its {self._num_layers} layers. Expected "
+            "every layer once, in order."
         )
+
+
+def _plain(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with a handed-on hidden state as the ordinary tensor it stands for."""
+    with torch._C.DisableTorchFunctionSubclass():
+        ordinary = hidden.as_subclass(Tensor)
+    return (
+        tuple(ordinary if value is hidden else value for value in args),
+        {name: ordinary if value is hidden else value for name, value in kwargs.items()},
+    )
 
 
 def _bindings(tree: nn.Module, owners: Mapping[int, str]) -> tuple[Binding, ...]:
@@ -618,8 +612,3 @@ def _refuse_router_losses(model: nn.Module, batch: Batch) -> None:
             "(output_router_logits). The relay does not keep what single layers return; set "
             "output_router_logits=False."
         )
-
-
-def layer_names(carved: CarvedModel) -> Iterator[str]:
-    """Unit names of the layers, in order."""
-    return (f"L{index}" for index in range(carved.num_layers))

@@ -16,9 +16,9 @@ written, and a released slot becomes NaN again. So a missing wait shows up as wr
 ordinary CPU test instead of as a rare race on the accelerator.
 
 [Note: hostile order] With `first=lane` everything is queued, then that lane runs ahead of all
-others as far as its waits allow, pulling only what it waits for. If a wait is missing between line A
-and line B of lane b, the order with `first=b` runs B before A. So running a schedule once per lane
-tries, for every missing wait, an order in which it matters.
+others as far as its waits allow, pulling only what it waits for. If a wait is missing between line
+A and line B of lane b, the order with `first=b` runs B before A. So running a schedule once per
+lane tries, for every missing wait, an order in which it matters.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from typing_extensions import override
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from l2l.schedule import Lane
 
@@ -78,7 +78,7 @@ class Device(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """End a schedule: earlier work of every lane but the update lane is ordered before later."""
+        """End a schedule: later work of every lane but the update lane follows all of it."""
 
     @abstractmethod
     def empty(self, nbytes: int) -> Tensor:
@@ -125,7 +125,7 @@ class Device(ABC):
 
     def seed(self, seed: int) -> None:
         """Seed the generators that the layers' own code draws from."""
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -212,8 +212,7 @@ class CudaDevice(Device):
     """Streams of one CUDA device."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        index = torch_device.index if torch_device.index is not None else 0
-        super().__init__(torch.device("cuda", index))
+        super().__init__(torch.device("cuda", torch_device.index or 0))
         self._worker = Worker()
         # Copies are short and the kernels that wait for them long: copies go first.
         self._streams = {
@@ -431,7 +430,7 @@ class CheckingDevice(Device):
 
     @override
     def finish(self) -> None:
-        order = [lane for lane in Lane if lane is not Lane.UPDATE]
+        order: list[Lane] = [lane for lane in Lane if lane is not Lane.UPDATE]
         if self._first is not None:
             order.insert(0, self._first)
         for lane in order:
@@ -534,6 +533,27 @@ class CountAllocations(TorchDispatchMode):
         return result
 
 
+def plain_peak_bytes(work: Work, *, held: Iterable[Tensor], device: Device) -> int:
+    """Most device memory that a piece of plain PyTorch takes, counted as for an engine.
+
+    Args:
+        work: runs on the device.
+        held: tensors that are on the device before (a model's parameters).
+        device: where.
+    """
+    if device.torch_device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device.torch_device)
+        work()
+        return torch.cuda.max_memory_reserved(device.torch_device)
+    count = ByteCount()
+    for tensor in held:
+        count.hold(tensor)
+    with CountAllocations(count):
+        work()
+    return count.peak_bytes
+
+
 def open_device(device: str | torch.device | None) -> Device:
     """The device named by the user; None is the accelerator if there is one, else the CPU.
 
@@ -545,7 +565,9 @@ def open_device(device: str | torch.device | None) -> Device:
     try:
         wanted = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device={device!r} is not a torch device. Try 'cuda' or 'cpu'.") from error
+        raise ValueError(
+            f"device={device!r} is not a torch device. Try 'cuda' or 'cpu'."
+        ) from error
     if wanted.type == "cpu":
         return CheckingDevice()
     if wanted.type != "cuda":

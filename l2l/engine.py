@@ -1,4 +1,4 @@
-"""The engine: wires carved model, parameter server, slots, stash and relay; decides nothing else."""
+"""The engine: wires carved model, parameter server, slots, stash and relay, and only wires."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ class Engine:
             ValueError: something above cannot be; nothing has been changed then.
         """
         if microbatch_size is not None and microbatch_size < 1:
-            raise ValueError(f"microbatch_size={microbatch_size}; expected at least 1 row, or None.")
+            raise ValueError(
+                f"microbatch_size={microbatch_size}; expected at least 1 row, or None."
+            )
         policy = PrecisionPolicy.for_model(model, precision=precision)
         stash_policy = parse_policy(stash)
         _refuse_meta(model)
@@ -83,9 +85,7 @@ class Engine:
         description, groups = _groups_of(optimizer, model)
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._device = device if isinstance(device, Device) else open_device(device)
-        self._server = ParameterServer(
-            device=self._device, precision=policy, optimizer=description
-        )
+        self._server = ParameterServer(device=self._device, precision=policy, optimizer=description)
         self.optimizer = ServerOptimizer(
             groups, description.defaults, names=names, state_of=self._server.state_of
         )
@@ -146,9 +146,7 @@ class Engine:
     @property
     def plan(self) -> Plan:
         """What is placed where, in bytes, and the choices made. Print it."""
-        device_places = {
-            k: v for k, v in self._transfer.bytes_by_place().items() if k != "staging"
-        }
+        device_places = {k: v for k, v in self._transfer.bytes_by_place().items() if k != "staging"}
         stash = self._stash.bytes_by_place()
         device_places["boundary cells"] = stash.pop("cells")
         device_places["buffers"] = self._rehearsal.resident_buffer_bytes()
@@ -197,7 +195,9 @@ class Engine:
     # ----------------------------------------------------------------------------------------------
 
     def _units(self) -> list[tuple[str, UnitTensors]]:
-        layers = [(f"L{index}", tensors) for index, tensors in enumerate(self._carved.layer_tensors)]
+        layers = [
+            (f"L{index}", tensors) for index, tensors in enumerate(self._carved.layer_tensors)
+        ]
         return [*layers, (OUTER, self._carved.outer_tensors)]
 
     def _prepare(self, batch: Batches, *, needs_loss: bool) -> list[Microbatch]:

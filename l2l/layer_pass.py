@@ -108,10 +108,9 @@ def take_gradients(
     """Gradients of outputs for the inputs that took part in them."""
     if not inputs:
         return {}
-    found = torch.autograd.grad(outputs, list(inputs.values()), gradients, allow_unused=True)
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(
+        outputs, list(inputs.values()), gradients, allow_unused=True
+    )
     return {
-        key: gradient
-        for key, gradient in zip(inputs, found, strict=True)
-        if gradient is not None
+        key: gradient for key, gradient in zip(inputs, found, strict=True) if gradient is not None
     }
-

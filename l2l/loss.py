@@ -115,7 +115,9 @@ def trial_batch(microbatch: Mapping[str, Any]) -> Microbatch:
     if num_rows(rows) == 1:
         rows = {n: torch.cat([v, v]) if n in tensors else v for n, v in rows.items()}
     lengths = {value.shape[1] for value in tensors.values() if value.dim() == 2}
-    if len(lengths) == 1 and all(v.dim() == 2 and not v.is_floating_point() for v in tensors.values()):
+    if len(lengths) == 1 and all(
+        v.dim() == 2 and not v.is_floating_point() for v in tensors.values()
+    ):
         rows = {n: v[:, :TRIAL_TOKENS] if n in tensors else v for n, v in rows.items()}
     return rows
 

@@ -1,4 +1,4 @@
-"""The plan: what is placed where, in bytes, and the choices that led there. Frozen and printable."""
+"""The plan: what is placed where, in bytes, and the choices that led there; frozen data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Plan:
         return sum(line.nbytes for line in self.ledger if line.place == place)
 
     def __str__(self) -> str:
-        width = max((len(line.purpose) for line in self.ledger), default=10) + 2
+        labels = [line.purpose for line in self.ledger] + [name for name, _ in self.choices]
+        width = max(map(len, labels), default=0) + 2
         rows: list[str] = []
         for place in ("device", "host"):
             rows.append(f"{place}: {format_bytes(self.total_bytes(place))}")

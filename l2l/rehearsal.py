@@ -76,7 +76,7 @@ class Rehearsal:
         outer = self._carved.skeleton.buffers()
         before = {name: buffer.clone() for name, buffer in outer.items()}
         self._carved.set_training(True)
-        self._carved.rehearse(trial, self._run_layer)
+        self._carved.prologue(trial, learn=self._run_layer)
         self._relay.outer_changing = frozenset(
             name for name, buffer in outer.items() if not torch.equal(buffer, before[name])
         )

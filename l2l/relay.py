@@ -216,8 +216,10 @@ class Relay:
         """Run the epilogue; note the loss; return what is to be differentiated."""
         outputs, inputs = self._run_epilogue(step, m, hidden, outer)
         weight: Any = 1.0
-        found = require_loss(outputs) if self.loss_function is None else (
-            self.loss_function(outputs, inputs)
+        found = (
+            require_loss(outputs)
+            if self.loss_function is None
+            else (self.loss_function(outputs, inputs))
         )
         if isinstance(found, tuple):
             loss, weight = found
@@ -278,15 +280,20 @@ class Relay:
     # Layers
 
     def _forward(
-        self, step: Step, layer: str, microbatch: str, slot: str, recorded: str, before: str, to: str
+        self,
+        step: Step,
+        layer: str,
+        microbatch: str,
+        slot: str,
+        recorded: str,
+        before: str,
+        to: str,
     ) -> None:
         index, m = int(layer[1:]), int(microbatch[1:])
         changing = self.layer_buffers.get(index, {})
         self._note_buffers(step, index, m, changing)
         self._device.seed(mix_seed(self._seed, step.number, index, m))
-        output = forward_layer(
-            self._layer_inputs(step, index, m, slot, recorded, before, changing)
-        )
+        output = forward_layer(self._layer_inputs(step, index, m, slot, recorded, before, changing))
         self._stash.put(to, f"h{step.following(index)} {microbatch}", [output])
 
     def _backward(
@@ -369,7 +376,7 @@ class Relay:
         step.norms[unit][: norms.numel()].copy_(norms, non_blocking=True)
 
     def _update(self, step: Step, unit: str, staging: str) -> None:
-        if not step.is_finite():
+        if step.settings is None or not step.is_finite():
             return
         order = UpdateOrder(
             settings=step.settings,
@@ -400,7 +407,7 @@ class Relay:
             step.buffers_before[part, m] = {name: b.clone() for name, b in changing.items()}
 
     def _rewind_buffers(self, step: Step, m: int) -> dict[str, Tensor]:
-        """Put the outer buffers back to what they were before a prologue run; returns what is now."""
+        """Put outer buffers back to what they were before a prologue run; returns what is now."""
         before = step.buffers_before.get((PROLOGUE_SEED, m), {})
         buffers = self._carved.skeleton.buffers() if before else {}
         after = {name: buffers[name].clone() for name in before}

@@ -1,9 +1,11 @@
-"""What a step tells about itself. Reading a number may wait for the device; asking for none, not."""
+"""What a step tells about itself. Reading a number may wait for the device."""
 
 from __future__ import annotations
 
 import math
 from typing import final
+
+from typing_extensions import override
 
 from l2l.relay import Step
 
@@ -42,6 +44,7 @@ class StepReport:
         """Whether the weights were left alone because the loss was not finite."""
         return not math.isfinite(self.loss)
 
+    @override
     def __repr__(self) -> str:
         return (
             f"StepReport(loss={self.loss:.6g}, gradient_norm={self.gradient_norm:.6g}, "

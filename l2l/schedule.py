@@ -44,8 +44,9 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final
 
 OUTER: Final = "O"
@@ -89,12 +90,8 @@ VERBS: Final[Mapping[str, Verb]] = {
     "prologue": Verb(lane=Lane.COMPUTE, operands=("m", "R>", "C>"), also=("SO<",)),
     "forward": Verb(lane=Lane.COMPUTE, operands=("L", "m", "S<", "R<", "C<", "C>")),
     "score": Verb(lane=Lane.COMPUTE, operands=("m", "C<"), also=("SO<", "loss>")),
-    "epilogue": Verb(
-        lane=Lane.COMPUTE, operands=("m", "C<", "C>"), also=("SO<", "GO>", "loss>")
-    ),
-    "backward": Verb(
-        lane=Lane.COMPUTE, operands=("L", "m", "S<", "G>", "R<", "C<", "C<", "C>")
-    ),
+    "epilogue": Verb(lane=Lane.COMPUTE, operands=("m", "C<", "C>"), also=("SO<", "GO>", "loss>")),
+    "backward": Verb(lane=Lane.COMPUTE, operands=("L", "m", "S<", "G>", "R<", "C<", "C<", "C>")),
     "regress": Verb(lane=Lane.COMPUTE, operands=("m", "C<"), also=("SO<", "GO>")),
     "report": Verb(lane=Lane.DRAIN, operands=(), also=("loss<", "host loss>")),
     "drain": Verb(lane=Lane.DRAIN, operands=("LO", "G<", "H>")),
@@ -223,7 +220,7 @@ class Pass:
 
 
 def compute_order(shape: Shape) -> list[Pass]:
-    """What the device computes, in order: for each layer all microbatches, forward then backward."""
+    """What the device computes: for each layer all microbatches, forward, then backward."""
     passes: list[Pass] = []
     microbatches = range(shape.num_microbatches)
     following = dict(zip(shape.layers, [*(f"h{i}" for i in shape.layers[1:]), "hE"], strict=True))
@@ -247,79 +244,61 @@ def compute_order(shape: Shape) -> list[Pass]:
     return passes
 
 
-Draft = list[Pass | Action]
+Draft = list[tuple[Pass, str, str] | Action]
+"""Passes with their weight slot and gradient slot, and the actions between them."""
 
 
-def add_transfers(passes: Sequence[Pass], shape: Shape) -> tuple[Draft, dict[int, dict[str, str]]]:
+@dataclass(slots=True)
+class _Slots:
+    """Which layer is in which weight slot while a draft is written."""
+
+    free: list[str]
+    resident: dict[int, str] = field(default_factory=dict)
+
+    def keep_next(self, upcoming: Sequence[int], num_slots: int) -> Iterator[Action]:
+        """Release what is not among the next layers, fetch what is missing of them."""
+        wanted = list(dict.fromkeys(upcoming))[:num_slots]
+        for layer in [layer for layer in self.resident if layer not in wanted]:
+            slot = self.resident.pop(layer)
+            self.free.append(slot)
+            yield Action("release", (f"L{layer}", slot))
+        for layer in wanted:
+            if layer not in self.resident:
+                self.resident[layer] = self.free.pop(0)
+                yield Action("fetch", (f"L{layer}", self.resident[layer]))
+
+
+def add_transfers(passes: Sequence[Pass], shape: Shape) -> Draft:
     """Fetch each layer before its passes, drain and update after its last, with the slots given.
 
     The next `num_slots` distinct layers are kept or fetched as soon as a slot is free; the others
     are released. Layers at the turn from forward to backward therefore stay, and a step fetches
     2 x layers - slots times.
-
-    Returns:
-        the draft, and for each pass (by its position in `passes`) the slots it works in.
     """
-    runs = _runs(passes)
-    order = [passes[start].layer for start, _ in runs if passes[start].layer is not None]
-    draft: Draft = [Action("fetch", (OUTER, "SO"))]
-    places: dict[int, dict[str, str]] = {}
-    resident: dict[int, str] = {}
-    free = [f"S{index}" for index in range(shape.num_slots)]
-    num_backward_runs = 0
-
-    def keep_next(upcoming: Sequence[int | None]) -> None:
-        wanted = list(OrderedDict.fromkeys(upcoming))[: shape.num_slots]
-        for layer in [layer for layer in resident if layer not in wanted]:
-            slot = resident.pop(layer)
-            draft.append(Action("release", (f"L{layer}", slot)))
-            free.append(slot)
-        for layer in wanted:
-            if layer is not None and layer not in resident:
-                resident[layer] = free.pop(0)
-                draft.append(Action("fetch", (f"L{layer}", resident[layer])))
-
-    keep_next(order)
-    layer_run = 0
-    for start, end in runs:
-        first = passes[start]
-        gradient = NOTHING
-        if first.verb == "backward" and first.layer not in shape.frozen_layers:
-            gradient = f"G{num_backward_runs % shape.num_gradient_slots}"
-        for position in range(start, end):
-            slot = resident[first.layer] if first.layer is not None else NOTHING
-            places[position] = {"S": slot, "G": gradient}
-            draft.append(passes[position])
-        if first.verb == "epilogue":
+    runs = [list(run) for _, run in groupby(passes, key=lambda one: (one.verb, one.layer))]
+    order = [run[0].layer for run in runs if run[0].layer is not None]
+    slots = _Slots([f"S{index}" for index in range(shape.num_slots)])
+    draft: Draft = [Action("fetch", (OUTER, "SO")), *slots.keep_next(order, shape.num_slots)]
+    num_drained = 0
+    for run in runs:
+        verb, layer = run[0].verb, run[0].layer
+        trains = verb == "backward" and layer not in shape.frozen_layers
+        gradient = f"G{num_drained % shape.num_gradient_slots}" if trains else NOTHING
+        slot = slots.resident[layer] if layer is not None else NOTHING
+        draft += [(one, slot, gradient) for one in run]
+        if verb in ("epilogue", "score"):
             draft.append(Action("report"))
-        if gradient != NOTHING:
-            staging = f"H{num_backward_runs % shape.num_staging}"
-            draft.append(Action("drain", (f"L{first.layer}", gradient, staging)))
-            draft.append(Action("update", (f"L{first.layer}", staging)))
-            num_backward_runs += 1
-        if first.layer is not None:
-            layer_run += 1
-            keep_next(order[layer_run:])
-    if not shape.training:
-        draft.append(Action("report"))
-    elif not shape.frozen_outer:
+        if trains:
+            staging = f"H{num_drained % shape.num_staging}"
+            draft.append(Action("drain", (f"L{layer}", gradient, staging)))
+            draft.append(Action("update", (f"L{layer}", staging)))
+            num_drained += 1
+        if layer is not None:
+            order = order[1:]
+            draft += slots.keep_next(order, shape.num_slots)
+    if shape.training and not shape.frozen_outer:
         draft += [Action("drain", (OUTER, "GO", "HO")), Action("update", (OUTER, "HO"))]
-    draft.append(Action("release", (OUTER, "SO")))
-    return draft, places
-
-
-def _runs(passes: Sequence[Pass]) -> list[tuple[int, int]]:
-    """Ranges of consecutive passes with the same verb and layer."""
-    runs: list[tuple[int, int]] = []
-    for position, one in enumerate(passes):
-        if position and (one.verb, one.layer) == (
-            passes[position - 1].verb,
-            passes[position - 1].layer,
-        ):
-            runs[-1] = (runs[-1][0], position + 1)
-        else:
-            runs.append((position, position + 1))
-    return runs
+    return [*draft, Action("release", (OUTER, "SO"))]
 
 
 @dataclass(slots=True)
@@ -330,104 +309,104 @@ class _Cells:
     that the pass before the running one has left.
     """
 
-    names: OrderedDict[str, str | None]  # cell -> value, least recently used first
-    evicted: set[str] = field(default_factory=set)
+    values: OrderedDict[str, str | None]  # cell -> value, least recently used first
 
     def find(self, value: str) -> str | None:
-        for cell, held in self.names.items():
+        """The cell that holds a value."""
+        for cell, held in self.values.items():
             if held == value:
-                self.names.move_to_end(cell)
+                self.values.move_to_end(cell)
                 return cell
         return None
 
-    def take(self, value: str, *, busy: set[str], live: set[str]) -> str:
-        cell = next(cell for cell in self.names if cell not in busy)
-        held = self.names[cell]
-        if held is not None and held in live:
-            self.evicted.add(held)
-        self.names[cell] = value
-        self.names.move_to_end(cell)
-        return cell
+    def take(self, value: str, *, busy: set[str]) -> tuple[str, str | None]:
+        """A cell for a value, and the value that had it."""
+        cell = next(cell for cell in self.values if cell not in busy)
+        held, self.values[cell] = self.values[cell], value
+        self.values.move_to_end(cell)
+        return cell, held
 
 
-def add_stash(draft: Draft, places: Mapping[int, Mapping[str, str]], shape: Shape) -> list[Action]:
+def add_stash(draft: Draft, shape: Shape) -> list[Action]:
     """Give every boundary value a cell; stash what loses its cell before its last use.
 
     Runs twice: the first round learns which values lose their cell, the second stashes exactly
     those, as soon as they are written, so that the copy out is done long before the cell is reused.
     """
-    _, evicted = _place_values(draft, places, shape, stashed=frozenset())
-    lines, _ = _place_values(draft, places, shape, stashed=frozenset(evicted))
-    return lines
+    first = _Placing(draft, shape, stashed=frozenset())
+    return _Placing(draft, shape, stashed=frozenset(first.evicted)).lines
 
 
-def _place_values(
-    draft: Draft,
-    places: Mapping[int, Mapping[str, str]],
-    shape: Shape,
-    *,
-    stashed: frozenset[str],
-) -> tuple[list[Action], set[str]]:
-    cells = _Cells(OrderedDict((f"C{index}", None) for index in range(shape.num_cells)))
-    recorded = _Cells(OrderedDict((f"R{i}", None) for i in range(shape.num_recorded_cells)))
-    uses = _count_uses(draft)
-    lines: list[Action] = []
-    position = 0
+class _Placing:
+    """One round of `add_stash`."""
 
-    def live() -> set[str]:
-        return {value for value, count in uses.items() if count}
+    def __init__(self, draft: Draft, shape: Shape, *, stashed: frozenset[str]) -> None:
+        self.lines: list[Action] = []
+        self.evicted: set[str] = set()
+        self._stashed = stashed
+        self._pools = {
+            "C": _Cells(OrderedDict((f"C{i}", None) for i in range(shape.num_cells))),
+            "R": _Cells(OrderedDict((f"R{i}", None) for i in range(shape.num_recorded_cells))),
+        }
+        self._uses_left = _count_uses(draft)
+        self._busy: set[str] = set()
+        for item in draft:
+            if isinstance(item, Action):
+                self.lines.append(item)
+            else:
+                self._place(*item)
 
-    def read(pool: _Cells, value: str, busy: set[str]) -> str:
-        cell = pool.find(value)
+    def _place(self, one: Pass, slot: str, gradient: str) -> None:
+        self._busy = set()
+        in_layer = one.layer is not None
+        operands = [f"L{one.layer}"] if in_layer else []
+        operands.append(f"m{one.microbatch}")
+        operands += [slot] if in_layer else []
+        operands += [gradient] if one.verb == "backward" else []
+        written: dict[str, str] = {}
+        recorded = f"r m{one.microbatch}"
+        if one.verb == "prologue":
+            written[recorded] = self._take("R", recorded)
+            operands.append(written[recorded])
+        elif in_layer:
+            operands.append(self._read("R", recorded))
+        operands += [self._read("C", f"{value} m{one.microbatch}") for value in one.reads]
+        if one.writes != NOTHING:
+            value = f"{one.writes} m{one.microbatch}"
+            written[value] = self._take("C", value)
+            operands.append(written[value])
+        elif one.verb in ("epilogue", "backward"):
+            operands.append(NOTHING)
+        self.lines.append(Action(one.verb, tuple(operands)))
+        for value, cell in written.items():
+            if value in self._stashed:
+                self.lines.append(Action("stash", (*value.split(), cell)))
+
+    def _read(self, kind: str, value: str) -> str:
+        cell = self._pools[kind].find(value)
         if cell is None:
-            cell = pool.take(value, busy=busy, live=live())
-            lines.append(Action("unstash", (*value.split(), cell)))
-        busy.add(cell)
+            cell = self._take(kind, value)
+            self.lines.append(Action("unstash", (*value.split(), cell)))
+        self._busy.add(cell)
+        self._uses_left[value] -= 1
         return cell
 
-    def write(pool: _Cells, value: str, busy: set[str]) -> str:
-        cell = pool.take(value, busy=busy, live=live())
-        busy.add(cell)
+    def _take(self, kind: str, value: str) -> str:
+        cell, held = self._pools[kind].take(value, busy=self._busy)
+        if held is not None and self._uses_left.get(held):
+            self.evicted.add(held)
+        self._busy.add(cell)
         return cell
-
-    for item in draft:
-        if isinstance(item, Action):
-            lines.append(item)
-            continue
-        place, busy, suffix = places[position], set[str](), f" m{item.microbatch}"
-        position += 1
-        operands = [f"L{item.layer}"] if item.layer is not None else []
-        operands.append(f"m{item.microbatch}")
-        operands += [place["S"]] if item.verb in ("forward", "backward") else []
-        operands += [place["G"]] if item.verb == "backward" else []
-        if item.verb == "prologue":
-            operands.append(write(recorded, "r" + suffix, busy))
-        elif item.verb in ("forward", "backward"):
-            operands.append(read(recorded, "r" + suffix, busy))
-            uses["r" + suffix] -= 1
-        operands += [read(cells, value + suffix, busy) for value in item.reads]
-        for value in item.reads:
-            uses[value + suffix] -= 1
-        if item.verb not in ("score", "regress"):
-            written = item.writes != NOTHING
-            operands.append(write(cells, item.writes + suffix, busy) if written else NOTHING)
-        lines.append(Action(item.verb, tuple(operands)))
-        fresh = ["r" + suffix] if item.verb == "prologue" else []
-        fresh += [item.writes + suffix] if item.writes != NOTHING else []
-        for value in fresh:
-            if value in stashed:
-                pool = recorded if value.startswith("r") else cells
-                lines.append(Action("stash", (*value.split(), str(pool.find(value)))))
-    return lines, cells.evicted | recorded.evicted
 
 
 def _count_uses(draft: Draft) -> dict[str, int]:
+    """How many passes read each value."""
     uses: dict[str, int] = {}
     for item in draft:
-        if isinstance(item, Pass):
-            values = [*item.reads, "r"] if item.layer is not None else list(item.reads)
-            for value in values:
-                key = f"{value} m{item.microbatch}"
+        if not isinstance(item, Action):
+            one = item[0]
+            for value in [*one.reads, "r"] if one.layer is not None else one.reads:
+                key = f"{value} m{one.microbatch}"
                 uses[key] = uses.get(key, 0) + 1
     return uses
 
@@ -523,8 +502,8 @@ class Schedule:
 
 def make_schedule(shape: Shape) -> Schedule:
     """Lower a shape to a complete, validated schedule."""
-    draft, places = add_transfers(compute_order(shape), shape)
-    schedule = Schedule(shape=shape, lines=tuple(add_waits(add_stash(draft, places, shape))))
+    draft = add_transfers(compute_order(shape), shape)
+    schedule = Schedule(shape=shape, lines=tuple(add_waits(add_stash(draft, shape))))
     validate(schedule)
     return schedule
 
@@ -575,42 +554,29 @@ def _follow(action: Action, contents: dict[str, str], shape: Shape) -> None:
 def _contents(action: Action, shape: Shape) -> tuple[dict[str, str], dict[str, str]]:
     """What an action expects in places, and what it leaves there."""
     verb, operands = action.verb, action.operands
+    expects: dict[str, str] = {}
+    leaves: dict[str, str] = {}
     if verb in ("fetch", "release"):
-        unit, slot = operands
-        return ({}, {slot: unit}) if verb == "fetch" else ({slot: unit}, {})
-    if verb in ("stash", "unstash"):
+        (leaves if verb == "fetch" else expects)[operands[1]] = operands[0]
+    elif verb in ("stash", "unstash"):
         value, cell = " ".join(operands[:2]), operands[2]
-        host = f"host {value}"
-        return ({cell: value}, {host: value}) if verb == "stash" else ({host: value}, {cell: value})
-    if verb in ("forward", "backward"):
-        layer, microbatch, slot = operands[:3]
+        out, back = {cell: value}, {f"host {value}": value}
+        expects, leaves = (out, back) if verb == "stash" else (back, out)
+    elif verb in ("forward", "backward"):
+        layer, m, slot = operands[:3]
         after = shape.layers.index(int(layer[1:])) + 1
         following = str(shape.layers[after]) if after < len(shape.layers) else "E"
-        hidden = f"h{layer[1:]} {microbatch}"
-        if verb == "forward":
-            recorded, before, out = operands[3:]
-            expects = {slot: layer, recorded: f"r {microbatch}", before: hidden}
-            return expects, {out: f"h{following} {microbatch}"}
-        _, recorded, before, gradient, out = operands[3:]
-        expects = {slot: layer, recorded: f"r {microbatch}", before: hidden}
-        expects[gradient] = f"g{following} {microbatch}"
-        return expects, {out: f"g{layer[1:]} {microbatch}"}
-    if verb in ("prologue", "epilogue", "score", "regress"):
-        microbatch = operands[0]
-        first = shape.layers[0]
+        recorded, before, *gradient, out_cell = operands[3 if verb == "forward" else 4 :]
+        expects = {slot: layer, recorded: f"r {m}", before: f"h{layer[1:]} {m}"}
+        expects |= dict.fromkeys(gradient, f"g{following} {m}")
+        leaves[out_cell] = f"h{following} {m}" if verb == "forward" else f"g{layer[1:]} {m}"
+    elif verb in ("prologue", "epilogue", "score", "regress"):
+        m, first = operands[0], shape.layers[0]
+        expects["SO"] = OUTER
         if verb == "prologue":
-            leaves = {operands[1]: f"r {microbatch}", operands[2]: f"h{first} {microbatch}"}
-            return {"SO": OUTER}, leaves
-        entering = f"g{first}" if verb == "regress" else "hE"
-        leaves = {operands[2]: f"gE {microbatch}"} if verb == "epilogue" else {}
-        return {"SO": OUTER, operands[1]: f"{entering} {microbatch}"}, leaves
-    return {}, {}
-
-
-def lane_counts(lines: Iterable[Line]) -> dict[Lane, int]:
-    """Number of actions on every lane."""
-    counts = dict.fromkeys(Lane, 0)
-    for line in lines:
-        if isinstance(line, Action):
-            counts[line.lane] += 1
-    return counts
+            leaves = {operands[1]: f"r {m}", operands[2]: f"h{first} {m}"}
+        else:
+            expects[operands[1]] = f"g{first} {m}" if verb == "regress" else f"hE {m}"
+        if verb == "epilogue":
+            leaves[operands[2]] = f"gE {m}"
+    return expects, leaves

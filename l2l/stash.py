@@ -70,7 +70,8 @@ class Form:
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Dimensions by falling stride if the tensor fills its memory, else as they are."""
-    order = tuple(sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)))
+    strides: tuple[int, ...] = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
     return order if tensor.permute(order).is_contiguous() else tuple(range(tensor.dim()))
 
 
@@ -147,4 +148,3 @@ class Stash:
         if self.policy == "host":
             return self._device.host_empty(size)
         return self._device.empty(size)
-

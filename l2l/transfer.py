@@ -131,9 +131,7 @@ class Transfer:
     def bytes_by_place(self) -> dict[str, int]:
         """Bytes reserved, by what for."""
         return {
-            "weight slots": sum(
-                slot.numel() for name, slot in self._slots.items() if name != "SO"
-            ),
+            "weight slots": sum(slot.numel() for name, slot in self._slots.items() if name != "SO"),
             "gradient slots": sum(
                 self._gradients[name].numel() + self._narrow[name].numel()
                 for name in self._gradients
@@ -167,4 +165,3 @@ class Transfer:
     def _reserve_staging(self, name: str, nbytes: int) -> None:
         if name not in self.staging:
             self.staging[name] = self._device.host_empty(nbytes)
-

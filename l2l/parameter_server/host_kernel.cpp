@@ -233,6 +233,12 @@ struct AdamW {
   }
 };
 
+// Without decay the weight must not enter: zero times infinity is NaN.
+INLINE float decayed_gradient(float gradient, float weight, const Coefficients& c) {
+  const float scaled = gradient * c.factor;
+  return c.decay != 0.0f ? scaled + c.decay * weight : scaled;
+}
+
 template <class Weight>
 struct SGD {
   static INLINE void update(const Job& job, int64_t start, int64_t count, const float* gradients) {
@@ -241,7 +247,7 @@ struct SGD {
     for (int64_t j = 0; j < count; ++j) {
       const int64_t i = start + j;
       const float weight = Weight::load(job, i);
-      const float gradient = gradients[j] * c.factor + c.decay * weight;
+      const float gradient = decayed_gradient(gradients[j], weight, c);
       Weight::store(job, i, weight - c.rate * gradient);
     }
   }
@@ -256,7 +262,7 @@ struct MomentumSGD {
     for (int64_t j = 0; j < count; ++j) {
       const int64_t i = start + j;
       const float weight = Weight::load(job, i);
-      const float gradient = gradients[j] * c.factor + c.decay * weight;
+      const float gradient = decayed_gradient(gradients[j], weight, c);
       const float later = first[i] * c.keep_first + c.blend_first * gradient;
       const float m = c.first_step ? gradient : later;
       first[i] = without_subnormals(m);
@@ -481,15 +487,14 @@ struct CheckSplit {
 #pragma omp simd reduction(+ : failures)
     for (int32_t j = 0; j < int32_t(end - begin); ++j) {
       const uint32_t bits = uint32_t(begin) + uint32_t(j);
-      const uint32_t nearest_even = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+      const uint32_t weight = split_weight(bits);
+      const uint32_t lost = join_bits(uint16_t(weight), split_remainder(bits)) ^ bits;
+      const uint32_t nearest_even = ((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16) & 0xffffu;
+      const uint32_t not_nearest = (bits & 0xffffu) == 0x8000u ? 0u : weight ^ nearest_even;
       const uint32_t stored = bits_with_one_nan(float_of(bits));
-      const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-      const bool weight_is_nan = (split_weight(stored) & 0x7fffu) > 0x7f80u;
-      const bool returns = join_bits(split_weight(bits), split_remainder(bits)) == bits;
-      const bool is_nearest =
-          (bits & 0xffffu) == 0x8000u || split_weight(bits) == uint16_t(nearest_even);
-      const bool is_stored = is_nan ? weight_is_nan : stored == bits;
-      failures += returns & is_nearest & is_stored ? 0 : 1;
+      const uint32_t not_nan = (uint32_t(split_weight(stored)) & 0x7fffu) > 0x7f80u ? 0u : 1u;
+      const uint32_t not_kept = (bits & 0x7fffffffu) > 0x7f800000u ? not_nan : stored ^ bits;
+      failures += (lost | not_nearest | not_kept) != 0u ? 1 : 0;
     }
     job.partial_sums[begin / chunk_size] = double(failures);
   }
@@ -561,7 +566,9 @@ ChunkFunction update_function(int32_t weight_form) {
 
 // Chunks are handed out as threads come, so that one which shares its core delays no other.
 void run_chunks(ChunkFunction function, const Job& job, int64_t num_elements, int32_t num_threads) {
-#pragma omp parallel for num_threads(num_threads) schedule(dynamic)
+  const int64_t num_chunks = (num_elements + chunk_size - 1) / chunk_size;
+  const int32_t team = num_chunks > num_threads ? num_threads : int32_t(num_chunks);
+#pragma omp parallel for num_threads(team > 0 ? team : 1) schedule(dynamic)
   for (int64_t begin = 0; begin < num_elements; begin += chunk_size) {
     function(job, begin, smaller(begin + chunk_size, num_elements));
   }

@@ -220,6 +220,11 @@ def num_blocks(numel: int) -> int:
     return -(-numel // BLOCK_SIZE)
 
 
+def correctly_rounded_root(values: Tensor) -> Tensor:
+    """The float32 square root as the processor computes it; torch's may be off by one bit."""
+    return values.double().sqrt().float()
+
+
 def rounding_seed(seed: int, *, step: int) -> int:
     """The 32-bit seed from which an update of 8-bit moments rounds."""
     return (seed * 0x85EBCA6B + step * _GOLDEN_RATIO) & _MODULUS
@@ -254,7 +259,7 @@ def _inverses(units: Tensor, numel: int) -> Tensor:  # float32 [numel]
 
 
 def _codes(scaled: Tensor, random: Tensor) -> Tensor:  # int32 [numel]
-    low = torch.nan_to_num(scaled, nan=0.0).sqrt().trunc()
+    low = correctly_rounded_root(torch.nan_to_num(scaled, nan=0.0)).trunc()
     step = low * 2.0**-15 + 2.0**-16
     return (low + (scaled - low * low > random.float() * step)).int()
 
@@ -376,7 +381,7 @@ class HostKernel:
             function.argtypes = arguments
 
     def _function(self, name: str) -> Any:
-        return self._library[f"host_kernel_{name}"]
+        return getattr(self._library, f"host_kernel_{name}")
 
     def _call(self, name: str, *arguments: Any, num_threads: int) -> Any:
         if num_threads < 1:

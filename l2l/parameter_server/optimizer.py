@@ -1,9 +1,9 @@
 """Optimizers that run in the parameter server, and the face they show to PyTorch.
 
 `AdamW` and `SGD` here are *descriptions*: frozen, with torch's argument names, handed to `Engine`.
-Their `update` is the arithmetic of one parameter's step, written to be read: operation for operation
-that of `torch.optim` with `foreach=False`, so it gives the same bits. It stays as the oracle of the
-native kernel and as the path taken when that was not built.
+Their `update` is the arithmetic of one parameter's step, written to be read: operation for
+operation that of `torch.optim` with `foreach=False`, so it gives the same bits. It stays as the
+oracle of the native kernel and as the path taken when that was not built.
 
 `ServerOptimizer` is what `engine.optimizer` returns: a `torch.optim.Optimizer` with `param_groups`
 that any learning-rate scheduler can drive. The numbers of a step are read from it when the step
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from typing_extensions import override
 from torch import Tensor, nn
+from typing_extensions import override
 
 Settings = Mapping[str, Any]
 Groups = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
@@ -30,7 +30,7 @@ class HostOptimizer(ABC):
     """How one parameter is updated from its gradient."""
 
     groups: Groups | None = None
-    """(name, parameter) -> settings that differ for it, such as `{"weight_decay": 0.0}`; or None."""
+    """(name, parameter) -> what differs for it, such as `{"weight_decay": 0.0}`; or None."""
 
     @property
     @abstractmethod

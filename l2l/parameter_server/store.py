@@ -9,8 +9,7 @@ Everything of a unit (a layer, or the outer parameters) lies in a few flat buffe
     state       one float32 buffer per optimizer state (moments)
 
 All but `weights` cover the trained parameters only, at the element offsets of `Unit.trained`. A
-flat buffer can be cut anywhere at a multiple of the alignment: that is where it will be divided over
-ranks.
+flat buffer can be cut at any multiple of the alignment: there it will be divided over ranks.
 
 Updates are submitted with a gradient and run on the update lane. Until an update is done its unit
 is *pending*: the fetch lane waits for that event before it reads the unit's weights, and the host
@@ -19,7 +18,7 @@ settles the unit before it does. So nobody sees stale weights, however late an u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -154,7 +153,7 @@ class ParameterServer:
             weight.copy_(value)
 
     def state_of(self, owner: str) -> dict[str, Any]:
-        """A parameter's optimizer state as views, with torch's names; empty before its first step."""
+        """A parameter's optimizer state as views, torch's names; empty before its first step."""
         unit = self._unit_of[owner]
         self.settle(unit.name)
         if not unit.steps.get(owner):

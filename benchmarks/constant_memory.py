@@ -1,0 +1,90 @@
+"""Device memory against depth and against the number of microbatches: both must leave it alone.
+
+BERT-Large-shaped layers (hidden 1024, perceptron 4096, 16 heads), sequences of 512, bfloat16 on the
+device, AdamW on the host. Prints a table, then one line of JSON.
+
+    python benchmarks/constant_memory.py [--layers 12 24 48 96 192] [--microbatches 1 8 64]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+import l2l
+
+LENGTH, ROWS = 512, 4
+
+
+def measure(num_layers: int, num_microbatches: int) -> dict[str, float]:
+    """Peak and time of a step."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    config = BertConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_attention_heads=16,
+        num_hidden_layers=num_layers,
+        num_labels=2,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = BertForSequenceClassification(config)
+    model = model.cpu()
+    torch.cuda.empty_cache()
+    rows = ROWS * num_microbatches
+    batch = {
+        "input_ids": torch.randint(0, config.vocab_size, (rows, LENGTH)),
+        "labels": torch.randint(0, 2, (rows,)),
+    }
+    with l2l.Engine(model, optimizer=l2l.AdamW(lr=1e-5), microbatch_size=ROWS) as engine:
+        engine.device.reset_peak()
+        losses = [engine.step(batch).loss]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        losses.append(engine.step(batch).loss)
+        engine.evaluate({name: value[:ROWS] for name, value in batch.items()})
+        seconds = time.perf_counter() - start
+        return {
+            "layers": num_layers,
+            "microbatches": num_microbatches,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "reserved_MiB": torch.cuda.max_memory_reserved() / 2**20,
+            "allocated_MiB": torch.cuda.max_memory_allocated() / 2**20,
+            "step_seconds": round(seconds, 3),
+            "loss_first": losses[0],
+            "loss_second": losses[1],
+        }
+
+
+def main() -> None:
+    """Measure every depth at 8 microbatches and every number of microbatches at 24 layers."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, nargs="+", default=[12, 24, 48, 96, 192])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 8, 64])
+    arguments = parser.parse_args()
+    cases = [(layers, 8) for layers in arguments.layers]
+    cases += [(24, number) for number in arguments.microbatches if number != 8]
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print("| layers | microbatches | parameters | device peak, reserved | allocated | step |")
+    print("|---|---|---|---|---|---|")
+    results = []
+    for layers, number in cases:
+        found = measure(layers, number)
+        results.append(found)
+        print(
+            f"| {layers} | {number} | {found['parameters'] / 1e6:,.0f}M | "
+            f"{found['reserved_MiB']:,.0f} MiB | {found['allocated_MiB']:,.1f} MiB | "
+            f"{found['step_seconds']:.2f} s |",
+            flush=True,
+        )
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Train a small language model through the relay on text that every machine with Python has.
+
+`make demo` runs this: a byte-level transformer learns the standard library's own source files, on
+the accelerator if there is one, else on the CPU. Only one of its layers and the next are on the
+device at a time. At the end it prints what was learnt, how much device memory the step took and how
+much the same step takes in plain PyTorch, and lets the trained model write a few lines.
+
+    python examples/demo.py [--steps 120] [--folder runs/demo] [--device cpu]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import l2l
+from l2l.device import plain_peak_bytes
+from l2l.planner import format_bytes
+
+HIDDEN, HEADS, LAYERS, LENGTH = 192, 6, 8, 128
+ROWS, MICROBATCH = 16, 4
+
+
+class Layer(nn.Module):
+    """A transformer layer: causal attention, then a perceptron."""
+
+    def __init__(self) -> None:
+        """Make the layer with torch's own initialisation."""
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.query_key_value = nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.output = nn.Linear(HIDDEN, HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[rows, length, hidden] in and out."""
+        rows, length, _ = hidden.shape
+        projected = self.query_key_value(self.norm1(hidden))
+        query, key, value = (
+            part.view(rows, length, HEADS, -1).transpose(1, 2)
+            for part in projected.chunk(3, dim=-1)
+        )
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.output(attended.transpose(1, 2).reshape(rows, length, HIDDEN))
+        return hidden + self.down(F.gelu(self.up(self.norm2(hidden))))
+
+
+class ByteModel(nn.Module):
+    """A language model over bytes: nothing in it knows about the relay."""
+
+    def __init__(self) -> None:
+        """Make a model of `LAYERS` layers."""
+        super().__init__()
+        self.bytes = nn.Embedding(256, HIDDEN)
+        self.positions = nn.Embedding(LENGTH, HIDDEN)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, 256, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Logits, and the mean loss over the labels if they are given."""
+        hidden = self.bytes(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(self.norm(hidden))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    @torch.no_grad()
+    def write(self, start: str, num_bytes: int) -> str:
+        """Continue a text, byte by byte."""
+        ids = list(start.encode())
+        for _ in range(num_bytes):
+            window = torch.tensor([ids[-LENGTH:]], device=self.head.weight.device)
+            logits = self(window)["logits"][0, -1].float()
+            ids.append(int(torch.multinomial((logits / 0.7).softmax(-1), 1)))
+        return bytes(ids).decode(errors="replace")
+
+
+def standard_library_text(limit_bytes: int = 4 << 20) -> bytes:
+    """Source files of the standard library, in a fixed order."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        text += path.read_bytes() + b"\n"
+        if len(text) >= limit_bytes:
+            break
+    return bytes(text)
+
+
+def batches(text: bytes, *, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Random windows of the text, for ever."""
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(data) - LENGTH - 1, (ROWS,), generator=generator).tolist()
+        rows = torch.stack([data[start : start + LENGTH + 1] for start in starts])
+        yield {"ids": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+
+
+def plain_step(
+    model: nn.Module, batch: dict[str, Tensor], device: torch.device
+) -> Callable[[], None]:
+    """One step of plain PyTorch on the whole batch, for comparison of memory."""
+
+    def work() -> None:
+        optimizer = torch.optim.AdamW(model.parameters())
+        inputs = {name: value.to(device) for name, value in batch.items()}
+        model(**inputs)["loss"].backward()
+        optimizer.step()
+
+    return work
+
+
+class Display:
+    """Progress: a live line on a terminal, plain lines elsewhere."""
+
+    def __init__(self, num_steps: int) -> None:
+        """Show `num_steps` steps."""
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console = Console()
+        self._num_steps = num_steps
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=num_steps, numbers="")
+
+    def __enter__(self) -> Display:
+        """Start showing."""
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop showing."""
+        self._progress.stop()
+
+    def show(self, step: int, numbers: str) -> None:
+        """A step is done."""
+        self._progress.update(self._task, completed=step, numbers=numbers)
+        if not self._console.is_terminal and (step % 10 == 0 or step == 1):
+            print(f"step {step}/{self._num_steps}  {numbers}", flush=True)
+
+
+def main() -> None:
+    """Train, compare, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps (default: 120)")
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="for the results")
+    parser.add_argument("--device", default=None, help="default: the accelerator, else the CPU")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+
+    torch.manual_seed(0)
+    model = ByteModel()
+    untouched = copy.deepcopy(model)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    text = standard_library_text()
+    print(f"{len(text):,} bytes of the standard library's source; {num_parameters:,} parameters")
+    stream, held_out = batches(text, seed=1), next(batches(text, seed=2))
+
+    engine = l2l.Engine(
+        model,
+        optimizer=l2l.AdamW(lr=2e-3, weight_decay=0.01),
+        device=arguments.device,
+        precision="float32",
+        microbatch_size=MICROBATCH,
+    )
+    before = engine.evaluate(held_out)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        engine.optimizer, max_lr=2e-3, total_steps=arguments.steps + 1, pct_start=0.2
+    )
+    started = time.perf_counter()
+    with Display(arguments.steps) as display, (arguments.folder / "metrics.jsonl").open("w") as log:
+        for number in range(1, arguments.steps + 1):
+            report = engine.step(next(stream))
+            schedule.step()
+            tokens = report.num_tokens * number / (time.perf_counter() - started)
+            log.write(json.dumps({"step": number, "loss": report.loss}) + "\n")
+            display.show(number, f"loss {report.loss:.3f}  {tokens:,.0f} bytes/s")
+    after = engine.evaluate(held_out)
+
+    batch = next(stream)
+    engine.device.reset_peak()
+    engine.step(batch).loss  # noqa: B018 (reading waits for the step)
+    relay_bytes = engine.device.peak_bytes()
+    device = engine.device.torch_device
+    plan = engine.plan
+    untouched.to(device)
+    plain_bytes = plain_peak_bytes(
+        plain_step(untouched, batch, device), held=untouched.parameters(), device=engine.device
+    )
+    engine.close()
+    safetensors.torch.save_file(model.state_dict(), arguments.folder / "model.safetensors")
+    (arguments.folder / "plan.txt").write_text(f"{plan}\n")
+
+    print(f"\n{plan}\n")
+    print("the model, an ordinary nn.Module again, writes:\n")
+    print("\n".join("    " + line for line in model.write("def ", 160).splitlines()))
+    print(
+        f"\nheld-out loss   {before:.3f} before, {after:.3f} after "
+        f"({before / math.log(2):.2f} and {after / math.log(2):.2f} bits a byte)"
+        f"\ndevice peak     {format_bytes(relay_bytes)} through the relay, "
+        f"{format_bytes(plain_bytes)} for the same step in plain PyTorch "
+        f"({plain_bytes / relay_bytes:.1f} times as much)"
+        f"\nresults         {arguments.folder}: metrics.jsonl, plan.txt, model.safetensors"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The engine on a CUDA device: the same results as plain PyTorch there, memory that stays put."""
+
+import pytest
+import torch
+
+import l2l
+from families import FAMILIES, build_bert
+from reference import counts, reference_gradients, split
+
+pytestmark = pytest.mark.accelerator
+
+ROWS = 6
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.mark.parametrize("size", [6, 2])
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_gradients_equal_those_of_plain_pytorch_on_the_device(name: str, size: int):
+    family = FAMILIES[name]
+    model, plain = family.build(), family.build().cuda()
+    batch = family.batch(ROWS)
+    recorder = l2l.RecordGradients()
+    with l2l.Engine(
+        model,
+        optimizer=recorder,
+        precision="float32",
+        device="cuda",
+        microbatch_size=size,
+        layers=family.layers,
+    ) as engine:
+        report = engine.step(batch)
+        assert not report.skipped
+    microbatches = split(batch, size)
+    numbers = [counts(family.rule, one) for one in microbatches]
+    on_device = [{key: value.cuda() for key, value in one.items()} for one in microbatches]
+    loss, expected = reference_gradients(plain, on_device, numbers)
+    assert report.loss == pytest.approx(float(loss), rel=1e-6)
+    present = {key for key, gradient in expected.items() if gradient is not None}
+    assert set(recorder.gradients) == present
+    largest = max(float(expected[key].abs().max()) for key in present)
+    for key in present:
+        difference = float((recorder.gradients[key] - expected[key].cpu()).abs().max())
+        assert difference <= 1e-5 * float(expected[key].abs().max()) + 1e-8 * largest, key
+
+
+def train(seed: int, **settings):
+    model = build_bert(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+    engine = l2l.Engine(
+        model, optimizer=l2l.AdamW(lr=1e-3), device="cuda", microbatch_size=2, seed=seed, **settings
+    )
+    losses = [
+        engine.step(FAMILIES["bert_classification"].batch(ROWS, seed=i)).loss for i in range(4)
+    ]
+    engine.close()
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_one_seed_gives_one_result_whatever_the_timing(precision: str):
+    first, second = train(3, precision=precision), train(3, precision=precision)
+    assert first[0] == second[0]
+    assert all(torch.equal(first[1][key], second[1][key]) for key in first[1])
+    assert train(4, precision=precision)[0] != first[0]
+
+
+def test_the_stash_may_be_on_the_device():
+    first, second = train(3, stash="host"), train(3, stash="device")
+    assert first[0] == second[0]
+    assert all(torch.equal(first[1][key], second[1][key]) for key in first[1])
+
+
+def test_a_recomputed_layer_gives_the_bits_of_its_forward():
+    model = build_bert(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+    engine = l2l.Engine(model, device="cuda", microbatch_size=2, seed=1)
+    batch = FAMILIES["bert_classification"].batch(ROWS)
+    engine.step(batch)
+    outputs: list[list[torch.Tensor]] = []
+    for part in engine._carved.layers:
+        outputs.append([])
+        part.module.register_forward_hook(
+            lambda _, __, value, kept=outputs[-1]: kept.append(value.detach().clone())
+        )
+    engine.step(batch)
+    for kept in outputs:
+        assert len(kept) == 6
+        for forward, recomputed in zip(kept[:3], kept[3:], strict=True):
+            assert torch.equal(forward, recomputed)
+    engine.close()
+
+
+def peak(num_layers: int, rows: int) -> int:
+    torch.cuda.empty_cache()
+    model = build_bert(num_hidden_layers=num_layers, hidden_size=256, intermediate_size=1024)
+    batch = FAMILIES["bert_classification"].batch(rows)
+    with l2l.Engine(model, device="cuda", microbatch_size=2) as engine:
+        engine.device.reset_peak()
+        for _ in range(2):
+            engine.step(batch)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+
+def test_the_peak_depends_neither_on_depth_nor_on_the_number_of_microbatches():
+    peak(4, 8)  # libraries take their workspaces
+    peaks = [peak(4, 8), peak(8, 8), peak(32, 8), peak(8, 2), peak(8, 64)]
+    assert max(peaks) <= 1.01 * min(peaks), peaks
