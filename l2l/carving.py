@@ -344,6 +344,14 @@ class Part:
             if binding.owner in tensors:
                 binding.set(tensors[binding.owner])
 
+    def unbind(self) -> None:
+        """Let go of every tensor."""
+        for binding in self._bindings:
+            registry = (
+                binding.module._parameters if binding.is_parameter else (binding.module._buffers)
+            )
+            registry[binding.local] = None
+
     def buffers(self) -> dict[str, Tensor]:
         """The buffers the tree sees now, by owner."""
         return {
@@ -412,6 +420,11 @@ class CarvedModel:
         """
         for part in (self.skeleton, *self.layers):
             part.set_training(training, as_given=self._modes_as_given)
+
+    def close(self) -> None:
+        """Let go of all tensors; the parts cannot run any more."""
+        for part in (self.skeleton, *self.layers):
+            part.unbind()
 
     def prologue(self, batch: Batch, *, learn: RunLayer | None = None) -> Recording:
         """Run the model up to its last layer; record what each layer is given.

@@ -214,12 +214,14 @@ class CudaDevice(Device):
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch.device("cuda", torch_device.index or 0))
         self._worker = Worker()
-        # Copies are short and the kernels that wait for them long: copies go first.
+        # The compute lane is the caller's stream: libraries keep a workspace for every stream they
+        # ever saw. Copies are short and the kernels that wait for them long: copies go first.
         self._streams = {
-            lane: torch.cuda.Stream(self.torch_device, priority=0 if lane is Lane.COMPUTE else -1)
+            lane: torch.cuda.Stream(self.torch_device, priority=-1)
             for lane in Lane
-            if lane is not Lane.UPDATE
+            if lane not in (Lane.COMPUTE, Lane.UPDATE)
         }
+        self._streams[Lane.COMPUTE] = torch.cuda.current_stream(self.torch_device)
         self._host_buffers: list[tuple[int, mmap.mmap]] = []
 
     @override

@@ -184,6 +184,10 @@ class Engine:
             if target is not None:
                 target.copy_(buffer)
         self._state = "closed"
+        self._carved.close()
+        self._transfer.close()
+        self._stash.close()
+        self._relay.layer_buffers.clear()
         self._device.close()
 
     def __enter__(self) -> Self:

@@ -125,6 +125,12 @@ class Stash:
         self._forms.clear()
         self._outgrown.clear()
 
+    def close(self) -> None:
+        """Give all memory back."""
+        self.end_step()
+        self._cells.clear()
+        self._pool.clear()
+
     def bytes_by_place(self) -> dict[str, int]:
         """Bytes in cells and outside of them."""
         pooled = sum(b.numel() for buffers in self._pool.values() for b in buffers)

@@ -128,6 +128,11 @@ class Transfer:
             return torch.zeros(1, device=sums.device)
         return torch.stack(torch._foreach_norm(present))
 
+    def close(self) -> None:
+        """Give all memory back."""
+        for memory in (self._slots, self._gradients, self._narrow, self.staging, self._views):
+            memory.clear()
+
     def bytes_by_place(self) -> dict[str, int]:
         """Bytes reserved, by what for."""
         return {

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-
-import l2l
 from families import FAMILIES, build_bert
 from reference import counts, reference_gradients, split
+
+import l2l
 
 pytestmark = pytest.mark.accelerator
 

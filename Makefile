@@ -1,0 +1,44 @@
+# Two commands do everything on a fresh machine with Python 3.11 or newer and a C++ compiler:
+#   make demo    trains a small transformer through the relay
+#   make test    lint, types and all tests that need no accelerator
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_OPTIONS ?=
+
+.PHONY: demo test lint types unit package accelerator clean
+
+demo: $(VENV)/ready
+	$(BIN)/python examples/demo.py $(DEMO_OPTIONS)
+
+test: lint types unit package
+
+$(VENV)/ready: requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+lint: $(VENV)/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/ready
+	$(BIN)/mypy
+
+unit: $(VENV)/ready
+	$(BIN)/python -m pytest
+
+# The wheel must import with nothing but its own dependencies beside it.
+package: $(VENV)/ready
+	rm -rf build/wheel
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w build/wheel .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/wheel/site build/wheel/*.whl
+	cd build/wheel/site && ../../../$(BIN)/python -c "import l2l, os; assert os.path.samefile(os.path.dirname(l2l.__file__), 'l2l')"
+
+# On a machine with a CUDA device; uses the python3 that has torch there.
+accelerator:
+	$(PYTHON) -m pytest tests/accelerator -m accelerator
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache
