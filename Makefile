@@ -6,9 +6,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_OPTIONS ?=
 
-.PHONY: demo test lint types unit package accelerator clean
+KERNEL := l2l/parameter_server/libhost_kernel.so
 
-demo: $(VENV)/ready
+.PHONY: demo test lint types unit package kernel accelerator clean
+
+demo: $(VENV)/ready $(KERNEL)
 	$(BIN)/python examples/demo.py $(DEMO_OPTIONS)
 
 test: lint types unit package
@@ -19,6 +21,12 @@ $(VENV)/ready: requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
+# The native host optimizer; needs g++ and nothing else.
+kernel: $(KERNEL)
+
+$(KERNEL): l2l/parameter_server/host_kernel.cpp l2l/parameter_server/build_kernel.sh
+	sh l2l/parameter_server/build_kernel.sh
+
 lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -26,7 +34,7 @@ lint: $(VENV)/ready
 types: $(VENV)/ready
 	$(BIN)/mypy
 
-unit: $(VENV)/ready
+unit: $(VENV)/ready $(KERNEL)
 	$(BIN)/python -m pytest
 
 # The wheel must import with nothing but its own dependencies beside it.
@@ -37,8 +45,8 @@ package: $(VENV)/ready
 	cd build/wheel/site && ../../../$(BIN)/python -c "import l2l, os; assert os.path.samefile(os.path.dirname(l2l.__file__), 'l2l')"
 
 # On a machine with a CUDA device; uses the python3 that has torch there.
-accelerator:
+accelerator: $(KERNEL)
 	$(PYTHON) -m pytest tests/accelerator -m accelerator
 
 clean:
-	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(KERNEL) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -24,6 +24,7 @@ lane tries, for every missing wait, an order in which it matters.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import queue
 import threading
@@ -32,6 +33,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -41,7 +43,7 @@ from typing_extensions import override
 
 from l2l.schedule import Lane
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -85,8 +87,8 @@ class Device(ABC):
         """Device memory, as bytes; NaN in every floating dtype on the checking device."""
 
     @abstractmethod
-    def host_empty(self, nbytes: int) -> Tensor:
-        """Host memory, as bytes, that lanes copy from and to without the host's help."""
+    def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
+        """Host memory, as bytes; lanes copy from and to registered memory without the host."""
 
     @abstractmethod
     def host_record(self, *shape: int) -> Tensor:
@@ -128,6 +130,18 @@ class Device(ABC):
         torch.default_generator.manual_seed(seed)
 
 
+def anonymous_pages(nbytes: int) -> tuple[Tensor, mmap.mmap | None]:
+    """Zeros in fresh pages, huge ones where that pays, written by all cores at once."""
+    if nbytes < PAGE_BYTES:
+        return torch.zeros(nbytes, dtype=torch.uint8), None
+    pages = mmap.mmap(-1, nbytes)
+    if nbytes >= HUGE_PAGE_BYTES:
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    buffer.zero_()
+    return buffer, pages
+
+
 # --------------------------------------------------------------------------------------------------
 # The worker thread of the update lane
 
@@ -136,8 +150,9 @@ class Device(ABC):
 class WorkerEvent(Event):
     """Completion of work on the worker thread."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, number: int) -> None:
         self._worker = worker
+        self.number = number
         self._done = threading.Event()
 
     def set(self) -> None:
@@ -154,19 +169,23 @@ class WorkerEvent(Event):
 class Worker:
     """One host thread that performs work in order; a failure is raised to whoever waits."""
 
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Work | WorkerEvent | None] = queue.SimpleQueue()
+    def __init__(self, *, on_event: Callable[[int], None] | None = None) -> None:
+        """Start the thread; `on_event` is told the number of every event that completes."""
+        self._on_event = on_event
+        self._num_events = 0
+        self._queue: queue.SimpleQueue[tuple[str, Work] | WorkerEvent | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="l2l-update", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Work) -> None:
+    def submit(self, text: str, work: Work) -> None:
         """Append work. After a failure later work is dropped."""
-        self._queue.put(work)
+        self._queue.put((text, work))
 
     def record(self) -> WorkerEvent:
         """An event after the work submitted so far."""
-        event = WorkerEvent(self)
+        self._num_events += 1
+        event = WorkerEvent(self, self._num_events)
         self._queue.put(event)
         return event
 
@@ -184,9 +203,13 @@ class Worker:
         while (item := self._queue.get()) is not None:
             if isinstance(item, WorkerEvent):
                 item.set()
+                if self._on_event is not None:
+                    self._on_event(item.number)
             elif self._failure is None:
+                text, work = item
                 try:
-                    item()
+                    with torch.profiler.record_function(text):
+                        work()
                 except BaseException as failure:  # handed to the waiting thread
                     self._failure = failure
 
@@ -208,15 +231,64 @@ class CudaEvent(Event):
 
 
 @final
+class StreamCounter:
+    """A number in host memory that a stream can wait for: how the device waits for the host.
+
+    The worker thread writes the number of each event it completes; a stream that waits for an
+    event holds until the number is that large. So a lane can wait for an update without the thread
+    that submits work having to block. Where the driver does not offer this, that thread blocks.
+    """
+
+    def __init__(self) -> None:
+        self._memory, self._pages = anonymous_pages(PAGE_BYTES)
+        cudart = torch.cuda.cudart()
+        self._registered = not int(cudart.cudaHostRegister(self._memory.data_ptr(), PAGE_BYTES, 0))
+        self._word = ctypes.c_uint32.from_address(self._memory.data_ptr())
+        self._wait_value = _driver_function("cuStreamWaitValue32_v2") if self._registered else None
+
+    def advance(self, number: int) -> None:
+        """All events up to this number are complete."""
+        self._word.value = number
+
+    def wait(self, stream: torch.cuda.Stream, event: WorkerEvent) -> None:
+        """Hold a stream until an event is complete."""
+        if self._wait_value is not None:
+            error = self._wait_value(
+                ctypes.c_void_p(stream.cuda_stream),
+                ctypes.c_uint64(self._memory.data_ptr()),
+                ctypes.c_uint32(event.number),
+                ctypes.c_uint(0),  # until the word is equal or greater
+            )
+            if error == 0:
+                return
+            self._wait_value = None
+        event.synchronize()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            self._registered = False
+
+
+def _driver_function(name: str) -> Any:
+    try:
+        return getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError):
+        return None
+
+
+@final
 class CudaDevice(Device):
     """Streams of one CUDA device."""
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch.device("cuda", torch_device.index or 0))
-        self._worker = Worker()
+        self._counter = StreamCounter()
+        self._worker = Worker(on_event=self._counter.advance)
         # The compute lane is the caller's stream: libraries keep a workspace for every stream they
         # ever saw. Copies are short and the kernels that wait for them long: copies go first.
-        self._streams = {
+        self._streams: dict[Lane, torch.cuda.Stream] = {
             lane: torch.cuda.Stream(self.torch_device, priority=-1)
             for lane in Lane
             if lane not in (Lane.COMPUTE, Lane.UPDATE)
@@ -227,7 +299,7 @@ class CudaDevice(Device):
     @override
     def submit(self, lane: Lane, text: str, work: Work) -> None:
         if lane is Lane.UPDATE:
-            self._worker.submit(work)
+            self._worker.submit(text, work)
             return
         with torch.cuda.stream(self._streams[lane]), torch.profiler.record_function(text):
             work()
@@ -243,11 +315,12 @@ class CudaDevice(Device):
     @override
     def wait(self, lane: Lane, event: Event) -> None:
         if lane is Lane.UPDATE:
-            self._worker.submit(event.synchronize)
+            self._worker.submit("wait", event.synchronize)
         elif isinstance(event, CudaEvent):
             self._streams[lane].wait_event(event.event)
         else:
-            event.synchronize()
+            assert isinstance(event, WorkerEvent), type(event)
+            self._counter.wait(self._streams[lane], event)
 
     @override
     def begin(self) -> None:
@@ -268,15 +341,11 @@ class CudaDevice(Device):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     @override
-    def host_empty(self, nbytes: int) -> Tensor:
-        """Anonymous memory with huge pages, touched by all cores, registered for DMA."""
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        pages = mmap.mmap(-1, nbytes)
-        if nbytes >= HUGE_PAGE_BYTES:
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        buffer = torch.frombuffer(pages, dtype=torch.uint8)
-        buffer.zero_()
+    def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
+        """Anonymous memory with huge pages, touched by all cores."""
+        buffer, pages = anonymous_pages(nbytes)
+        if not registered or pages is None:
+            return buffer
         error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
         if int(error) != 0:
             raise RuntimeError(
@@ -319,6 +388,7 @@ class CudaDevice(Device):
     def close(self) -> None:
         self._worker.close()
         torch.cuda.synchronize(self.torch_device)
+        self._counter.close()
         for address, _ in self._host_buffers:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._host_buffers.clear()
@@ -417,7 +487,7 @@ class CheckingDevice(Device):
 
     def _perform(self, lane: Lane, work: Work) -> None:
         if lane is Lane.UPDATE and self._worker is not None:
-            self._worker.submit(work)
+            self._worker.submit(lane.value, work)
             self._worker_events[self._queues[lane].num_done + 1] = self._worker.record()
         elif lane is Lane.COMPUTE and self._reserved.counting is not None:
             with self._reserved.counting:
@@ -446,7 +516,9 @@ class CheckingDevice(Device):
         return buffer
 
     @override
-    def host_empty(self, nbytes: int) -> Tensor:
+    def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
+        if not registered:
+            return anonymous_pages(nbytes)[0]
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         self.poison(buffer)
         return buffer
@@ -463,7 +535,8 @@ class CheckingDevice(Device):
     def abort(self) -> None:
         for lane in Lane:
             if lane is not Lane.UPDATE:
-                self._queues[lane] = _Queue()
+                self._queues[lane].waiting.clear()
+                self._queues[lane].num_done = self._queues[lane].num_submitted
 
     @override
     def poison(self, buffer: Tensor) -> None:
@@ -533,6 +606,38 @@ class CountAllocations(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
                 self._count.hold(leaf)
         return result
+
+
+@contextlib.contextmanager
+def busy_link(nbytes: int = 256 << 20) -> Iterator[bool]:
+    """Copy both ways without pause meanwhile; yields whether there is a link to keep busy."""
+    if not torch.cuda.is_available():
+        yield False
+        return
+    device = CudaDevice(torch.device("cuda"))
+    lanes = {Lane.FETCH: True, Lane.DRAIN: False}
+    buffers = {
+        lane: (device.host_empty(nbytes, registered=True), device.empty(nbytes)) for lane in lanes
+    }
+    stop = threading.Event()
+
+    def copy() -> None:
+        while not stop.is_set():
+            for lane, inwards in lanes.items():
+                host, on_device = buffers[lane]
+                target, source = (on_device, host) if inwards else (host, on_device)
+                device.submit(lane, "copy", partial(target.copy_, source, non_blocking=True))
+            for lane in lanes:
+                device.record(lane).synchronize()
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    try:
+        yield True
+    finally:
+        stop.set()
+        thread.join()
+        device.close()
 
 
 def plain_peak_bytes(work: Work, *, held: Iterable[Tensor], device: Device) -> int:

@@ -108,6 +108,32 @@ class FlatLayout:
         """Number of elements of all fields, without padding."""
         return sum(field.numel for segment in self.segments for field in segment.fields)
 
+    @property
+    def padded_numel(self) -> int:
+        """Number of elements of all segments, padding included."""
+        return sum(segment.numel for segment in self.segments)
+
+    def span(self, name: str) -> slice:
+        """A field's elements if all segments stand in one row of elements."""
+        before = 0
+        for segment in self.segments:
+            for field in segment.fields:
+                if field.name == name:
+                    start = before + field.offset
+                    return slice(start, start + field.numel)
+            before += segment.numel
+        raise KeyError(name)
+
+    def view(self, buffer: Tensor, name: str) -> Tensor:
+        """One field of a byte buffer, shaped."""
+        for segment in self.segments:
+            for field in segment.fields:
+                if field.name == name:
+                    start = segment.offset_bytes + field.offset * segment.dtype.itemsize
+                    end = start + field.numel * segment.dtype.itemsize
+                    return buffer[start:end].view(segment.dtype).view(field.shape)
+        raise KeyError(name)
+
     def astype(self, dtypes: dict[torch.dtype, torch.dtype]) -> FlatLayout:
         """The same fields with the dtype of every segment exchanged by the table.
 

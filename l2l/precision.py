@@ -10,9 +10,15 @@ no second copy of weights anywhere. Rounding is half up in bit space,
     weight = (bits + 0x8000) >> 16        remainder = bits - (weight << 16)   (signed, 16 bits)
 
 because that is a bijection between 2^32 masters and 2^16 x 2^16 pairs. Round to nearest even is
-not: even weights would have 65,537 masters. The two differ only at exact ties. NaN stays NaN: a NaN
-whose upper half would round over into the sign bit cannot arise from arithmetic (it yields the
-quiet NaN 0x7fc00000), and those 2^16 patterns per sign still join to what they were split from.
+not: even weights would have 65,537 masters. The two differ only at exact ties. A NaN that
+arithmetic makes (0x7fc00000) has a NaN for its weight. No bijection can promise that for all NaN
+patterns: a few have infinity or zero for their weight, and still join to what they were split from.
+The native kernel therefore stores every NaN as 0x7fc00000.
+
+[Note: loss scale] float16 has few small numbers: gradients of a plain loss would vanish. So the
+loss is multiplied with a scale that is as large as it can be, and the update divides by it. An
+overflow shows as a loss or gradient norm that is not finite; then the step is skipped whole and the
+scale halved. After `growth_interval` good steps it doubles.
 
 Parameters are cast the way `from_pretrained(dtype=...)` casts: floating parameters to the link
 dtype; buffers keep theirs (`inv_freq` stays float32), as do modules that a Hugging Face model lists
@@ -23,11 +29,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def parse_precision(precision: str | torch.dtype) -> torch.dtype:
@@ -84,3 +91,22 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
     """The float32 master of a bfloat16 `weight` and its int16 `remainder`."""
     bits = (weight.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
     return bits.view(torch.float32)
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class LossScale:
+    """The dynamic scale of a float16 loss ([Note: loss scale])."""
+
+    value: float = 65536.0
+    growth_interval: int = 2000
+    num_good_steps: int = 0
+
+    def observe(self, *, finite: bool) -> None:
+        """Adapt to how a step went."""
+        if not finite:
+            self.value, self.num_good_steps = max(self.value / 2, 1.0), 0
+            return
+        self.num_good_steps += 1
+        if self.num_good_steps == self.growth_interval:
+            self.value, self.num_good_steps = self.value * 2, 0

@@ -21,6 +21,7 @@ from l2l.batch import Microbatch
 from l2l.carving import CarvedModel
 from l2l.device import Device
 from l2l.loss import Rule, find_rule, require_loss, trial_batch
+from l2l.parameter_server import ParameterServer
 from l2l.relay import Relay
 from l2l.schedule import OUTER
 from l2l.transfer import Transfer
@@ -31,9 +32,16 @@ class Rehearsal:
     """Runs the parts of the model once, slowly, and remembers what was learnt."""
 
     def __init__(
-        self, *, carved: CarvedModel, device: Device, transfer: Transfer, relay: Relay
+        self,
+        *,
+        carved: CarvedModel,
+        server: ParameterServer,
+        device: Device,
+        transfer: Transfer,
+        relay: Relay,
     ) -> None:
         self._carved = carved
+        self._server = server
         self._device = device
         self._transfer = transfer
         self._relay = relay
@@ -51,6 +59,7 @@ class Rehearsal:
             name: value.to(self._device.torch_device) if isinstance(value, Tensor) else value
             for name, value in trial_batch(microbatch).items()
         }
+        self._server.settle_all()
         self._transfer.fetch(OUTER, "SO")
         with self._device.private_random_state(), torch.no_grad():
             self._carved.skeleton.bind(self._transfer.weights(OUTER, "SO"))
@@ -108,12 +117,12 @@ class Rehearsal:
         return value
 
     def _learn_rule(self, trial: Microbatch) -> tuple[Rule, bool]:
+        self._carved.set_training(False)
         if self._relay.loss_function is not None:
             hidden = self._carved.prologue(trial).hidden
             assert hidden is not None
             found = self._relay.loss_function(self._carved.epilogue(trial, hidden), trial)
             return (Rule.SUM_AND_WEIGHT if isinstance(found, tuple) else Rule.ROWS), True
-        self._carved.set_training(False)
 
         def loss(batch: Microbatch) -> float:
             hidden = self._carved.prologue(batch).hidden

@@ -21,15 +21,23 @@ from torch.utils import _pytree as pytree
 
 from l2l.batch import Microbatch
 from l2l.carving import Call, CarvedModel, Recording
-from l2l.device import Device, Event
+from l2l.device import Device, Event, Work
 from l2l.layer_pass import LayerInputs, backward_layer, forward_layer, leaves, take_gradients
 from l2l.loss import LossFunction, require_loss
-from l2l.parameter_server import ParameterServer, UpdateOrder
-from l2l.schedule import NOTHING, OUTER, Action, Lane, Schedule, Wait
+from l2l.parameter_server import (
+    Adafactor,
+    ParameterServer,
+    UpdateOrder,
+    WaitingUpdate,
+    state_name,
+)
+from l2l.precision import LossScale
+from l2l.schedule import NOTHING, OUTER, Action, Lane, Schedule, Wait, late_staging
 from l2l.stash import Stash
 from l2l.transfer import Transfer
 
 PROLOGUE_SEED = -1  # in the place of a layer's number
+REVISE_SEED = -2  # in the place of a microbatch's number
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,8 +52,11 @@ class Step:
     losses: Tensor  # the same on the host; NaN until reported
     norms: dict[str, Tensor]  # per unit, on the host: norm of each gradient
     settings: Mapping[str, Mapping[str, Any]] | None = None  # of the optimizer; None: no training
+    clip_norm: float | None = None
     keep_outputs: bool = False
     divide_by_weight: bool = False
+    checks_norms: bool = False  # whether a gradient that is not finite skips the step
+    loss_scale: float = 1.0
     calls: dict[int, dict[int, Call]] = field(default_factory=dict)
     through: dict[int, list[int]] = field(default_factory=dict)  # recorded that require gradients
     hidden_requires: dict[int, bool] = field(default_factory=dict)
@@ -68,21 +79,59 @@ class Step:
         after = self.layers.index(layer) + 1
         return str(self.layers[after]) if after < len(self.layers) else "E"
 
-    def loss(self) -> float:
-        """The loss of the whole batch, once it was reported to the host."""
-        total, weight = torch.zeros(()), 0.0
-        for contribution, share in self.losses:
-            total = total + contribution
-            weight += float(share)
-        return float(total) / weight if self.divide_by_weight else float(total)
+    # What follows is asked once the losses were reported, and the norms drained, to the host.
 
-    def gradient_factor(self) -> float:
-        """What gradients must be multiplied with before the update."""
-        return 1.0 / float(self.losses[:, 1].sum()) if self.divide_by_weight else 1.0
+    def loss(self) -> float:
+        """The loss of the whole batch."""
+        total = torch.zeros(())
+        for contribution in self.losses[:, 0]:
+            total = total + contribution
+        return float(total) * self.plain_factor(scaled=False)
+
+    def plain_factor(self, *, scaled: bool) -> float:
+        """What sums over the batch must be multiplied with; `scaled`: the loss scale is in them."""
+        weight = float(self.losses[:, 1].sum()) if self.divide_by_weight else 1.0
+        return 1.0 / (weight * self.loss_scale) if scaled else 1.0 / weight
+
+    def gradient_norm(self) -> float:
+        """The global norm of the gradients, before clipping."""
+        norms = torch.cat(list(self.norms.values()))
+        return float(torch.linalg.vector_norm(norms)) * self.plain_factor(scaled=True)
 
     def is_finite(self) -> bool:
-        """Whether the loss allows an update."""
-        return math.isfinite(self.loss())
+        """Whether the step counts; if not, nothing is updated."""
+        if not math.isfinite(self.loss()):
+            return False
+        return not self.checks_norms or math.isfinite(self.gradient_norm())
+
+    def order(self, unit: str) -> UpdateOrder | None:
+        """The numbers of a unit's update, or None if the step is skipped."""
+        if self.settings is None or not self.is_finite():
+            return None
+        factor = self.plain_factor(scaled=True)
+        if self.clip_norm is not None:
+            factor *= min(1.0, self.clip_norm / (self.gradient_norm() + 1e-6))
+        received = frozenset(self.received.get(unit, ()))
+        return UpdateOrder(settings=self.settings, received=received, factor=factor)
+
+
+@final
+class Scaler:
+    """Gives every float16 step its loss scale, once the step before it is known."""
+
+    def __init__(self) -> None:
+        self.scale = LossScale()
+        self.unobserved: Step | None = None
+
+    def scale_of(self, step: Step) -> float:
+        """The scale of a step; waits for the norms of the one before."""
+        previous = self.unobserved
+        if previous is not None and previous is not step:
+            if previous.drained is not None:
+                previous.drained.synchronize()
+            self.scale.observe(finite=previous.is_finite())
+            self.unobserved = None
+        return self.scale.value
 
 
 def mix_seed(*numbers: int) -> int:
@@ -117,6 +166,7 @@ class Relay:
         self._stash = stash
         self._seed = seed
         self.loss_function: LossFunction | None = None
+        self.scale_of: Callable[[Step], float] | None = None  # the loss scale of a step
         self.outer_changing: frozenset[str] = frozenset()  # buffers that the prologue changes
         self.layer_buffers: dict[int, dict[str, Tensor]] = {}  # those that layers change
         self._perform: dict[str, Callable[..., None]] = {
@@ -131,6 +181,8 @@ class Relay:
             "regress": self._regress,
             "drain": self._drain,
             "update": self._update,
+            "revise": self._revise,
+            "return": lambda _, unit, slot: self._transfer.give_back(unit, slot),
             "stash": lambda _, value, m, cell: self._stash.stash(f"{value} {m}", cell),
             "unstash": lambda _, value, m, cell: self._stash.unstash(f"{value} {m}", cell),
         }
@@ -139,35 +191,46 @@ class Relay:
         """Submit every line of a schedule. Device work may go on when this returns."""
         device, events = self._device, dict[Action, Event]()
         awaited = {line.action for line in schedule.lines if isinstance(line, Wait)}
+        pending = {name: unit.pending for name, unit in self._server.units.items()}
         device.begin()
         with device.private_random_state():
             for line in schedule.lines:
                 if isinstance(line, Wait):
                     device.wait(line.lane, events[line.action])
                     continue
-                self._before(line)
-                work = partial(self._perform[line.verb], step, *line.operands)
-                device.submit(line.lane, str(line), work)
+                if line.verb == "fetch" and (update := pending[line.operands[0]]) is not None:
+                    device.wait(Lane.FETCH, update)
+                device.submit(line.lane, str(line), self._work(line, step))
                 if line in awaited:
                     events[line] = device.record(line.lane)
                 self._after(line, step)
             device.finish()
         self._stash.end_step()
+        for unit in schedule.shape.late_units:
+            assert step.drained is not None
+            self._server.waiting[unit] = WaitingUpdate(
+                unit=unit,
+                gradient=self._transfer.staging[late_staging(unit)],
+                order=partial(step.order, unit),
+                drained=step.drained,
+            )
 
-    def _before(self, action: Action) -> None:
-        if action.verb == "fetch":
-            pending = self._server.units[action.operands[0]].pending
-            if pending is not None:
-                self._device.wait(Lane.FETCH, pending)
+    def _work(self, action: Action, step: Step) -> Work:
+        if action.verb == "settle":  # an update of the step before, with that step's numbers
+            waiting = self._server.waiting.pop(action.operands[0])
+            self._device.wait(Lane.UPDATE, waiting.drained)
+            return partial(self._server.perform, waiting)
+        return partial(self._perform[action.verb], step, *action.operands)
 
     def _after(self, action: Action, step: Step) -> None:
         if action.verb == "report":
             step.reported = self._device.record(Lane.DRAIN)
         elif action.verb == "drain":
             step.drained = self._device.record(Lane.DRAIN)
-        elif action.verb == "update":
-            step.updates_submitted = True
+        elif action.verb in ("update", "settle"):
             self._server.units[action.operands[0]].pending = self._device.record(Lane.UPDATE)
+        if action.verb in ("update", "return"):
+            step.updates_submitted = True
 
     # ----------------------------------------------------------------------------------------------
     # Prologue and epilogue
@@ -202,6 +265,9 @@ class Relay:
             hidden.requires_grad_(gradient_cell != NOTHING)
             outer = self._outer_leaves()
             loss = self._loss(step, m, hidden, outer)
+            if self.scale_of is not None:
+                step.loss_scale = self.scale_of(step)
+                loss = loss * step.loss_scale
             inputs: dict[Any, Tensor] = {name: outer[name] for name in self._trained(OUTER)}
             if gradient_cell != NOTHING:
                 inputs["hidden", 0] = hidden
@@ -263,7 +329,6 @@ class Relay:
         after = self._rewind_buffers(step, m)
         outer = self._outer_leaves()
         recording = self._run_prologue(step, m, outer)
-        self._restore_buffers(after)
         assert recording.hidden is not None
         outputs = [recording.hidden, *(recording.tensors[i] for i in step.gathered[m])]
         pairs = [
@@ -275,6 +340,7 @@ class Relay:
             inputs = {name: outer[name] for name in self._trained(OUTER)}
             found = take_gradients([o for o, _ in pairs], [g for _, g in pairs], inputs)
             self._accumulate(step, OUTER, "GO", found)
+        self._restore_buffers(after)  # only now: the graph has used them
 
     # ----------------------------------------------------------------------------------------------
     # Layers
@@ -376,20 +442,43 @@ class Relay:
         step.norms[unit][: norms.numel()].copy_(norms, non_blocking=True)
 
     def _update(self, step: Step, unit: str, staging: str) -> None:
-        if step.settings is None or not step.is_finite():
-            return
-        order = UpdateOrder(
-            settings=step.settings,
-            received=frozenset(step.received.get(unit, ())),
-            factor=step.gradient_factor(),
-        )
-        self._server.update(unit, self._transfer.staging[staging], order)
+        order = step.order(unit)
+        if order is not None:
+            self._server.update(unit, self._transfer.staging[staging], order)
+
+    def _revise(self, step: Step, unit: str, slot: str, gradient_slot: str) -> None:
+        """Update a unit on the device, in its slot ([Note: device updates])."""
+        optimizer, settings = self._server.optimizer, step.settings
+        assert isinstance(optimizer, Adafactor)
+        assert settings is not None
+        weights = self._transfer.weights(unit, slot)
+        gradients = self._transfer.gradients(unit, gradient_slot)
+        finite = step.device_losses[:, 0].sum().isfinite()
+        position = PROLOGUE_SEED if unit == OUTER else int(unit[1:])
+        generator = torch.Generator(self._device.torch_device)
+        generator.manual_seed(mix_seed(self._seed, step.number, position, REVISE_SEED))
+        for owner in self._trained(unit):
+            if owner not in step.received.get(unit, ()):
+                continue
+            gradient = gradients[owner]
+            if step.divide_by_weight:
+                gradient = gradient / step.device_losses[:, 1].sum()
+            shape = tuple(weights[owner].shape)
+            state = {n: weights[state_name(owner, n)] for n in optimizer.state_shapes(shape)}
+            optimizer.revise(
+                weights[owner],
+                gradient,
+                state,
+                settings=settings[owner],
+                finite=finite,
+                generator=generator,
+            )
 
     # ----------------------------------------------------------------------------------------------
     # Small things
 
     def _trained(self, unit: str) -> tuple[str, ...]:
-        return self._server.units[unit].trained.names
+        return self._server.units[unit].form.trained.names
 
     def _outer_leaves(self) -> dict[str, Tensor]:
         return leaves(self._transfer.weights(OUTER, "SO"), self._trained(OUTER))

@@ -26,13 +26,14 @@ class StepReport:
 
     @property
     def gradient_norm(self) -> float:
-        """The global norm of the gradients; 0 if nothing is trained."""
+        """The global norm of the gradients before clipping.
+
+        It is 0 if no gradient left the device: nothing is trained, or the optimizer is there.
+        """
         if self._step.drained is None:
             return 0.0
         self._step.drained.synchronize()
-        factor = self._step.gradient_factor()
-        squares = (float(norms.double().square().sum()) for norms in self._step.norms.values())
-        return math.sqrt(sum(squares)) * factor
+        return self._step.gradient_norm()
 
     @property
     def num_tokens(self) -> int:
@@ -41,8 +42,15 @@ class StepReport:
 
     @property
     def skipped(self) -> bool:
-        """Whether the weights were left alone because the loss was not finite."""
-        return not math.isfinite(self.loss)
+        """Whether the weights were left alone: a loss, or in float16 a gradient, not finite."""
+        if self._step.checks_norms and self._step.drained is not None:
+            self._step.drained.synchronize()
+        return not math.isfinite(self.loss) or not self._step.is_finite()
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss was multiplied with; 1 unless the precision is float16."""
+        return self._step.loss_scale
 
     @override
     def __repr__(self) -> str:

@@ -21,6 +21,16 @@ Three layers, one microbatch, two slots, before waits are added:
     drain O GO HO
     update O HO
 
+[Note: late updates] An update may be left to the next step: the last `num_late` units drained have
+staging of their own (`HL0`, `HO`) and no update line; the next schedule begins with `settle L0 HL0`
+lines for them, in the order in which it fetches. None late is the *eager* policy: every unit is
+updated under the backward passes of the layers before it. All late is *just in time*: nothing is
+updated before the whole gradient is known, so it can be clipped by its global norm.
+
+[Note: device updates] An optimizer with next to no state runs on the device: `revise L2 S0 G0`
+updates the weights in their slot after the last backward pass, and `return L2 S0` copies them to
+the host and frees the slot. No gradient leaves the device.
+
 [Note: lanes] Every verb belongs to a lane (`VERBS`). Lines of one lane happen in order; lines of
 different lanes happen whenever they like, unless a wait line orders them: `fetch waits release L0
 S0` holds the fetch lane until that line of the compute lane is done. On an accelerator a lane is a
@@ -96,6 +106,9 @@ VERBS: Final[Mapping[str, Verb]] = {
     "report": Verb(lane=Lane.DRAIN, operands=(), also=("loss<", "host loss>")),
     "drain": Verb(lane=Lane.DRAIN, operands=("LO", "G<", "H>")),
     "update": Verb(lane=Lane.UPDATE, operands=("LO", "H<"), also=("host loss<",)),
+    "settle": Verb(lane=Lane.UPDATE, operands=("LO", "H<")),
+    "revise": Verb(lane=Lane.COMPUTE, operands=("LO", "S>", "G<"), also=("loss<",)),
+    "return": Verb(lane=Lane.DRAIN, operands=("LO", "S>")),
     "stash": Verb(lane=Lane.STASH, operands=("rhg", "m", "CR<")),
     "unstash": Verb(lane=Lane.UNSTASH, operands=("rhg", "m", "CR>")),
 }
@@ -126,6 +139,8 @@ class Action:
             yield place[:-1], place[-1] == ">"
         if self.verb in ("stash", "unstash"):
             yield " ".join(self.operands[:2]), self.verb == "stash"
+        elif self.verb in ("fetch", "update", "settle", "return"):
+            yield f"weights {self.operands[0]}", self.verb != "fetch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +198,11 @@ class Shape:
     training: bool = True
     frozen_layers: frozenset[int] = frozenset()
     frozen_outer: bool = False
+    num_late: int = 0
+    """Units, of those drained last, whose update is left to the next step."""
+    pending: tuple[str, ...] = ()
+    """Units whose update the step before has left, in the order of need: O, L0, L1, .."""
+    device_updates: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers or self.num_microbatches < 1:
@@ -198,6 +218,15 @@ class Shape:
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, found {getattr(self, name)}")
+
+    @property
+    def late_units(self) -> tuple[str, ...]:
+        """Units whose update this step leaves, in the order of need."""
+        if not self.training or not self.num_late:
+            return ()
+        layers = [f"L{i}" for i in self.backward_layers if i not in self.frozen_layers]
+        drained = layers if self.frozen_outer else [*layers, OUTER]
+        return tuple(drained[-self.num_late :][::-1])
 
     @property
     def backward_layers(self) -> tuple[int, ...]:
@@ -278,7 +307,8 @@ def add_transfers(passes: Sequence[Pass], shape: Shape) -> Draft:
     runs = [list(run) for _, run in groupby(passes, key=lambda one: (one.verb, one.layer))]
     order = [run[0].layer for run in runs if run[0].layer is not None]
     slots = _Slots([f"S{index}" for index in range(shape.num_slots)])
-    draft: Draft = [Action("fetch", (OUTER, "SO")), *slots.keep_next(order, shape.num_slots)]
+    draft: Draft = [Action("settle", (unit, late_staging(unit))) for unit in shape.pending]
+    draft += [Action("fetch", (OUTER, "SO")), *slots.keep_next(order, shape.num_slots)]
     num_drained = 0
     for run in runs:
         verb, layer = run[0].verb, run[0].layer
@@ -288,17 +318,34 @@ def add_transfers(passes: Sequence[Pass], shape: Shape) -> Draft:
         draft += [(one, slot, gradient) for one in run]
         if verb in ("epilogue", "score"):
             draft.append(Action("report"))
-        if trains:
+        if trains and layer is not None:
             staging = f"H{num_drained % shape.num_staging}"
-            draft.append(Action("drain", (f"L{layer}", gradient, staging)))
-            draft.append(Action("update", (f"L{layer}", staging)))
+            draft += _leave(f"L{layer}", slot, gradient, staging, shape)
+            if shape.device_updates:
+                slots.free.append(slots.resident.pop(layer))
             num_drained += 1
         if layer is not None:
             order = order[1:]
             draft += slots.keep_next(order, shape.num_slots)
     if shape.training and not shape.frozen_outer:
-        draft += [Action("drain", (OUTER, "GO", "HO")), Action("update", (OUTER, "HO"))]
+        draft += _leave(OUTER, "SO", "GO", "HO", shape)
+        if shape.device_updates:
+            return draft
     return [*draft, Action("release", (OUTER, "SO"))]
+
+
+def late_staging(unit: str) -> str:
+    """The staging buffer of a unit whose update is late."""
+    return f"H{unit}"
+
+
+def _leave(unit: str, slot: str, gradient: str, staging: str, shape: Shape) -> list[Action]:
+    """What happens to a unit's gradient once it is complete."""
+    if shape.device_updates:
+        return [Action("revise", (unit, slot, gradient)), Action("return", (unit, slot))]
+    if unit in shape.late_units:
+        return [Action("drain", (unit, gradient, late_staging(unit)))]
+    return [Action("drain", (unit, gradient, staging)), Action("update", (unit, staging))]
 
 
 @dataclass(slots=True)
@@ -546,7 +593,7 @@ def _follow(action: Action, contents: dict[str, str], shape: Shape) -> None:
             raise ValueError(f"{place} must hold {value!r}, found {found!r}")
     if action.verb == "fetch" and action.operands[1] in contents:
         raise ValueError(f"{action.operands[1]} still holds {contents[action.operands[1]]!r}")
-    if action.verb == "release":
+    if action.verb in ("release", "return"):
         del contents[action.operands[1]]
     contents.update(leaves)
 
@@ -556,20 +603,27 @@ def _contents(action: Action, shape: Shape) -> tuple[dict[str, str], dict[str, s
     verb, operands = action.verb, action.operands
     expects: dict[str, str] = {}
     leaves: dict[str, str] = {}
-    if verb in ("fetch", "release"):
+    if verb in ("fetch", "release", "revise", "return"):
         (leaves if verb == "fetch" else expects)[operands[1]] = operands[0]
-    elif verb in ("stash", "unstash"):
+    if verb in ("drain", "update", "revise"):
+        expects[operands[2 if verb == "revise" else 1]] = f"gradient {operands[0]}"
+        leaves |= {operands[2]: f"gradient {operands[0]}"} if verb == "drain" else {}
+    if verb in ("stash", "unstash"):
         value, cell = " ".join(operands[:2]), operands[2]
         out, back = {cell: value}, {f"host {value}": value}
         expects, leaves = (out, back) if verb == "stash" else (back, out)
     elif verb in ("forward", "backward"):
         layer, m, slot = operands[:3]
+        if int(layer[1:]) not in shape.layers:
+            raise ValueError(f"{layer} is not among the layers of this step, {shape.layers}")
         after = shape.layers.index(int(layer[1:])) + 1
         following = str(shape.layers[after]) if after < len(shape.layers) else "E"
         recorded, before, *gradient, out_cell = operands[3 if verb == "forward" else 4 :]
         expects = {slot: layer, recorded: f"r {m}", before: f"h{layer[1:]} {m}"}
         expects |= dict.fromkeys(gradient, f"g{following} {m}")
         leaves[out_cell] = f"h{following} {m}" if verb == "forward" else f"g{layer[1:]} {m}"
+        if verb == "backward":
+            leaves[operands[3]] = f"gradient {layer}"
     elif verb in ("prologue", "epilogue", "score", "regress"):
         m, first = operands[0], shape.layers[0]
         expects["SO"] = OUTER
@@ -579,4 +633,6 @@ def _contents(action: Action, shape: Shape) -> tuple[dict[str, str], dict[str, s
             expects[operands[1]] = f"g{first} {m}" if verb == "regress" else f"hE {m}"
         if verb == "epilogue":
             leaves[operands[2]] = f"gE {m}"
+        if verb in ("epilogue", "regress"):
+            leaves["GO"] = f"gradient {OUTER}"
     return expects, leaves

@@ -24,9 +24,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, final, get_args
 
+import torch
 from torch import Tensor
 
 from l2l.device import Device
+from l2l.host_memory import Arena
 from l2l.layout import PAGE, FlatLayout, round_up
 
 StashPolicy = Literal["host", "device"]
@@ -79,8 +81,9 @@ def _memory_order(tensor: Tensor) -> tuple[int, ...]:
 class Stash:
     """Owner of cells and of the values that are not in a cell."""
 
-    def __init__(self, *, device: Device, policy: StashPolicy) -> None:
+    def __init__(self, *, device: Device, arena: Arena, policy: StashPolicy) -> None:
         self._device = device
+        self._arena = arena
         self.policy: StashPolicy = policy
         self._cells: dict[str, Tensor] = {}
         self._forms: dict[str, Form] = {}
@@ -152,5 +155,5 @@ class Stash:
         if free:
             return free.pop()
         if self.policy == "host":
-            return self._device.host_empty(size)
+            return self._arena.take("stash", size, torch.uint8, registered=True)
         return self._device.empty(size)

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from l2l.device import Device
+from l2l.host_memory import Arena
 from l2l.parameter_server import ParameterServer
-from l2l.schedule import OUTER, Shape
+from l2l.schedule import OUTER, Shape, late_staging
 
 
 class SlotState(enum.Enum):
@@ -36,8 +37,9 @@ class SlotState(enum.Enum):
 class Transfer:
     """Owner of weight slots, gradient slots and staging buffers."""
 
-    def __init__(self, *, device: Device, server: ParameterServer) -> None:
+    def __init__(self, *, device: Device, arena: Arena, server: ParameterServer) -> None:
         self._device = device
+        self._arena = arena
         self._server = server
         self._slots: dict[str, Tensor] = {}
         self._states: dict[str, tuple[SlotState, str | None]] = {}
@@ -50,21 +52,27 @@ class Transfer:
         """Take the memory a schedule of this shape uses, as far as it is not there yet."""
         units = self._server.units
         layers = [unit for name, unit in units.items() if name != OUTER]
-        weight_bytes = max(unit.weight_layout.nbytes for unit in layers)
-        gradient_bytes = max(unit.gradient_layout.nbytes for unit in layers)
-        staging_bytes = max(unit.trained.nbytes for unit in layers)
-        outer = units[OUTER]
+        weight_bytes = max(unit.form.weight_layout.nbytes for unit in layers)
+        gradient_bytes = max(unit.form.gradient_layout.nbytes for unit in layers)
+        staging_bytes = max(unit.form.staging_layout.nbytes for unit in layers)
+        outer = units[OUTER].form
         for index in range(shape.num_slots):
             self._reserve_slot(f"S{index}", weight_bytes)
         self._reserve_slot("SO", outer.weight_layout.nbytes)
         if not shape.training:
             return
+        narrow_bytes = 0 if shape.device_updates else staging_bytes
+        outer_narrow_bytes = 0 if shape.device_updates else outer.staging_layout.nbytes
         for index in range(min(shape.num_gradient_slots, len(shape.backward_layers))):
-            self._reserve_gradient(f"G{index}", gradient_bytes, staging_bytes)
-        self._reserve_gradient("GO", outer.gradient_layout.nbytes, outer.trained.nbytes)
-        for index in range(min(shape.num_staging, len(shape.backward_layers))):
+            self._reserve_gradient(f"G{index}", gradient_bytes, narrow_bytes)
+        self._reserve_gradient("GO", outer.gradient_layout.nbytes, outer_narrow_bytes)
+        if shape.device_updates:
+            return
+        num_eager = sum(f"L{i}" not in shape.late_units for i in shape.backward_layers)
+        for index in range(min(shape.num_staging, num_eager)):
             self._reserve_staging(f"H{index}", staging_bytes)
-        self._reserve_staging("HO", outer.trained.nbytes)
+        for name in {OUTER, *shape.late_units}:
+            self._reserve_staging(late_staging(name), units[name].form.staging_layout.nbytes)
 
     def fetch(self, unit: str, slot: str) -> None:
         """Copy a unit's weights into a slot; the fetch lane does this."""
@@ -77,11 +85,17 @@ class Transfer:
         self._states[slot] = (SlotState.FREE, None)
         self._device.poison(self._slots[slot])
 
+    def give_back(self, unit: str, slot: str) -> None:
+        """Copy a unit's weights from its slot to the host and free the slot; for the drain lane."""
+        weights = self._server.units[unit].weights
+        weights.copy_(self._slots[slot][: weights.numel()], non_blocking=True)
+        self.release(unit, slot)
+
     def weights(self, unit: str, slot: str) -> dict[str, Tensor]:
         """A unit's tensors as views into the slot that holds it."""
         key = (unit, slot)
         if key not in self._views:
-            layout = self._server.units[unit].weight_layout
+            layout = self._server.units[unit].form.weight_layout
             self._views[key] = layout.views(self._slots[slot])
         return self._views[key]
 
@@ -96,7 +110,7 @@ class Transfer:
 
         `received` has the parameters that got a gradient earlier in this step, and is extended.
         """
-        sums = self._gradient_views(unit, slot)
+        sums = self.gradients(unit, slot)
         for name, gradient in gradients.items():
             if name in received:
                 sums[name].add_(gradient)
@@ -111,16 +125,16 @@ class Transfer:
             the norm of each gradient, a small tensor on the device; what got no gradient is left
             out, and so is what lies between parameters.
         """
-        server_unit = self._server.units[unit]
+        form = self._server.units[unit].form
         sums = self._gradients[slot]
-        wide = server_unit.gradient_layout
+        wide = form.gradient_layout
         sources = wide.segment_views(sums)
         if self._narrow[slot].numel():
-            narrow = server_unit.trained.segment_views(self._narrow[slot])
+            narrow = form.staging_layout.segment_views(self._narrow[slot])
             for source, rounded in zip(sources, narrow, strict=True):
                 rounded.copy_(source)
             sources = narrow
-        targets = server_unit.trained.segment_views(self.staging[staging])
+        targets = form.staging_layout.segment_views(self.staging[staging])
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source, non_blocking=True)
         present = [view for name, view in wide.views(sums).items() if name in received]
@@ -149,10 +163,11 @@ class Transfer:
             "staging": sum(buffer.numel() for buffer in self.staging.values()),
         }
 
-    def _gradient_views(self, unit: str, slot: str) -> dict[str, Tensor]:
+    def gradients(self, unit: str, slot: str) -> dict[str, Tensor]:
+        """A unit's gradients as views into the slot where they are added up."""
         key = (unit, slot)
         if key not in self._views:
-            layout = self._server.units[unit].gradient_layout
+            layout = self._server.units[unit].form.gradient_layout
             self._views[key] = layout.views(self._gradients[slot])
         return self._views[key]
 
@@ -169,4 +184,4 @@ class Transfer:
 
     def _reserve_staging(self, name: str, nbytes: int) -> None:
         if name not in self.staging:
-            self.staging[name] = self._device.host_empty(nbytes)
+            self.staging[name] = self._arena.take("staging", nbytes, torch.uint8, registered=True)

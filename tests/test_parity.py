@@ -40,6 +40,7 @@ every_split = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 
 def make_engine(model: nn.Module, family: Family | None = None, **settings: Any) -> l2l.Engine:
     layers = family.layers if family else None
+    settings = {"kernel": "readable", **settings}
     return l2l.Engine(model, precision="float32", device="cpu", layers=layers, **settings)
 
 

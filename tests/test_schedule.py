@@ -57,6 +57,10 @@ GOLDEN = {
         frozen_outer=True,
     ),
     "some_layers": Shape(layers=(0, 2, 5), num_microbatches=2),
+    "late_updates": Shape(
+        layers=first_layers(3), num_microbatches=2, num_late=2, pending=("O", "L0")
+    ),
+    "device_updates": Shape(layers=first_layers(3), num_microbatches=2, device_updates=True),
 }
 
 
@@ -109,6 +113,15 @@ def varied_shapes() -> Iterator[Shape]:
                 frozen_layers=frozenset(frozen_layers),
                 frozen_outer=frozen_outer,
             )
+    for settings in (
+        {"num_late": 1, "pending": ("O",)},
+        {"num_late": 4, "pending": ("O", "L0", "L1", "L2")},
+        {"num_late": 4, "pending": ("O", "L0", "L1", "L2"), "num_slots": 1, "num_cells": 3},
+        {"pending": ("O", "L0"), "training": False},
+        {"device_updates": True, "num_slots": 1},
+        {"device_updates": True, "num_slots": 3, "num_gradient_slots": 1, "num_cells": 4},
+    ):
+        yield Shape(layers=(0, 1, 2), num_microbatches=2, **settings)
 
 
 @functools.cache
@@ -251,15 +264,39 @@ def test_an_evaluation_fetches_every_layer_once_and_updates_nothing() -> None:
             assert schedule.count(verb) == 0
 
 
-def test_every_trained_unit_is_drained_and_updated_once_and_no_other() -> None:
+def units_of(schedule: Schedule, verb: str) -> set[str]:
+    units = [action.operands[0] for action in schedule.actions if action.verb == verb]
+    assert len(units) == len(set(units)), (schedule.shape, verb)
+    return set(units)
+
+
+def test_every_trained_unit_is_updated_once_and_no_other() -> None:
+    """On the host, by this step or the next one, or on the device."""
     for schedule in (*small_schedules(), *varied_schedules()):
         shape = schedule.shape
         trained = {f"L{layer}" for layer in shape.layers if layer not in shape.frozen_layers}
         trained |= set() if shape.frozen_outer else {"O"}
-        for verb in ("drain", "update"):
-            units = [action.operands[0] for action in schedule.actions if action.verb == verb]
-            assert len(units) == len(set(units))
-            assert set(units) == (trained if shape.training else set()), (shape, verb)
+        trained = trained if shape.training else set()
+        on_host = set() if shape.device_updates else trained
+        late = set(shape.late_units)
+        assert len(late) == min(shape.num_late, len(trained)), shape
+        assert units_of(schedule, "drain") == on_host, shape
+        assert units_of(schedule, "update") == on_host - late, shape
+        assert units_of(schedule, "settle") == set(shape.pending), shape
+        for verb in ("revise", "return"):
+            assert units_of(schedule, verb) == trained - on_host, shape
+
+
+def test_late_updates_leave_staging_that_the_next_step_settles() -> None:
+    shape = Shape(layers=first_layers(4), num_microbatches=1, num_late=3)
+    assert shape.late_units == ("O", "L0", "L1")
+    schedule = make_schedule(shape)
+    drained = {a.operands[0]: a.operands[2] for a in schedule.actions if a.verb == "drain"}
+    following = make_schedule(dataclasses.replace(shape, pending=shape.late_units))
+    settled = [action.operands for action in following.actions if action.verb == "settle"]
+    assert settled == [(unit, drained[unit]) for unit in shape.late_units]
+    updated = {a.operands[1] for a in following.actions if a.verb == "update"}
+    assert not updated & {drained[unit] for unit in shape.late_units}
 
 
 def test_layers_below_the_lowest_trained_one_have_no_backward_pass() -> None:
@@ -287,7 +324,7 @@ def test_a_schedule_over_some_layers_names_only_those() -> None:
 
 
 TOUCHED = {  # verb -> what it reads, what it writes: places, or positions of operands
-    "fetch": ([], [1]),
+    "fetch": (["weights"], [1]),
     "release": ([], [1]),
     "prologue": (["SO"], [1, 2]),
     "forward": ([2, 3, 4], [5]),
@@ -297,7 +334,10 @@ TOUCHED = {  # verb -> what it reads, what it writes: places, or positions of op
     "regress": (["SO", 1], ["GO"]),
     "report": (["loss"], ["reported loss"]),
     "drain": ([1], [2]),
-    "update": ([1, "reported loss"], []),
+    "update": ([1, "reported loss"], ["weights"]),
+    "settle": ([1], ["weights"]),
+    "revise": ([2, "loss"], [1]),
+    "return": ([], [1, "weights"]),
     "stash": ([2], ["kept"]),
     "unstash": (["kept"], [2]),
 }
@@ -305,12 +345,10 @@ TOUCHED = {  # verb -> what it reads, what it writes: places, or positions of op
 
 def touched(action: Action) -> tuple[set[str], set[str]]:
     """Places an action reads and places it writes: a second account beside `VERBS`."""
-    kept = "kept " + " ".join(action.operands[:2])
+    own = {"kept": "kept " + " ".join(action.operands[:2])}
+    own |= {"weights": f"weights {action.operands[0]}"} if action.operands else {}
     reads, writes = (
-        {
-            action.operands[word] if isinstance(word, int) else word.replace("kept", kept)
-            for word in words
-        }
+        {action.operands[word] if isinstance(word, int) else own.get(word, word) for word in words}
         for words in TOUCHED[action.verb]
     )
     return reads - {NOTHING}, writes - {NOTHING}

@@ -1,29 +1,41 @@
 """The parameter server: model, optimizer and waiting gradients in host memory."""
 
-from l2l.parameter_server.optimizer import (
-    SGD as SGD,
-)
-from l2l.parameter_server.optimizer import (
-    AdamW as AdamW,
-)
-from l2l.parameter_server.optimizer import (
-    HostOptimizer as HostOptimizer,
-)
-from l2l.parameter_server.optimizer import (
-    RecordGradients as RecordGradients,
-)
-from l2l.parameter_server.optimizer import (
-    ServerOptimizer as ServerOptimizer,
-)
-from l2l.parameter_server.optimizer import (
-    adopt as adopt,
-)
-from l2l.parameter_server.optimizer import (
-    make_groups as make_groups,
-)
-from l2l.parameter_server.store import (
-    ParameterServer as ParameterServer,
-)
-from l2l.parameter_server.store import (
-    UpdateOrder as UpdateOrder,
-)
+from l2l.parameter_server.adafactor import Adafactor as Adafactor
+from l2l.parameter_server.host_kernel import HostKernel as HostKernel
+from l2l.parameter_server.host_kernel import load as load_kernel
+from l2l.parameter_server.optimizer import SGD as SGD
+from l2l.parameter_server.optimizer import AdamW as AdamW
+from l2l.parameter_server.optimizer import HostOptimizer as HostOptimizer
+from l2l.parameter_server.optimizer import Lion as Lion
+from l2l.parameter_server.optimizer import Optimizer as Optimizer
+from l2l.parameter_server.optimizer import RecordGradients as RecordGradients
+from l2l.parameter_server.policy import UpdatePolicy as UpdatePolicy
+from l2l.parameter_server.store import ParameterServer as ParameterServer
+from l2l.parameter_server.store import UnitForm as UnitForm
+from l2l.parameter_server.store import UpdateOrder as UpdateOrder
+from l2l.parameter_server.store import WaitingUpdate as WaitingUpdate
+from l2l.parameter_server.store import state_name as state_name
+from l2l.parameter_server.torch_optimizer import ServerOptimizer as ServerOptimizer
+from l2l.parameter_server.torch_optimizer import adopt as adopt
+from l2l.parameter_server.torch_optimizer import make_groups as make_groups
+
+__all__ = [
+    "SGD",
+    "Adafactor",
+    "AdamW",
+    "HostKernel",
+    "HostOptimizer",
+    "Lion",
+    "Optimizer",
+    "ParameterServer",
+    "RecordGradients",
+    "ServerOptimizer",
+    "UnitForm",
+    "UpdateOrder",
+    "UpdatePolicy",
+    "WaitingUpdate",
+    "adopt",
+    "load_kernel",
+    "make_groups",
+    "state_name",
+]

@@ -1,13 +1,15 @@
-"""Optimizers that run in the parameter server, and the face they show to PyTorch.
+"""Optimizers that run in the parameter server.
 
-`AdamW` and `SGD` here are *descriptions*: frozen, with torch's argument names, handed to `Engine`.
-Their `update` is the arithmetic of one parameter's step, written to be read: operation for
-operation that of `torch.optim` with `foreach=False`, so it gives the same bits. It stays as the
-oracle of the native kernel and as the path taken when that was not built.
+These are *descriptions*: frozen, with torch's argument names, handed to `Engine`. Each says what is
+kept per parameter and how one parameter is updated, twice:
 
-`ServerOptimizer` is what `engine.optimizer` returns: a `torch.optim.Optimizer` with `param_groups`
-that any learning-rate scheduler can drive. The numbers of a step are read from it when the step
-begins (`settings`), so a scheduler may run while updates of the last step still wait.
+- `arithmetic` is written to be read: operation for operation that of `torch.optim` with
+  `foreach=False`, so it gives the same bits. It is the oracle of the native kernel, and the path
+  taken when that was not built.
+- `native` does the same in one pass over memory with the native kernel (host_kernel.py).
+
+Where a parameter's weight is bfloat16 on the link, both work on the float32 master that it and its
+remainder are ([Note: split master] in precision.py).
 """
 
 from __future__ import annotations
@@ -15,19 +17,57 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from l2l.parameter_server import host_kernel
+from l2l.parameter_server.host_kernel import HostKernel
+from l2l.precision import join_master, split_master
+
 Settings = Mapping[str, Any]
 Groups = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateKind:
+    """A tensor that an optimizer keeps for every parameter."""
+
+    dtype: torch.dtype = torch.float32
+    per_block: bool = False  # one entry for every block of `host_kernel.BLOCK_SIZE` elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One parameter, flat, with everything that its update needs."""
+
+    name: str
+    shape: tuple[int, ...]
+    weight: Tensor  # in the link dtype
+    companion: Tensor | None  # int16 remainder of a bfloat16 weight, float32 master of a float16
+    gradient: Tensor
+    state: Mapping[str, Tensor]
+    position: int  # in elements, in the unit's flat buffer
+    step: int  # 1 at the first update
+    settings: Settings
+    factor: float  # what the gradient is multiplied with
+    seed: int  # of rounding
+
+    def native_weight(self) -> host_kernel.Weight:
+        """The weight as the native kernel takes it."""
+        if self.weight.dtype is torch.float32:
+            return host_kernel.Float32Weight(weight=self.weight)
+        assert self.companion is not None
+        if self.weight.dtype is torch.bfloat16:
+            return host_kernel.SplitWeight(weight=self.weight, remainder=self.companion)
+        return host_kernel.Float16Weight(weight=self.weight, master=self.companion)
+
+
 @dataclass(frozen=True, kw_only=True)
-class HostOptimizer(ABC):
-    """How one parameter is updated from its gradient."""
+class Optimizer(ABC):
+    """What all optimizers have: settings by parameter group."""
 
     groups: Groups | None = None
     """(name, parameter) -> what differs for it, such as `{"weight_decay": 0.0}`; or None."""
@@ -37,25 +77,47 @@ class HostOptimizer(ABC):
     def defaults(self) -> dict[str, Any]:
         """Settings of a parameter for which `groups` says nothing, under torch's names."""
 
-    @abstractmethod
-    def state_names(self, settings: Settings) -> tuple[str, ...]:
-        """Names of the float32 tensors kept per parameter, torch's names."""
+
+@dataclass(frozen=True, kw_only=True)
+class HostOptimizer(Optimizer):
+    """An optimizer whose state and arithmetic are on the host."""
 
     @abstractmethod
-    def update(
-        self,
-        weight: Tensor,  # float32, updated in place
-        gradient: Tensor,  # float32, same shape
-        *,
-        name: str,
-        state: Mapping[str, Tensor],
-        step: int,
-        settings: Settings,
-    ) -> None:
-        """Update one parameter; `step` is 1 at its first update."""
+    def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
+        """What is kept per parameter, under torch's names."""
+
+    @abstractmethod
+    def arithmetic(self, weight: Tensor, gradient: Tensor, update: Update) -> None:
+        """Update a float32 weight in place from its float32 gradient, readably."""
+
+    @abstractmethod
+    def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
+        """The same update with the native kernel."""
+
+    def readable(self, update: Update) -> None:
+        """The same update in PyTorch: join the master, do the arithmetic, split it again."""
+        gradient = update.gradient.to(torch.float32)
+        if update.factor != 1.0:
+            gradient = gradient * update.factor
+        if update.weight.dtype is torch.float32:
+            self.arithmetic(update.weight, gradient, update)
+            return
+        assert update.companion is not None
+        if update.weight.dtype is torch.bfloat16:
+            master = join_master(update.weight, update.companion)
+            self.arithmetic(master, gradient, update)
+            split_master(master, update.weight, update.companion)
+        else:
+            self.arithmetic(update.companion, gradient, update)
+            update.weight.copy_(update.companion)
 
 
-def _check(condition: bool, message: str) -> None:  # noqa: FBT001 (a guard reads best this way)
+def check(condition: bool, message: str) -> None:  # noqa: FBT001 (a guard reads best this way)
+    """Refuse settings.
+
+    Raises:
+        ValueError: the condition does not hold.
+    """
     if not condition:
         raise ValueError(message)
 
@@ -63,20 +125,29 @@ def _check(condition: bool, message: str) -> None:  # noqa: FBT001 (a guard read
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdamW(HostOptimizer):
-    """AdamW with decoupled weight decay, as `torch.optim.AdamW`."""
+    """AdamW with decoupled weight decay, as `torch.optim.AdamW`.
+
+    With `moments="8bit"` both moments are kept in 8 bits, block by block: 2 bytes a parameter
+    instead of 8, at the price of exactness.
+    """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
+    moments: Literal["float32", "8bit"] = "float32"
 
     def __post_init__(self) -> None:
-        _check(self.lr >= 0, f"AdamW: lr must not be negative, found {self.lr}")
-        _check(
+        check(self.lr >= 0, f"AdamW: lr must not be negative, found {self.lr}")
+        check(
             all(0 <= beta < 1 for beta in self.betas),
             f"AdamW: betas must lie in [0, 1), found {self.betas}",
         )
-        _check(self.eps >= 0, f"AdamW: eps must not be negative, found {self.eps}")
+        check(self.eps >= 0, f"AdamW: eps must not be negative, found {self.eps}")
+        check(
+            self.moments in ("float32", "8bit"),
+            f"AdamW: moments must be 'float32' or '8bit', found {self.moments!r}",
+        )
 
     @property
     @override
@@ -89,22 +160,26 @@ class AdamW(HostOptimizer):
         }
 
     @override
-    def state_names(self, settings: Settings) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
+    def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
+        if self.moments == "float32":
+            return {"exp_avg": StateKind(), "exp_avg_sq": StateKind()}
+        return {
+            "exp_avg": StateKind(dtype=torch.int8),
+            "exp_avg_sq": StateKind(dtype=torch.uint8),
+            "exp_avg_unit": StateKind(per_block=True),
+            "exp_avg_sq_unit": StateKind(per_block=True),
+        }
 
     @override
-    def update(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        *,
-        name: str,
-        state: Mapping[str, Tensor],
-        step: int,
-        settings: Settings,
-    ) -> None:
+    def arithmetic(self, weight: Tensor, gradient: Tensor, update: Update) -> None:
+        settings, step = update.settings, update.step
         learning_rate, (beta1, beta2) = float(settings["lr"]), settings["betas"]
-        first_moment, second_moment = state["exp_avg"], state["exp_avg_sq"]
+        if self.moments == "8bit":
+            eight_bit = self._eight_bit(update)
+            first_moment, root = eight_bit.decode()
+            second_moment = root.square()
+        else:
+            first_moment, second_moment = update.state["exp_avg"], update.state["exp_avg_sq"]
         weight.mul_(1 - learning_rate * settings["weight_decay"])
         first_moment.lerp_(gradient, 1 - beta1)
         second_moment.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -112,6 +187,42 @@ class AdamW(HostOptimizer):
         bias_correction2 = 1 - beta2**step
         denominator = (second_moment.sqrt() / bias_correction2**0.5).add_(settings["eps"])
         weight.addcdiv_(first_moment, denominator, value=-(learning_rate / bias_correction1))
+        if self.moments == "8bit":
+            seed = host_kernel.rounding_seed(update.seed, step=step)
+            eight_bit.encode(first_moment, second_moment.sqrt(), seed=seed)
+
+    @override
+    def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
+        settings = update.settings
+        kernel.adamw(
+            host_kernel.AdamWUpdate(
+                lr=float(settings["lr"]),
+                betas=settings["betas"],
+                eps=settings["eps"],
+                weight_decay=settings["weight_decay"],
+                step=update.step,
+                factor=update.factor,
+                seed=update.seed,
+            ),
+            weight=update.native_weight(),
+            gradient=update.gradient,
+            moments=self._eight_bit(update)
+            if self.moments == "8bit"
+            else host_kernel.Moments(
+                first=update.state["exp_avg"], second=update.state["exp_avg_sq"]
+            ),
+            num_threads=num_threads,
+        )
+
+    @staticmethod
+    def _eight_bit(update: Update) -> host_kernel.EightBitMoments:
+        return host_kernel.EightBitMoments(
+            first=update.state["exp_avg"],
+            second=update.state["exp_avg_sq"],
+            first_unit=update.state["exp_avg_unit"],
+            second_unit=update.state["exp_avg_sq_unit"],
+            position=update.position,
+        )
 
 
 @final
@@ -126,9 +237,9 @@ class SGD(HostOptimizer):
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        _check(self.lr >= 0, f"SGD: lr must not be negative, found {self.lr}")
-        _check(self.momentum >= 0, f"SGD: momentum must not be negative, found {self.momentum}")
-        _check(
+        check(self.lr >= 0, f"SGD: lr must not be negative, found {self.lr}")
+        check(self.momentum >= 0, f"SGD: momentum must not be negative, found {self.momentum}")
+        check(
             not self.nesterov or (self.momentum > 0 and self.dampening == 0),
             "SGD: nesterov needs momentum > 0 and dampening = 0",
         )
@@ -145,25 +256,17 @@ class SGD(HostOptimizer):
         }
 
     @override
-    def state_names(self, settings: Settings) -> tuple[str, ...]:
-        return ("momentum_buffer",) if settings["momentum"] else ()
+    def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
+        return {"momentum_buffer": StateKind()} if settings["momentum"] else {}
 
     @override
-    def update(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        *,
-        name: str,
-        state: Mapping[str, Tensor],
-        step: int,
-        settings: Settings,
-    ) -> None:
+    def arithmetic(self, weight: Tensor, gradient: Tensor, update: Update) -> None:
+        settings = update.settings
         if settings["weight_decay"]:
             gradient = gradient.add(weight, alpha=settings["weight_decay"])
         if settings["momentum"]:
-            momentum = state["momentum_buffer"]
-            if step == 1:
+            momentum = update.state["momentum_buffer"]
+            if update.step == 1:
                 momentum.copy_(gradient)
             else:
                 momentum.mul_(settings["momentum"]).add_(gradient, alpha=1 - settings["dampening"])
@@ -172,6 +275,76 @@ class SGD(HostOptimizer):
             else:
                 gradient = momentum
         weight.add_(gradient, alpha=-float(settings["lr"]))
+
+    @override
+    def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
+        settings = update.settings
+        kernel.sgd(
+            host_kernel.SGDUpdate(
+                lr=float(settings["lr"]),
+                momentum=settings["momentum"],
+                dampening=settings["dampening"],
+                weight_decay=settings["weight_decay"],
+                nesterov=settings["nesterov"],
+                step=update.step,
+                factor=update.factor,
+            ),
+            weight=update.native_weight(),
+            gradient=update.gradient,
+            momentum=update.state.get("momentum_buffer"),
+            num_threads=num_threads,
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Lion(HostOptimizer):
+    """Lion: the sign of an interpolated momentum, with decoupled weight decay."""
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self.lr >= 0, f"Lion: lr must not be negative, found {self.lr}")
+        check(
+            all(0 <= beta < 1 for beta in self.betas),
+            f"Lion: betas must lie in [0, 1), found {self.betas}",
+        )
+
+    @property
+    @override
+    def defaults(self) -> dict[str, Any]:
+        return {"lr": self.lr, "betas": tuple(self.betas), "weight_decay": self.weight_decay}
+
+    @override
+    def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
+        return {"exp_avg": StateKind()}
+
+    @override
+    def arithmetic(self, weight: Tensor, gradient: Tensor, update: Update) -> None:
+        settings, momentum = update.settings, update.state["exp_avg"]
+        learning_rate, (beta1, beta2) = float(settings["lr"]), settings["betas"]
+        weight.mul_(1 - learning_rate * settings["weight_decay"])
+        direction = momentum.mul(beta1).add_(gradient, alpha=1 - beta1).sign_()
+        weight.add_(direction, alpha=-learning_rate)
+        momentum.mul_(beta2).add_(gradient, alpha=1 - beta2)
+
+    @override
+    def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
+        settings = update.settings
+        kernel.lion(
+            host_kernel.LionUpdate(
+                lr=float(settings["lr"]),
+                betas=settings["betas"],
+                weight_decay=settings["weight_decay"],
+                factor=update.factor,
+            ),
+            weight=update.native_weight(),
+            gradient=update.gradient,
+            momentum=update.state["exp_avg"],
+            num_threads=num_threads,
+        )
 
 
 @final
@@ -187,139 +360,13 @@ class RecordGradients(HostOptimizer):
         return {"lr": 0.0}
 
     @override
-    def state_names(self, settings: Settings) -> tuple[str, ...]:
-        return ()
+    def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
+        return {}
 
     @override
-    def update(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        *,
-        name: str,
-        state: Mapping[str, Tensor],
-        step: int,
-        settings: Settings,
-    ) -> None:
-        self.gradients[name] = gradient.clone()
-
-
-_TORCH_OPTIMIZERS: Mapping[type, Callable[..., HostOptimizer]] = {
-    torch.optim.AdamW: AdamW,
-    torch.optim.SGD: SGD,
-}
-_NOT_ARITHMETIC = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
-
-
-def adopt(optimizer: torch.optim.Optimizer) -> tuple[HostOptimizer, list[dict[str, Any]]]:
-    """Our description of a torch optimizer, and its groups.
-
-    Raises:
-        ValueError: the optimizer is of a kind we do not have, has already stepped, or uses an
-            option that changes the arithmetic and is not implemented.
-    """
-    kind = type(optimizer)
-    if kind not in _TORCH_OPTIMIZERS:
-        raise ValueError(
-            f"optimizer of type {kind.__module__}.{kind.__qualname__} cannot run in the parameter "
-            "server. Expected l2l.AdamW, l2l.SGD, torch.optim.AdamW or torch.optim.SGD."
-        )
-    if optimizer.state:
-        raise ValueError(
-            f"the {kind.__name__} handed over has already stepped; its state would be lost. "
-            "Hand over a fresh one."
-        )
-    description = _TORCH_OPTIMIZERS[kind]()
-    known = set(description.defaults)
-    groups = []
-    for group in optimizer.param_groups:
-        odd = {
-            key: value
-            for key, value in group.items()
-            if key not in known | _NOT_ARITHMETIC | {"decoupled_weight_decay"} and value
-        }
-        if odd:
-            raise ValueError(
-                f"{kind.__name__}: the options {odd} are not implemented in the parameter server. "
-                "Leave them at torch's defaults."
-            )
-        groups.append({key: group[key] for key in (*description.defaults, "params")})
-    return description, groups
-
-
-def make_groups(
-    optimizer: HostOptimizer, parameters: Mapping[str, nn.Parameter]
-) -> list[dict[str, Any]]:
-    """Parameter groups by the overrides that `optimizer.groups` gives, in order of appearance.
-
-    Raises:
-        ValueError: an override names a setting the optimizer does not have.
-    """
-    groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
-    for name, parameter in parameters.items():
-        overrides = (optimizer.groups(name, parameter) if optimizer.groups else None) or {}
-        unknown = sorted(set(overrides) - set(optimizer.defaults))
-        if unknown:
-            raise ValueError(
-                f"groups() returned {unknown} for {name!r}; {type(optimizer).__name__} has "
-                f"{sorted(optimizer.defaults)}."
-            )
-        groups.setdefault(tuple(sorted(overrides.items())), []).append(parameter)
-    return [
-        {**optimizer.defaults, **dict(overrides), "params": parameters}
-        for overrides, parameters in groups.items()
-    ]
-
-
-@final
-class ServerOptimizer(torch.optim.Optimizer):
-    """The parameter server's optimizer as PyTorch sees it.
-
-    `engine.step` calls `step`; the update itself happens in the server. `state_dict` shows the
-    server's state as views under torch's names.
-    """
-
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        defaults: dict[str, Any],
-        *,
-        names: Mapping[nn.Parameter, str],
-        state_of: Callable[[str], dict[str, Any]],
-    ) -> None:
-        """Wrap groups whose parameters live in the server under `names`."""
-        self._names = names
-        self._state_of = state_of
-        super().__init__(groups, defaults)
+    def arithmetic(self, weight: Tensor, gradient: Tensor, update: Update) -> None:
+        self.gradients[update.name] = gradient.view(update.shape).clone()
 
     @override
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Called by `engine.step`, so that schedulers see steps in the order they expect."""
-
-    def settings(self) -> dict[str, Settings]:
-        """The numbers of every parameter's group, by name, as they are now."""
-        found: dict[str, Settings] = {}
-        for group in self.param_groups:
-            numbers = {
-                key: float(value) if isinstance(value, Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
-            found.update({self._names[parameter]: numbers for parameter in group["params"]})
-        return found
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self._state_of(self._names[parameter])
-                if state:
-                    self.state[parameter] = state
-        return super().state_dict()
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise RuntimeError(
-            "the optimizer's state belongs to the engine's parameter server and is not loaded "
-            "through engine.optimizer."
-        )
+    def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
+        self.readable(update)

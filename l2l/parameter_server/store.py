@@ -2,23 +2,29 @@
 
 Everything of a unit (a layer, or the outer parameters) lies in a few flat buffers in host memory:
 
-    weights     what crosses the link, in the link dtype, registered for DMA; also buffers and
-                frozen parameters
-    remainder   the 16 bits that make a bfloat16 link weight the float32 master ([Note: split
-                master] in precision.py); nothing where the link is float32
-    state       one float32 buffer per optimizer state (moments)
+    weights     what crosses the link, in the link dtype, registered for DMA; also buffers, frozen
+                parameters, and the state of an optimizer that runs on the device
+    companion   what makes a 16-bit link weight a float32 master: the 16 bits that a bfloat16 weight
+                lacks ([Note: split master] in precision.py), or, since a float16 cannot be half of
+                a float32, a whole float32 master beside a float16 weight; nothing for float32
+    state       one buffer per optimizer state (moments)
+
+Bytes per trained parameter, without staging: 12 with AdamW and bfloat16 (2 + 2 + 8), 12 with
+float32 (4 + 8), 14 with float16 (2 + 4 + 8); 6.1 with 8-bit moments; 2 with Adafactor.
 
 All but `weights` cover the trained parameters only, at the element offsets of `Unit.trained`. A
 flat buffer can be cut at any multiple of the alignment: there it will be divided over ranks.
 
-Updates are submitted with a gradient and run on the update lane. Until an update is done its unit
-is *pending*: the fetch lane waits for that event before it reads the unit's weights, and the host
-settles the unit before it does. So nobody sees stale weights, however late an update runs.
+[Note: updates that wait] An update belongs to its step and carries that step's numbers (learning
+rate, decay, clip factor: `UpdateOrder`), however late it runs. An update submitted to the update
+lane is *pending*: the fetch lane waits for its event before it reads the weights. An update left to
+the next step is *waiting*, its gradient in staging; the next schedule settles it before the fetch.
+The host settles both before it reads. So nobody sees stale weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -26,25 +32,32 @@ import torch
 from torch import Tensor, nn
 
 from l2l.device import Device, Event
-from l2l.layout import FlatLayout
-from l2l.parameter_server.optimizer import HostOptimizer, Settings
+from l2l.host_memory import Arena
+from l2l.layout import ALIGNMENT_ELEMENTS, FlatLayout
+from l2l.parameter_server.adafactor import Adafactor
+from l2l.parameter_server.host_kernel import HostKernel
+from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind, Update
 from l2l.precision import PrecisionPolicy, join_master, split_master
 
 ACCUMULATE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+DRAINED = {torch.float16: torch.float32}  # a sum of scaled gradients may not fit a float16
+COMPANION = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 
 
-@dataclass(slots=True, kw_only=True)
-class Unit:
-    """Host memory of one unit."""
+def state_name(owner: str, state: str) -> str:
+    """The name of a state tensor that rides in a unit's flat buffer."""
+    return f"{owner}|{state}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitForm:
+    """What a unit is made of, before any memory is taken."""
 
     name: str
     weight_layout: FlatLayout
     trained: FlatLayout  # trained parameters, in the link dtype
-    weights: Tensor  # bytes, registered
-    remainder: Tensor  # bytes
-    state: dict[str, Tensor] = field(default_factory=dict)  # state name -> bytes
-    steps: dict[str, int] = field(default_factory=dict)  # parameter -> updates so far
-    pending: Event | None = None
+    state_kinds: Mapping[str, StateKind]
+    companion_dtype: torch.dtype | None
 
     @property
     def gradient_layout(self) -> FlatLayout:
@@ -52,180 +65,292 @@ class Unit:
         return self.trained.astype(ACCUMULATE)
 
     @property
-    def nbytes(self) -> int:
-        """Host bytes of the unit."""
-        buffers = (self.weights, self.remainder, *self.state.values())
-        return sum(buffer.numel() for buffer in buffers)
+    def staging_layout(self) -> FlatLayout:
+        """How gradients arrive on the host."""
+        return self.trained.astype(DRAINED)
+
+    def state_numel(self, kind: StateKind) -> int:
+        """Elements of a state buffer."""
+        numel = self.trained.padded_numel
+        return numel // ALIGNMENT_ELEMENTS if kind.per_block else numel
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Host bytes, by what they hold."""
+        found = {"weights": self.weight_layout.nbytes}
+        if self.companion_dtype is not None:
+            companion_bytes = self.trained.padded_numel * self.companion_dtype.itemsize
+            found["remainders" if self.companion_dtype is torch.int16 else "masters"] = (
+                companion_bytes
+            )
+        for name, kind in self.state_kinds.items():
+            found[name] = self.state_numel(kind) * kind.dtype.itemsize
+        return found
+
+
+@dataclass(slots=True, kw_only=True)
+class Unit:
+    """Host memory of one unit."""
+
+    form: UnitForm
+    weights: Tensor  # bytes, registered
+    companion: Tensor | None
+    state: dict[str, Tensor]
+    steps: dict[str, int] = field(default_factory=dict)  # trained parameter -> updates so far
+    pending: Event | None = None
+
+    def weight_of(self, owner: str) -> Tensor:
+        """A parameter's link weight, shaped."""
+        return self.form.weight_layout.view(self.weights, owner)
+
+    def companion_of(self, owner: str) -> Tensor | None:
+        """What completes a parameter's link weight, shaped; None if nothing does."""
+        if self.companion is None or owner not in self.steps:
+            return None
+        if self.weight_of(owner).dtype not in COMPANION:
+            return None
+        return self.companion[self.form.trained.span(owner)].view(self.weight_of(owner).shape)
+
+    def state_of(self, owner: str) -> dict[str, Tensor]:
+        """A parameter's state, flat."""
+        span = self.form.trained.span(owner)
+        blocks = slice(span.start // ALIGNMENT_ELEMENTS, -(-span.stop // ALIGNMENT_ELEMENTS))
+        kinds = self.form.state_kinds
+        return {
+            name: buffer[blocks if kinds[name].per_block else span]
+            for name, buffer in self.state.items()
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateOrder:
-    """An update that may wait: it carries the numbers of its own step."""
+    """The numbers of an update: those of its own step."""
 
     settings: Mapping[str, Settings]  # by parameter name
     received: frozenset[str]  # parameters that got a gradient in this step
     factor: float = 1.0  # what gradients are multiplied with
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingUpdate:
+    """An update left to a later step."""
+
+    unit: str
+    gradient: Tensor  # staging bytes
+    order: Callable[[], UpdateOrder | None]  # None: the step is skipped
+    drained: Event
+
+
 @final
 class ParameterServer:
-    """Weights, remainders and optimizer state of every unit."""
+    """Weights, companions and optimizer state of every unit."""
 
     def __init__(
-        self, *, device: Device, precision: PrecisionPolicy, optimizer: HostOptimizer
+        self,
+        *,
+        device: Device,
+        arena: Arena,
+        precision: PrecisionPolicy,
+        optimizer: Optimizer,
+        kernel: HostKernel | None,
+        seed: int,
     ) -> None:
         self._device = device
+        self._arena = arena
         self._precision = precision
-        self._optimizer = optimizer
+        self.optimizer = optimizer
+        self._kernel = kernel
+        self._seed = seed
         self.units: dict[str, Unit] = {}
+        self.waiting: dict[str, WaitingUpdate] = {}  # in the order of need
         self._unit_of: dict[str, Unit] = {}
 
-    def add(
-        self,
+    @staticmethod
+    def form(
         name: str,
         *,
         parameters: Mapping[str, nn.Parameter],
         buffers: Mapping[str, Tensor],
         settings: Mapping[str, Settings],
+        precision: PrecisionPolicy,
+        optimizer: Optimizer,
+    ) -> UnitForm:
+        """What a unit is made of; `settings` has those of the parameters that are trained."""
+        described = [
+            (owner, tuple(parameter.shape), precision.link_dtype(owner, parameter.dtype))
+            for owner, parameter in parameters.items()
+        ]
+        trained = FlatLayout.of(entry for entry in described if entry[0] in settings)
+        riding = list[tuple[str, tuple[int, ...], torch.dtype]]()
+        kinds: dict[str, StateKind] = {}
+        companions = {COMPANION[s.dtype] for s in trained.segments if s.dtype in COMPANION}
+        if isinstance(optimizer, HostOptimizer):
+            for owner in trained.names:
+                kinds |= optimizer.state_kinds(settings[owner])
+        elif isinstance(optimizer, Adafactor):
+            companions = set()
+            riding = [
+                (state_name(owner, state), state_shape, torch.float32)
+                for owner, shape, _ in described
+                if owner in settings
+                for state, state_shape in optimizer.state_shapes(shape).items()
+            ]
+        kept = [(key, tuple(value.shape), value.dtype) for key, value in buffers.items()]
+        return UnitForm(
+            name=name,
+            weight_layout=FlatLayout.of(described + kept + riding),
+            trained=trained,
+            state_kinds=kinds,
+            companion_dtype=next(iter(companions), None),
+        )
+
+    def add(
+        self,
+        form: UnitForm,
+        *,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
     ) -> None:
         """Move a unit in: copy its tensors to host memory and hollow out the parameters.
 
-        `settings` has the optimizer's settings of the parameters that are trained; the others are
-        frozen. A hollow parameter keeps its shape and holds NaN without memory, until `give_back`.
+        A hollow parameter keeps its shape and holds NaN without memory, until `give_back`.
         """
-        trained_first = sorted(parameters, key=lambda owner: owner not in settings)
-        described = [
-            (owner, tuple(parameters[owner].shape), self._link(owner, parameters[owner]))
-            for owner in trained_first
-        ]
-        trained = FlatLayout.of(entry for entry in described if entry[0] in settings)
-        layout = FlatLayout.of(
-            described + [(key, tuple(value.shape), value.dtype) for key, value in buffers.items()]
-        )
-        remainder_bytes = trained.astype({torch.bfloat16: torch.int16}).nbytes
-        has_remainder = any(segment.dtype is torch.bfloat16 for segment in trained.segments)
+        take, numel = self._arena.take, form.trained.padded_numel
         unit = Unit(
-            name=name,
-            weight_layout=layout,
-            trained=trained,
-            weights=self._device.host_empty(layout.nbytes),
-            remainder=torch.zeros(remainder_bytes if has_remainder else 0, dtype=torch.uint8),
-            steps=dict.fromkeys(trained.names, 0),
+            form=form,
+            weights=take("weights", form.weight_layout.nbytes, torch.uint8, registered=True),
+            companion=None
+            if form.companion_dtype is None
+            else take("companions", numel, form.companion_dtype, registered=False),
+            state={
+                name: take(name, form.state_numel(kind), kind.dtype, registered=False)
+                for name, kind in form.state_kinds.items()
+            },
+            steps=dict.fromkeys(form.trained.names, 0),
         )
         unit.weights.zero_()
-        state_names = {s for owner in trained.names for s in self._state_names(settings[owner])}
-        state_bytes = unit.trained.astype(ACCUMULATE).nbytes
-        for state_name in sorted(state_names):
-            unit.state[state_name] = torch.zeros(state_bytes, dtype=torch.uint8)
-        self.units[name] = unit
+        self.units[form.name] = unit
         self._unit_of.update(dict.fromkeys(parameters, unit))
         for key, value in buffers.items():
-            layout.views(unit.weights)[key].copy_(value)
+            unit.weight_of(key).copy_(value)
         for owner, parameter in parameters.items():
             self.set_weight(owner, parameter.data)
-            parameter.data = torch.full((), torch.nan).to(parameter.dtype).expand(parameter.shape)
+            nothing = torch.full((), torch.nan, device=parameter.device).to(parameter.dtype)
+            parameter.data = nothing.expand(parameter.shape)
 
     def give_back(self, parameters: Mapping[str, nn.Parameter], name: str) -> None:
         """Move a unit's weights into the parameters again and drop its host memory."""
-        self.settle(name)
         for owner, parameter in parameters.items():
             weight = self.weight(owner)
-            own = weight.to(parameter.dtype)
+            own = weight.to(device=parameter.device, dtype=parameter.dtype)
             parameter.data = own.clone() if own.data_ptr() == weight.data_ptr() else own
             del self._unit_of[owner]
         del self.units[name]
 
     def weight(self, owner: str) -> Tensor:
-        """A parameter's present value: the float32 master if trained, else the link weight."""
+        """A parameter's present value: the float32 master if there is one, else the link weight."""
         unit = self._unit_of[owner]
-        weight = unit.weight_layout.views(unit.weights)[owner]
-        if owner not in unit.steps or weight.dtype is not torch.bfloat16:
+        weight, companion = unit.weight_of(owner), unit.companion_of(owner)
+        if companion is None:
             return weight
-        return join_master(weight, self._remainder(unit)[owner])
+        return join_master(weight, companion) if weight.dtype is torch.bfloat16 else companion
 
     def set_weight(self, owner: str, value: Tensor) -> None:
         """Overwrite a parameter's value."""
         unit = self._unit_of[owner]
-        weight = unit.weight_layout.views(unit.weights)[owner]
-        if owner in unit.steps and weight.dtype is torch.bfloat16:
-            split_master(value.to(torch.float32).cpu(), weight, self._remainder(unit)[owner])
-        else:
-            weight.copy_(value)
+        weight, companion = unit.weight_of(owner), unit.companion_of(owner)
+        if companion is not None and weight.dtype is torch.bfloat16:
+            split_master(value.to(torch.float32).cpu(), weight, companion)
+            return
+        weight.copy_(value)
+        if companion is not None:
+            companion.copy_(value)
 
     def state_of(self, owner: str) -> dict[str, Any]:
         """A parameter's optimizer state as views, torch's names; empty before its first step."""
+        self.settle_all()
         unit = self._unit_of[owner]
-        self.settle(unit.name)
+        if isinstance(self.optimizer, Adafactor):
+            prefix = state_name(owner, "")
+            views = {
+                name.removeprefix(prefix): unit.weight_of(name)
+                for name in unit.form.weight_layout.names
+                if name.startswith(prefix)
+            }
+            return views if views and float(views["step"]) else {}
         if not unit.steps.get(owner):
             return {}
-        views = {name: self._state_views(unit, name)[owner] for name in unit.state}
+        shape = unit.weight_of(owner).shape
+        views = {
+            name: flat.view(shape) if flat.numel() == shape.numel() else flat
+            for name, flat in unit.state_of(owner).items()
+        }
         return {"step": torch.tensor(float(unit.steps[owner])), **views}
 
     def update(self, name: str, gradient: Tensor, order: UpdateOrder) -> None:
-        """Apply one step's gradient (bytes, laid out as `Unit.trained`) to a unit."""
+        """Apply one step's gradient (staging bytes) to a unit."""
+        assert isinstance(self.optimizer, HostOptimizer)
         unit = self.units[name]
-        gradients = unit.trained.views(gradient)
-        weights = unit.weight_layout.views(unit.weights)
-        remainders = self._remainder(unit)
-        states = {state_name: self._state_views(unit, state_name) for state_name in unit.state}
-        for owner in unit.trained.names:
+        num_threads = torch.get_num_threads()
+        for owner in unit.form.trained.names:
             if owner not in order.received:
                 continue
-            split = weights[owner].dtype is torch.bfloat16
-            master = join_master(weights[owner], remainders[owner]) if split else weights[owner]
             unit.steps[owner] += 1
-            self._optimizer.update(
-                master,
-                scaled(gradients[owner].to(torch.float32), order.factor),
+            companion = unit.companion_of(owner)
+            update = Update(
                 name=owner,
-                state={state_name: views[owner] for state_name, views in states.items()},
+                shape=tuple(unit.weight_of(owner).shape),
+                weight=unit.weight_of(owner).view(-1),
+                companion=None if companion is None else companion.view(-1),
+                gradient=unit.form.staging_layout.view(gradient, owner).view(-1),
+                state=unit.state_of(owner),
+                position=unit.form.trained.span(owner).start,
                 step=unit.steps[owner],
                 settings=order.settings[owner],
+                factor=order.factor,
+                seed=self._seed & 0xFFFFFFFF,
             )
-            if split:
-                split_master(master, weights[owner], remainders[owner])
+            if self._kernel is None:
+                self.optimizer.readable(update)
+            else:
+                self.optimizer.native(self._kernel, update, num_threads=num_threads)
 
-    def settle(self, name: str) -> None:
-        """Wait until a unit's weights are those of the last step."""
-        unit = self.units[name]
-        if unit.pending is not None:
-            unit.pending.synchronize()
-            unit.pending = None
+    def check_settings(self, settings: Mapping[str, Settings]) -> None:
+        """Refuse settings that need state which was not set up.
+
+        Raises:
+            ValueError: with the parameter and the state.
+        """
+        if not isinstance(self.optimizer, HostOptimizer):
+            return
+        for owner, numbers in settings.items():
+            missing = set(self.optimizer.state_kinds(numbers)) - set(self._unit_of[owner].state)
+            if missing:
+                raise ValueError(
+                    f"the settings of {owner!r} now need {sorted(missing)}, which was not set up "
+                    "when the engine was made. Make the engine with these settings."
+                )
+
+    def perform(self, waiting: WaitingUpdate) -> None:
+        """Do an update that was left."""
+        order = waiting.order()
+        if order is not None:
+            self.update(waiting.unit, waiting.gradient, order)
 
     def settle_all(self) -> None:
-        """Wait until every unit's weights are those of the last step."""
-        for name in self.units:
-            self.settle(name)
+        """Bring every unit to the last step, on the calling thread."""
+        for unit in self.units.values():
+            if unit.pending is not None:
+                unit.pending.synchronize()
+                unit.pending = None
+        for waiting in self.waiting.values():
+            waiting.drained.synchronize()
+            self.perform(waiting)
+        self.waiting.clear()
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Host bytes, by what they hold."""
-        units = self.units.values()
-        kinds = {
-            "weights": sum(unit.weights.numel() for unit in units),
-            "remainders": sum(unit.remainder.numel() for unit in units),
-        }
-        for unit in units:
-            for state_name, buffer in unit.state.items():
-                kinds[state_name] = kinds.get(state_name, 0) + buffer.numel()
-        return kinds
-
-    def _link(self, owner: str, parameter: nn.Parameter) -> torch.dtype:
-        return self._precision.link_dtype(owner, parameter.dtype)
-
-    def _state_names(self, settings: Settings) -> Iterable[str]:
-        return self._optimizer.state_names(settings)
-
-    @staticmethod
-    def _remainder(unit: Unit) -> dict[str, Tensor]:
-        if not unit.remainder.numel():
-            return {}
-        return unit.trained.astype({torch.bfloat16: torch.int16}).views(unit.remainder)
-
-    @staticmethod
-    def _state_views(unit: Unit, state_name: str) -> dict[str, Tensor]:
-        return unit.trained.astype(ACCUMULATE).views(unit.state[state_name])
-
-
-def scaled(gradient: Tensor, factor: float) -> Tensor:
-    """The gradient times a factor; itself if that is 1."""
-    return gradient if factor == 1.0 else gradient * factor
+        found: dict[str, int] = {}
+        for unit in self.units.values():
+            for kind, nbytes in unit.form.bytes_by_kind().items():
+                found[kind] = found.get(kind, 0) + nbytes
+        return found

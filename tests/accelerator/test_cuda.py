@@ -1,5 +1,7 @@
 """The engine on a CUDA device: the same results as plain PyTorch there, memory that stays put."""
 
+import gc
+
 import pytest
 import torch
 from families import FAMILIES, build_bert
@@ -94,6 +96,7 @@ def test_a_recomputed_layer_gives_the_bits_of_its_forward():
 
 
 def peak(num_layers: int, rows: int) -> int:
+    gc.collect()
     torch.cuda.empty_cache()
     model = build_bert(num_hidden_layers=num_layers, hidden_size=256, intermediate_size=1024)
     batch = FAMILIES["bert_classification"].batch(rows)
@@ -109,3 +112,77 @@ def test_the_peak_depends_neither_on_depth_nor_on_the_number_of_microbatches():
     peak(4, 8)  # libraries take their workspaces
     peaks = [peak(4, 8), peak(8, 8), peak(32, 8), peak(8, 2), peak(8, 64)]
     assert max(peaks) <= 1.01 * min(peaks), peaks
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_late_updates_give_the_bits_of_eager_ones(precision: str):
+    eager = train(3, precision=precision, update="eager")
+    late = train(3, precision=precision, update="just in time")
+    clipped = train(3, precision=precision, clip_norm=1e9)
+    for losses, state in (late, clipped):
+        assert losses == eager[0]
+        assert all(torch.equal(state[key], eager[1][key]) for key in state)
+
+
+def test_clipped_steps_equal_those_of_plain_pytorch_on_the_device():
+    family = FAMILIES["llama_untied"]
+    model, plain = family.build(), family.build().cuda()
+    numbers = {"lr": 1e-3, "eps": 1e-3}
+    optimizer = torch.optim.AdamW(plain.parameters(), **numbers)
+    for number in range(10):
+        microbatches = split(family.batch(ROWS, seed=number), 2)
+        shares = [counts(family.rule, one) for one in microbatches]
+        plain.zero_grad()
+        for one, share in zip(microbatches, shares, strict=True):
+            on_device = {key: value.cuda() for key, value in one.items()}
+            (plain(**on_device).loss * (share / sum(shares))).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        optimizer.step()
+    with l2l.Engine(
+        model,
+        optimizer=l2l.AdamW(**numbers, weight_decay=1e-2),
+        device="cuda",
+        precision="float32",
+        microbatch_size=2,
+        clip_norm=0.05,
+    ) as engine:
+        for number in range(10):
+            engine.step(family.batch(ROWS, seed=number))
+    for key, expected in plain.state_dict().items():
+        allowed = 1e-5 * (float(expected.abs().max()) + 1e-3)
+        assert float((model.state_dict()[key] - expected.cpu()).abs().max()) <= allowed, key
+
+
+def test_adafactor_on_the_device_equals_that_of_torch():
+    family = FAMILIES["llama_untied"]
+    model, plain = family.build(), family.build().cuda()
+    optimizer = torch.optim.Adafactor(plain.parameters(), lr=1e-2)
+    with l2l.Engine(
+        model,
+        optimizer=l2l.Adafactor(lr=1e-2),
+        device="cuda",
+        precision="float32",
+        microbatch_size=ROWS,
+    ) as engine:
+        for number in range(4):
+            batch = family.batch(ROWS, seed=number)
+            engine.step(batch)
+            optimizer.zero_grad()
+            plain(**{key: value.cuda() for key, value in batch.items()}).loss.backward()
+            optimizer.step()
+    for key, expected in plain.state_dict().items():
+        difference = float((model.state_dict()[key] - expected.cpu()).abs().max())
+        assert difference <= 1e-4 * float(expected.abs().max()), key
+
+
+def test_float16_skips_an_overflow_and_goes_on():
+    family = FAMILIES["llama_untied"]
+    with l2l.Engine(
+        family.build(), device="cuda", precision="float16", microbatch_size=2
+    ) as engine:
+        engine._scaler.scale.value = 2.0**40
+        assert engine.step(family.batch(ROWS)).skipped
+        engine._scaler.scale.value = 256.0
+        reports = [engine.step(family.batch(ROWS)) for _ in range(5)]
+        assert not any(report.skipped for report in reports)
+        assert reports[-1].loss < reports[0].loss

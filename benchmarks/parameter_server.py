@@ -1,0 +1,181 @@
+"""What the parameter server costs: host bytes a parameter, and step time with and without updates.
+
+A Llama shape of 3.2 billion parameters (hidden 3072, 28 layers, 24 heads, 8 key-value heads,
+perceptron 8192, vocabulary 128,256, tied), random tokens, sequences of 1,024, bfloat16 on the
+device. For each way to update: seconds a step (median), growth of the process's resident memory from
+before `Engine(...)` to after the third step without the stash, and in a profile of one step how much
+of the host's update time lies under device work. Prints a table, then one line of JSON.
+
+    python benchmarks/parameter_server.py [--tokens 65536] [--layers 28] [--cases eager clipped ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import l2l
+from l2l.parameter_server import HostKernel, HostOptimizer
+from l2l.parameter_server.optimizer import Settings, StateKind, Update
+
+LENGTH, ROWS = 1024, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoUpdate(HostOptimizer):
+    """The step with its update left out."""
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """No settings but a rate."""
+        return {"lr": 0.0}
+
+    def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
+        """No state."""
+        return {}
+
+    def arithmetic(self, weight: torch.Tensor, gradient: torch.Tensor, update: Update) -> None:
+        """Nothing."""
+
+    def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
+        """Nothing."""
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "update left out": {"optimizer": NoUpdate()},
+    "AdamW, eager": {"optimizer": l2l.AdamW(lr=1e-5)},
+    "AdamW, clipped": {"optimizer": l2l.AdamW(lr=1e-5), "clip_norm": 1.0},
+    "8-bit, eager": {"optimizer": l2l.AdamW(lr=1e-5, moments="8bit")},
+    "8-bit, clipped": {"optimizer": l2l.AdamW(lr=1e-5, moments="8bit"), "clip_norm": 1.0},
+    "Adafactor, on the device": {"optimizer": l2l.Adafactor(lr=1e-5)},
+}
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def overlap(profile: torch.profiler.profile) -> tuple[float, float]:
+    """Seconds of host updates, and how many of them lie under device work."""
+    updates, device = [], []
+    for event in profile.profiler.kineto_results.events():
+        span = (event.start_ns(), event.start_ns() + event.duration_ns())
+        if event.device_type() == torch.autograd.DeviceType.CUDA:
+            if not event.name().startswith(("Memcpy", "Memset")):
+                device.append(span)
+        elif event.name().startswith(("update ", "settle ")):
+            updates.append(span)
+    device.sort()
+    covered = 0
+    for start, end in updates:
+        reached = start
+        for other_start, other_end in device:
+            if other_end <= reached:
+                continue
+            if other_start >= end:
+                break
+            covered += max(0, min(end, other_end) - max(reached, other_start))
+            reached = max(reached, min(end, other_end))
+    return sum(end - start for start, end in updates) / 1e9, covered / 1e9
+
+
+def measure(model: torch.nn.Module, name: str, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """One case."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    before = resident_bytes()
+    started = time.perf_counter()
+    engine = l2l.Engine(model, microbatch_size=ROWS, **CASES[name])
+    built = time.perf_counter() - started
+    engine.device.reset_peak()
+    losses = [engine.step(batch).loss for _ in range(2)]
+    seconds = []
+    torch.cuda.synchronize()
+    mark = time.perf_counter()
+    for _ in range(3):
+        losses.append(engine.step(batch).loss)  # the loss of a step comes after its forward
+    torch.cuda.synchronize()
+    seconds.append((time.perf_counter() - mark) / 3)
+    stash = engine._stash.bytes_by_place()["host"]
+    growth = resident_bytes() - before - stash
+    peak = engine.device.peak_bytes()
+    with torch.profiler.profile() as profile:
+        engine.step(batch)
+        torch.cuda.synchronize()
+        engine.evaluate({key: value[:1] for key, value in batch.items()})
+    update_seconds, covered_seconds = overlap(profile)
+    plan = str(engine.plan)
+    engine.close()
+    return {
+        "case": name,
+        "build_seconds": round(built, 2),
+        "step_seconds": round(statistics.median(seconds), 3),
+        "tokens_per_second": round(batch["input_ids"].numel() / statistics.median(seconds)),
+        "host_bytes_per_parameter": round(growth / num_parameters, 2),
+        "stash_GiB": round(stash / 2**30, 2),
+        "device_peak_GiB": round(peak / 2**30, 2),
+        "update_seconds": round(update_seconds, 3),
+        "under_device_seconds": round(covered_seconds, 3),
+        "losses": [round(loss, 4) for loss in losses],
+        "plan": plan,
+    }
+
+
+def main() -> None:
+    """Measure the cases one after the other, on one model."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens a step")
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    arguments = parser.parse_args()
+    config = LlamaConfig(
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    ids = torch.randint(0, config.vocab_size, (arguments.tokens // LENGTH, LENGTH))
+    batch = {"input_ids": ids, "labels": ids}
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.tokens} tokens")
+    print("| case | step | tokens/s | host bytes a parameter | updates | of them under compute |")
+    print("|---|---|---|---|---|---|")
+    results = []
+    for name in arguments.cases:
+        found = measure(model, name, batch)
+        results.append(found)
+        print(
+            f"| {name} | {found['step_seconds']:.3f} s | {found['tokens_per_second']:,} | "
+            f"{found['host_bytes_per_parameter']:.2f} | {found['update_seconds']:.2f} s | "
+            f"{found['under_device_seconds']:.2f} s |  built in {found['build_seconds']} s, "
+            f"device peak {found['device_peak_GiB']} GiB",
+            flush=True,
+        )
+    print(results[1 if len(results) > 1 else 0]["plan"])
+    print(json.dumps([{k: v for k, v in one.items() if k != "plan"} for one in results]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Host memory: anonymous pages, touched by all cores, registered for DMA, accounted by name.
+
+Torch's pinned allocator is not used for the model: it takes about 2 GiB/s and rounds every block up
+to a power of two. Anonymous memory with transparent huge pages, written once by all cores and then
+registered, is an order of magnitude faster and has exactly the size that was asked for
+(docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from l2l.device import Device
+from l2l.planner import format_bytes
+
+UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_bytes(value: int | str, *, name: str) -> int:
+    """A number of bytes, or a text such as "8GiB" or "500 MB".
+
+    Raises:
+        ValueError: the text is not a size.
+    """
+    if isinstance(value, int):
+        return value
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", value)
+    if found is None or found[2].lower() not in UNITS:
+        raise ValueError(f"{name}={value!r} is not a size. Expected bytes, or a text like '8GiB'.")
+    return int(float(found[1]) * UNITS[found[2].lower()])
+
+
+def available_bytes() -> int:
+    """Host memory that can be taken now without pushing anything out."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return 2**63
+    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+    return int(found[1]) * 1024 if found else 2**63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostBudget:
+    """How much host memory may be taken."""
+
+    limit_bytes: int
+    rule: str
+
+    @classmethod
+    def of(cls, host_memory: int | str | None, *, model_bytes: int) -> HostBudget:
+        """The user's limit; None is 95% of what is free once the model's own tensors are moved."""
+        if host_memory is not None:
+            limit = parse_bytes(host_memory, name="host_memory")
+            return cls(limit_bytes=limit, rule=f"host_memory={host_memory!r}")
+        limit = int(0.95 * available_bytes()) + model_bytes
+        return cls(limit_bytes=limit, rule="95% of what is free, and the model's own memory")
+
+    def check(self, needed_bytes: int, *, alternatives: dict[str, int]) -> None:
+        """Refuse what does not fit, before anything is allocated.
+
+        Raises:
+            ValueError: with the bytes needed, the bytes there, and what would fit.
+        """
+        if needed_bytes <= self.limit_bytes:
+            return
+        fitting = [
+            f"{name} ({format_bytes(nbytes)})"
+            for name, nbytes in alternatives.items()
+            if nbytes <= self.limit_bytes
+        ]
+        advice = " or ".join(fitting) if fitting else "a host with more memory, or a smaller model"
+        raise ValueError(
+            f"the parameter server needs {format_bytes(needed_bytes)} of host memory, found "
+            f"{format_bytes(self.limit_bytes)} ({self.rule}). What would fit: {advice}."
+        )
+
+
+@final
+class Arena:
+    """Takes host memory and remembers what for."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.bytes_by_name: dict[str, int] = {}
+
+    def take(self, name: str, numel: int, dtype: torch.dtype, *, registered: bool) -> Tensor:
+        """Memory for `numel` elements, zeros; registered memory is what lanes copy from and to."""
+        nbytes = numel * dtype.itemsize
+        self.bytes_by_name[name] = self.bytes_by_name.get(name, 0) + nbytes
+        return self._device.host_empty(nbytes, registered=registered).view(dtype)

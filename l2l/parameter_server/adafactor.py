@@ -1,0 +1,132 @@
+"""Adafactor, updated on the device: 2 bytes a parameter in the host and nothing else.
+
+The second moment is factored into row and column means, there is no first moment, and the update
+is clipped per tensor: the arithmetic and the argument names of `torch.optim.Adafactor`. So little
+state rides in the unit's flat buffer beside the weights: it is fetched with them, and after the
+update in the slot both are copied back ([Note: device updates] in schedule.py). No gradient leaves
+the device, which is why clipping by the global norm is impossible: when the norm is known, the
+gradients are gone.
+
+There is no float32 master. A bfloat16 weight is rounded *stochastically*: up or down with the
+probability that makes the expected value right, from random numbers that depend on (seed, step,
+unit) alone. Small updates are then not lost, as they would be in rounding to nearest.
+
+Everything is a tensor on the device, the count of steps too: a step whose loss is not finite leaves
+weights and state as they were, without the host having to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from l2l.parameter_server.optimizer import Optimizer, Settings, check
+
+ROUNDING_PIECE = 1 << 24  # elements rounded at once, to bound the memory for random numbers
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Adafactor(Optimizer):
+    """Adafactor as `torch.optim.Adafactor`, on the device."""
+
+    lr: float = 1e-2
+    beta2_decay: float = -0.8
+    eps: tuple[float | None, float] = (None, 1e-3)
+    d: float = 1.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self.lr >= 0, f"Adafactor: lr must not be negative, found {self.lr}")
+        check(self.beta2_decay <= 0, f"Adafactor: beta2_decay must be <= 0: {self.beta2_decay}")
+        check(self.d >= 1, f"Adafactor: d must be at least 1, found {self.d}")
+
+    @property
+    @override
+    def defaults(self) -> dict[str, Any]:
+        return {
+            "lr": self.lr,
+            "beta2_decay": self.beta2_decay,
+            "eps": tuple(self.eps),
+            "d": self.d,
+            "weight_decay": self.weight_decay,
+        }
+
+    @staticmethod
+    def state_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Float32 tensors kept for a parameter of this shape, under torch's names."""
+        if len(shape) < 2:
+            return {"step": (), "variance": shape}
+        return {
+            "step": (),
+            "row_var": (*shape[:-1], 1),
+            "col_var": (*shape[:-2], 1, shape[-1]),
+        }
+
+    def revise(
+        self,
+        weight: Tensor,
+        gradient: Tensor,  # float32
+        state: Mapping[str, Tensor],
+        *,
+        settings: Settings,
+        finite: Tensor,  # bool, on the device: whether this step counts
+        generator: torch.Generator,
+    ) -> None:
+        """Update a weight and its state in place, unless the step does not count."""
+        eps1 = settings["eps"][0]
+        eps1 = torch.finfo(torch.float32).eps if eps1 is None else eps1
+        step = state["step"] + 1
+        blend = step.pow(settings["beta2_decay"])
+        rho = torch.clamp(step.rsqrt(), max=float(settings["lr"]))
+        master = weight.float()
+        alpha = (master.norm(2) / master.numel() ** 0.5).clamp(min=settings["eps"][1]) * rho
+        if settings["weight_decay"]:
+            master = master * (1 - float(settings["lr"]) * settings["weight_decay"])
+        fresh, variance = _moments(gradient, state, blend, eps1)
+        change = variance.clamp_(min=eps1 * eps1).rsqrt_().mul_(gradient)
+        size = change.norm(2) / (change.numel() ** 0.5 * settings["d"])
+        master = master - change.mul_(alpha / size.clamp(min=1.0))
+        store(weight, master, finite=finite, generator=generator)
+        for name, value in {**fresh, "step": step}.items():
+            state[name].copy_(torch.where(finite, value, state[name]))
+
+
+def _moments(
+    gradient: Tensor, state: Mapping[str, Tensor], blend: Tensor, eps1: float
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The next second moment as it is kept, and as an estimate for every element."""
+    if gradient.dim() < 2:
+        variance = torch.lerp(state["variance"], gradient.square(), blend)
+        return {"variance": variance}, variance.clone()
+    row_mean = gradient.norm(dim=-1, keepdim=True).square_().div_(gradient.size(-1))
+    column_mean = gradient.norm(dim=-2, keepdim=True).square_().div_(gradient.size(-2))
+    row = torch.lerp(state["row_var"], row_mean, blend)
+    column = torch.lerp(state["col_var"], column_mean, blend)
+    estimate = row @ column
+    estimate.div_(row.mean(dim=-2, keepdim=True).clamp_(min=eps1))
+    return {"row_var": row, "col_var": column}, estimate
+
+
+def store(weight: Tensor, master: Tensor, *, finite: Tensor, generator: torch.Generator) -> None:
+    """Write a float32 value into a weight, rounded stochastically if that is bfloat16."""
+    if weight.dtype is not torch.bfloat16:
+        weight.copy_(torch.where(finite, master.to(weight.dtype), weight))
+        return
+    flat_weight, flat_master = weight.view(-1), master.reshape(-1)
+    for start in range(0, flat_weight.numel(), ROUNDING_PIECE):
+        piece = slice(start, start + ROUNDING_PIECE)
+        bits = flat_master[piece].view(torch.int32)
+        noise = torch.randint(
+            0, 1 << 16, bits.shape, generator=generator, device=bits.device, dtype=torch.int32
+        )
+        # Adding up to 65,535 to the lower half carries into the upper with the right probability.
+        # An infinity or NaN must not be carried into something else.
+        rounded = torch.where(flat_master[piece].isfinite(), bits + noise, bits) & -65536
+        value = rounded.view(torch.float32).to(torch.bfloat16)
+        flat_weight[piece].copy_(torch.where(finite, value, flat_weight[piece]))

@@ -1,0 +1,137 @@
+"""The optimizer's face to PyTorch: groups taken from it, and an object its schedulers can drive.
+
+`ServerOptimizer` is what `engine.optimizer` returns: a `torch.optim.Optimizer` with `param_groups`
+that any learning-rate scheduler can drive. The numbers of a step are read from it when the step
+begins (`settings`), so a scheduler may run while updates of the last step still wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from l2l.parameter_server.optimizer import SGD, AdamW, Optimizer, Settings
+
+_TORCH_OPTIMIZERS: Mapping[type, Callable[..., Optimizer]] = {
+    torch.optim.AdamW: AdamW,
+    torch.optim.SGD: SGD,
+}
+_NOT_ARITHMETIC = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
+
+
+def adopt(optimizer: torch.optim.Optimizer) -> tuple[Optimizer, list[dict[str, Any]]]:
+    """Our description of a torch optimizer, and its groups.
+
+    Raises:
+        ValueError: the optimizer is of a kind we do not have, has already stepped, or uses an
+            option that changes the arithmetic and is not implemented.
+    """
+    kind = type(optimizer)
+    if kind not in _TORCH_OPTIMIZERS:
+        raise ValueError(
+            f"optimizer of type {kind.__module__}.{kind.__qualname__} cannot run in the parameter "
+            "server. Expected one of l2l's optimizers, torch.optim.AdamW or torch.optim.SGD."
+        )
+    if optimizer.state:
+        raise ValueError(
+            f"the {kind.__name__} handed over has already stepped; its state would be lost. "
+            "Hand over a fresh one."
+        )
+    description = _TORCH_OPTIMIZERS[kind]()
+    known = set(description.defaults)
+    groups = []
+    for group in optimizer.param_groups:
+        odd = {
+            key: value
+            for key, value in group.items()
+            if key not in known | _NOT_ARITHMETIC | {"decoupled_weight_decay"} and value
+        }
+        if odd:
+            raise ValueError(
+                f"{kind.__name__}: the options {odd} are not implemented in the parameter server. "
+                "Leave them at torch's defaults."
+            )
+        groups.append({key: group[key] for key in (*description.defaults, "params")})
+    return description, groups
+
+
+def make_groups(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> list[dict[str, Any]]:
+    """Parameter groups by the overrides that `optimizer.groups` gives, in order of appearance.
+
+    Raises:
+        ValueError: an override names a setting the optimizer does not have.
+    """
+    groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        overrides = (optimizer.groups(name, parameter) if optimizer.groups else None) or {}
+        unknown = sorted(set(overrides) - set(optimizer.defaults))
+        if unknown:
+            raise ValueError(
+                f"groups() returned {unknown} for {name!r}; {type(optimizer).__name__} has "
+                f"{sorted(optimizer.defaults)}."
+            )
+        groups.setdefault(tuple(sorted(overrides.items())), []).append(parameter)
+    return [
+        {**optimizer.defaults, **dict(overrides), "params": parameters}
+        for overrides, parameters in groups.items()
+    ]
+
+
+@final
+class ServerOptimizer(torch.optim.Optimizer):
+    """The parameter server's optimizer as PyTorch sees it.
+
+    `engine.step` calls `step`; the update itself happens in the server. `state_dict` shows the
+    server's state as views under torch's names.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        defaults: dict[str, Any],
+        *,
+        names: Mapping[nn.Parameter, str],
+        state_of: Callable[[str], dict[str, Any]],
+    ) -> None:
+        """Wrap groups whose parameters live in the server under `names`."""
+        self._names = names
+        self._state_of = state_of
+        super().__init__(groups, defaults)
+
+    @override
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Called by `engine.step`, so that schedulers see steps in the order they expect."""
+
+    def settings(self) -> dict[str, Settings]:
+        """The numbers of every parameter's group, by name, as they are now."""
+        found: dict[str, Settings] = {}
+        for group in self.param_groups:
+            numbers = {
+                key: float(value) if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            found.update({self._names[parameter]: numbers for parameter in group["params"]})
+        return found
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self._state_of(self._names[parameter])
+                if state:
+                    self.state[parameter] = state
+        return super().state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise RuntimeError(
+            "the optimizer's state belongs to the engine's parameter server and is not loaded "
+            "through engine.optimizer."
+        )

@@ -1,0 +1,741 @@
+"""The engine as its user meets it: evaluate, predict, losses, schedulers, plan, close, failures.
+
+That a step equals plain PyTorch in float32 is in test_parity.py; here are the other promises, and
+training in bfloat16 against a reference that is written out.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from families import (
+    CLASSES,
+    FAMILIES,
+    HIDDEN,
+    IGNORED,
+    Batch,
+    Family,
+    build_gpt2,
+    build_llama,
+    causal_batch,
+    prepare,
+)
+from reference import counts, loss_of, reference_gradients, split, train_plain
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import l2l
+from l2l.engine import Engine
+
+ROWS = 8
+ADAMW = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.05}
+SINGLE = {"foreach": False, "fused": False}  # torch's plain loop over parameters
+SOME = ["llama_untied", "bert_classification", "mpnet", "hand_written"]
+
+
+def make_engine(model: nn.Module, family: Family | None = None, **settings: Any) -> Engine:
+    settings = {"precision": "float32", "device": "cpu", "kernel": "readable", **settings}
+    return Engine(model, layers=family.layers if family else None, **settings)
+
+
+def assert_same_state(found: nn.Module, expected: nn.Module) -> None:
+    """Parameters and all buffers, also those that are not in a state_dict."""
+    tensors = [
+        dict(model.named_parameters()) | dict(model.named_buffers()) for model in (found, expected)
+    ]
+    assert list(tensors[0]) == list(tensors[1])
+    unequal = [
+        name for name, tensor in tensors[0].items() if not torch.equal(tensor, tensors[1][name])
+    ]
+    assert not unequal
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluate and predict
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_evaluate_gives_the_loss_of_the_whole_batch(name: str) -> None:
+    family = FAMILIES[name]
+    batch = family.batch(ROWS)
+    with torch.no_grad():
+        expected = float(loss_of(family.build().eval(), batch))
+    for size in (ROWS, 3, 1):
+        with make_engine(family.build(), family, microbatch_size=size) as engine:
+            found = engine.evaluate(batch)
+        if size == ROWS:
+            assert found == expected
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_evaluate_leaves_dropout_out_and_training_alone() -> None:
+    def build() -> nn.Module:
+        return build_gpt2(resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
+
+    def train(*, evaluating: bool) -> nn.Module:
+        model = build()
+        with make_engine(model, optimizer=l2l.AdamW(**ADAMW), microbatch_size=3, seed=1) as engine:
+            for seed in range(2):
+                if evaluating:
+                    assert engine.evaluate(causal_batch(4)) == engine.evaluate(causal_batch(4))
+                engine.step(causal_batch(ROWS, seed))
+        return model
+
+    assert_same_state(train(evaluating=True), train(evaluating=False))
+    with make_engine(build()) as engine, torch.no_grad():
+        expected = loss_of(build().eval(), causal_batch(ROWS))
+        assert engine.evaluate(causal_batch(ROWS)) == float(expected)
+
+
+@pytest.mark.parametrize("size", [ROWS, 3], ids=["one", "three"])
+@pytest.mark.parametrize("name", ["llama_untied", "bert_classification", "vit_classification"])
+def test_predict_gives_the_outputs_of_the_model_row_by_row(name: str, size: int) -> None:
+    family = FAMILIES[name]
+    batch = {key: tensor for key, tensor in family.batch(ROWS).items() if key != "labels"}
+    plain = family.build().eval()
+    with torch.no_grad():
+        parts = [plain(**microbatch).logits for microbatch in split(batch, size)]
+        whole = plain(**batch).logits
+    with make_engine(family.build(), family, microbatch_size=size) as engine:
+        outputs = engine.predict(batch)
+    assert type(outputs) is type(plain(**batch))
+    assert torch.equal(outputs.logits, torch.cat(parts))
+    torch.testing.assert_close(outputs.logits, whole, rtol=1e-5, atol=1e-6)
+    assert not outputs.logits.requires_grad
+    assert outputs.loss is None
+
+
+def test_predict_with_labels_gives_the_loss_too() -> None:
+    family = FAMILIES["hand_written"]
+    batch = family.batch(ROWS)
+    with torch.no_grad():
+        expected = family.build().eval()(**batch)
+    with make_engine(family.build()) as engine:
+        found = engine.predict(batch)
+    assert torch.equal(found["logits"], expected["logits"])
+    assert torch.equal(found["loss"], expected["loss"])
+
+
+def test_predict_before_between_and_after_steps() -> None:
+    family = FAMILIES["llama_untied"]
+    plain, model = family.build(), family.build()
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW, **SINGLE)
+
+    def expected() -> Tensor:
+        with torch.no_grad():
+            return plain.eval()(**family.batch(3)).logits
+
+    with make_engine(model, optimizer=l2l.AdamW(**ADAMW), microbatch_size=3) as engine:
+        for seed in range(2):
+            assert torch.equal(engine.predict(family.batch(3)).logits, expected())
+            engine.step(family.batch(ROWS, seed))
+            batches = [family.batch(ROWS, seed)]
+            train_plain(plain.train(), batches, optimizer=optimizer, rule=family.rule, size=3)
+        assert torch.equal(engine.predict(family.batch(3)).logits, expected())
+    assert_same_state(model, plain)
+
+
+# --------------------------------------------------------------------------------------------------
+# Where values are stashed, and in which dtype
+
+
+def train(
+    model: nn.Module, family: Family, *, steps: int = 2, size: int = 2, **settings: Any
+) -> list[float]:
+    settings = {"optimizer": l2l.AdamW(**ADAMW), **settings}
+    with make_engine(model, family, microbatch_size=size, **settings) as engine:
+        return [engine.step(family.batch(ROWS, seed)).loss for seed in range(steps)]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_stashing_on_the_device_gives_the_same_bits(precision: str) -> None:
+    family = FAMILIES["mpnet"]
+    models = {"host": family.build(), "device": family.build()}
+    losses = [
+        train(model, family, stash=stash, precision=precision) for stash, model in models.items()
+    ]
+    assert losses[0] == losses[1]
+    assert_same_state(models["host"], models["device"])
+
+
+def rounded_half_up(master: Tensor) -> Tensor:
+    """To bfloat16, ties away from zero."""
+    upper = (master.view(torch.int32) + 0x8000) >> 16
+    return upper.to(torch.int16).view(torch.bfloat16)
+
+
+def train_bfloat16(
+    masters: nn.Module, runs: nn.Module, batches: list[Batch], *, family: Family, size: int
+) -> list[float]:
+    """Float32 masters, and a model that runs in bfloat16 with float32 buffers.
+
+    Each step: weights are the masters, rounded. Gradients of microbatches are added in float32 and
+    rounded to bfloat16 once, as they leave the device. AdamW works on the masters.
+    """
+    optimizer = torch.optim.AdamW(masters.parameters(), **ADAMW, **SINGLE)
+    for parameter in runs.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    pairs = list(zip(masters.parameters(), runs.parameters(), strict=True))
+    losses = []
+    for batch in batches:
+        sums: dict[nn.Parameter, Tensor] = {}
+        total = torch.zeros(())
+        for master, parameter in pairs:
+            parameter.data.copy_(rounded_half_up(master.data))
+        microbatches = split(batch, size)
+        numbers = [counts(family.rule, microbatch) for microbatch in microbatches]
+        for microbatch, number in zip(microbatches, numbers, strict=True):
+            runs.zero_grad()
+            share = number / sum(numbers)
+            loss = loss_of(runs, microbatch)
+            (loss * share).backward()
+            total = total + (loss.detach() * share).float()
+            for master, parameter in pairs:
+                if parameter.grad is not None:
+                    gradient = parameter.grad.float()
+                    sums[master] = sums[master] + gradient if master in sums else gradient
+        optimizer.zero_grad()
+        for master, gradient in sums.items():
+            master.grad = gradient.to(torch.bfloat16).float()
+        optimizer.step()
+        losses.append(float(total))
+    return losses
+
+
+@pytest.mark.parametrize("size", [ROWS, 3], ids=["one", "three"])
+@pytest.mark.parametrize("name", ["llama_untied", "hand_written"])
+def test_bfloat16_training_is_rounded_where_it_says_and_nowhere_else(name: str, size: int) -> None:
+    family = FAMILIES[name]
+    masters, model = family.build(), family.build()
+    batches = [family.batch(ROWS, seed) for seed in range(2)]
+    expected = train_bfloat16(masters, family.build(), batches, family=family, size=size)
+    losses = train(model, family, size=size, precision="bfloat16")
+    assert losses == expected
+    assert_same_state(model, masters)
+
+
+def test_bfloat16_keeps_the_masters_bits_that_do_not_cross_the_link() -> None:
+    """With a learning rate too small for most bfloat16 weights to move, masters still move."""
+    family = FAMILIES["llama_untied"]
+    model, before = family.build(), family.build()
+    train(model, family, precision="bfloat16", optimizer=l2l.SGD(lr=1e-4))
+    for name, layer in before.model.layers.named_parameters():
+        found = model.model.layers.get_parameter(name)
+        same = rounded_half_up(found) == rounded_half_up(layer)
+        assert same.float().mean() > 0.9, name
+        assert not torch.equal(found[same], layer[same]) or layer.dim() == 1, name
+
+
+# --------------------------------------------------------------------------------------------------
+# The user's own loss
+
+
+def summed_loss(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Sum over labels, and how many there are."""
+    logits, labels = outputs["logits"][:, :-1], batch["labels"][:, 1:]
+    loss = nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return loss, (labels != IGNORED).sum()
+
+
+def row_loss(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+    """A mean over rows that has nothing to do with the model's own loss."""
+    return (outputs["logits"].flatten(1).square().mean(dim=1) * (1 + batch["labels"])).mean()
+
+
+def gradients_with(loss: Any, family: Family, size: int) -> tuple[Any, dict[str, Tensor]]:
+    recorder = l2l.RecordGradients()
+    with make_engine(
+        family.build(), family, loss=loss, optimizer=recorder, microbatch_size=size
+    ) as engine:
+        report = engine.step(family.batch(ROWS))
+    return report, recorder.gradients
+
+
+def assert_close_gradients(found: dict[str, Tensor], model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        difference = (found[name] - parameter.grad).abs().max()
+        assert difference <= 1e-6 * max(1.0, float(parameter.grad.abs().max())), name
+
+
+@pytest.mark.parametrize("size", [ROWS, 3, 1], ids=["one", "three", "eight"])
+def test_a_loss_given_as_sum_and_weight_is_that_of_the_whole_batch(size: int) -> None:
+    family = FAMILIES["llama_untied"]
+    batch = family.batch(ROWS)
+    plain = family.build()
+    total, weight = summed_loss(plain(**batch), batch)
+    (total / weight).backward()
+    report, found = gradients_with(summed_loss, family, size)
+    assert report.loss == pytest.approx((total / weight).item(), rel=1e-6)
+    assert_close_gradients(found, plain)
+    norm = torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm()
+    assert report.gradient_norm == pytest.approx(float(norm), rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [ROWS, 3, 1], ids=["one", "three", "eight"])
+def test_a_loss_given_as_a_number_is_a_mean_over_rows(size: int) -> None:
+    family = FAMILIES["bert_classification"]
+    batch = family.batch(ROWS)
+    plain = family.build()
+    loss = row_loss(plain(**batch), batch)
+    loss.backward()
+    report, found = gradients_with(row_loss, family, size)
+    assert report.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert_close_gradients(found, plain)
+
+
+def test_the_users_loss_is_what_evaluate_gives() -> None:
+    family = FAMILIES["llama_untied"]
+    batch = family.batch(ROWS)
+    with torch.no_grad():
+        total, weight = summed_loss(family.build().eval()(**batch), batch)
+    for size in (ROWS, 3):
+        with make_engine(family.build(), loss=summed_loss, microbatch_size=size) as engine:
+            assert engine.evaluate(batch) == pytest.approx((total / weight).item(), rel=1e-6)
+
+
+def test_the_norm_in_the_report_is_that_of_all_gradients() -> None:
+    family = FAMILIES["hand_written"]
+    microbatches = split(family.batch(ROWS), 3)
+    numbers = [counts(family.rule, microbatch) for microbatch in microbatches]
+    _, gradients = reference_gradients(family.build(), microbatches, numbers)
+    norms = [gradient.norm() for gradient in gradients.values() if gradient is not None]
+    with make_engine(family.build(), family, microbatch_size=3) as engine:
+        report = engine.step(family.batch(ROWS))
+        assert report.gradient_norm == pytest.approx(float(torch.stack(norms).norm()), rel=1e-5)
+        assert report.num_tokens == family.batch(ROWS)["ids"].numel()
+        assert not report.skipped
+        assert "loss=" in repr(report)
+
+
+# --------------------------------------------------------------------------------------------------
+# The optimizer as PyTorch sees it
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=4),
+    "one_cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=6),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_of_torch_drive_the_engine(name: str) -> None:
+    """Learning rate, and with one cycle also betas; warnings would be errors here."""
+    family = FAMILIES["bert_classification"]
+    plain, model = family.build(), family.build()
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW, **SINGLE)
+    scheduler = SCHEDULERS[name](optimizer)
+    expected, rates = [], []
+    for seed in range(4):
+        batches = [family.batch(ROWS, seed)]
+        expected += train_plain(plain, batches, optimizer=optimizer, rule="rows", size=3)
+        rates.append(scheduler.get_last_lr())
+        scheduler.step()
+    assert rates[0] != rates[1]
+
+    with (
+        warnings.catch_warnings(),
+        make_engine(model, family, optimizer=l2l.AdamW(**ADAMW), microbatch_size=3) as engine,
+    ):
+        warnings.simplefilter("error")
+        scheduler = SCHEDULERS[name](engine.optimizer)
+        losses, found_rates = [], []
+        for seed in range(4):
+            losses.append(engine.step(family.batch(ROWS, seed)))
+            found_rates.append(scheduler.get_last_lr())
+            scheduler.step()
+        losses = [report.loss for report in losses]
+    assert found_rates == rates
+    assert losses == expected
+    assert_same_state(model, plain)
+
+
+def test_the_state_of_the_optimizer_has_the_names_and_bits_of_torch() -> None:
+    family = FAMILIES["hand_written"]
+    plain, model = family.build(), family.build()
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW, **SINGLE)
+    batches = [family.batch(ROWS, seed) for seed in range(2)]
+    train_plain(plain, batches, optimizer=optimizer, rule=family.rule, size=3)
+    with make_engine(model, optimizer=l2l.AdamW(**ADAMW), microbatch_size=3) as engine:
+        assert engine.optimizer.state_dict()["state"] == {}
+        for batch in batches:
+            engine.step(batch)
+        found = engine.optimizer.state_dict()
+        expected = optimizer.state_dict()
+        assert found["state"].keys() == expected["state"].keys()
+        for key, state in expected["state"].items():
+            assert found["state"][key].keys() == state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+            for name, tensor in state.items():
+                assert torch.equal(found["state"][key][name], tensor), name
+        group = found["param_groups"][0]
+        assert {key: group[key] for key in ADAMW} == ADAMW
+        assert group["params"] == expected["param_groups"][0]["params"]
+
+
+def test_an_optimizer_is_made_when_none_is_given() -> None:
+    family = FAMILIES["bert_classification"]
+    plain, model = family.build(), family.build()
+    optimizer = torch.optim.AdamW(plain.parameters(), **SINGLE)
+    train_plain(plain, [family.batch(ROWS)], optimizer=optimizer, rule="rows", size=ROWS)
+    train(model, family, steps=1, size=ROWS, optimizer=None)
+    assert_same_state(model, plain)
+
+
+# --------------------------------------------------------------------------------------------------
+# The plan, and memory
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_plan_is_a_ledger_that_sums_up(precision: str) -> None:
+    family = FAMILIES["llama_untied"]
+    with make_engine(family.build(), precision=precision, microbatch_size=2) as engine:
+        engine.step(family.batch(ROWS))
+        plan = engine.plan
+    numel = sum(parameter.numel() for parameter in family.build().parameters())
+    for place in ("device", "host"):
+        lines = [line.nbytes for line in plan.ledger if line.place == place]
+        assert plan.total_bytes(place) == sum(lines) > 0
+        assert min(lines) >= 0
+    by_purpose = {(line.place, line.purpose): line.nbytes for line in plan.ledger}
+    assert len(by_purpose) == len(plan.ledger)
+    masters = by_purpose["host", "weights"] + by_purpose.get(("host", "remainders"), 0)
+    assert 4 * numel <= masters <= 4 * numel * 1.5  # padding weighs much in a tiny model
+    for moment in ("exp_avg", "exp_avg_sq"):
+        assert 4 * numel <= by_purpose["host", moment] <= 4 * numel * 1.5
+    for purpose in ("weight slots", "gradient slots", "boundary cells"):
+        assert by_purpose["device", purpose] > 0
+    assert by_purpose["host", "stash"] > 0
+
+
+def test_the_plan_prints_every_line_and_choice() -> None:
+    family = FAMILIES["llama_untied"]
+    with make_engine(family.build(), microbatch_size=2, stash="device") as engine:
+        before = str(engine.plan)
+        engine.step(family.batch(ROWS))
+        plan = engine.plan
+    assert "loss averages over" in before
+    text = str(plan)
+    for line in plan.ledger:
+        assert line.purpose in text
+    for name, value in plan.choices:
+        assert name in text
+        assert value in text
+    choices = dict(plan.choices)
+    assert choices["layers"] == "model.layers, 3 of them"
+    assert choices["precision"] == "float32"
+    assert choices["stash"] == "device"
+    assert choices["microbatch"] == "2 rows"
+    assert "labels that are not ignored" in choices["loss averages over"]
+
+
+def peak(*, num_layers: int = 4, num_microbatches: int = 8, stash: str = "host") -> int:
+    """Most device memory that the second step of training takes."""
+    model = build_llama(num_hidden_layers=num_layers)
+    batch = causal_batch(2 * num_microbatches)
+    with make_engine(model, microbatch_size=2, stash=stash) as engine:
+        engine.step(batch)
+        engine.device.reset_peak()
+        engine.step(batch)
+        return engine.device.peak_bytes()
+
+
+def test_device_memory_is_constant_in_the_number_of_layers() -> None:
+    peaks = [peak(num_layers=number) for number in (4, 8, 16)]
+    assert max(peaks) <= 1.01 * min(peaks), peaks
+
+
+def test_device_memory_is_constant_in_the_number_of_microbatches() -> None:
+    peaks = [peak(num_microbatches=number) for number in (2, 8, 32)]
+    assert max(peaks) <= 1.01 * min(peaks), peaks
+
+
+def test_a_stash_on_the_device_is_counted_there() -> None:
+    assert peak(stash="device") > 1.1 * peak()
+    assert peak(stash="device", num_layers=8) > 1.1 * peak(stash="device")
+
+
+# --------------------------------------------------------------------------------------------------
+# Open and close
+
+
+def test_a_closed_engine_leaves_an_ordinary_module() -> None:
+    family = FAMILIES["llama_untied"]
+    model = family.build()
+    model.model.layers[0].requires_grad_(False)
+    parameters = dict(model.named_parameters())
+    required = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    modules = list(model.modules())
+    hooks = [dict(module._forward_hooks) for module in modules]
+    train(model, family)
+
+    assert list(model.modules()) == modules
+    assert [dict(module._forward_hooks) for module in modules] == hooks
+    assert "forward" not in vars(model)
+    found = dict(model.named_parameters())
+    assert list(found) == list(parameters)
+    for name, parameter in parameters.items():
+        assert found[name] is parameter
+        assert parameter.requires_grad == required[name]
+        assert parameter.dtype is torch.float32
+        assert parameter.is_contiguous()
+        assert parameter.isfinite().all()
+        assert parameter.untyped_storage().nbytes() == 4 * parameter.numel()
+    loss_of(model, family.batch(2)).backward()
+    assert all((p.grad is not None) == p.requires_grad for p in parameters.values())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_model_in_bfloat16_is_one_again_when_closed(precision: str) -> None:
+    family = FAMILIES["llama_untied"]
+    model = family.build().to(torch.bfloat16)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    train(model, family, precision=precision)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype is torch.bfloat16
+        assert not torch.equal(parameter, before[name])
+
+
+def test_closing_without_a_step_changes_nothing() -> None:
+    for precision in ("float32", "bfloat16"):
+        model = FAMILIES["batchnorm"].build()
+        make_engine(model, precision=precision).close()
+        assert_same_state(model, FAMILIES["batchnorm"].build())
+
+
+def test_parameters_are_hollow_while_the_engine_is_open() -> None:
+    family = FAMILIES["llama_untied"]
+    model = family.build()
+    with make_engine(model) as engine:
+        engine.step(family.batch(2))
+        for parameter in model.parameters():
+            assert parameter.isnan().all()
+            assert parameter.untyped_storage().nbytes() == 4
+            assert parameter.shape.numel() > 1
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_model_can_have_one_engine_after_another() -> None:
+    family = FAMILIES["bert_classification"]
+    model, plain = family.build(), family.build()
+    for _ in range(2):
+        train(model, family, steps=1)
+        train(plain, family, steps=1)
+    assert_same_state(model, plain)
+
+
+def test_a_closed_engine_refuses_and_closes_again_quietly() -> None:
+    family = FAMILIES["bert_classification"]
+    engine = make_engine(family.build())
+    with engine as same:
+        assert same is engine
+    engine.close()
+    for method in (engine.step, engine.evaluate, engine.predict):
+        with pytest.raises(RuntimeError, match="closed"):
+            method(family.batch(2))
+
+
+def test_leaving_the_context_by_an_error_gives_the_weights_back() -> None:
+    family = FAMILIES["bert_classification"]
+    model = family.build()
+
+    def fail() -> None:
+        with make_engine(model):
+            raise KeyError("from the user's own code")
+
+    with pytest.raises(KeyError, match="own code"):
+        fail()
+    assert_same_state(model, family.build())
+
+
+class NormsAround(nn.Module):
+    """Batch norms before and after the layers: buffers that change outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.BatchNorm1d(HIDDEN)
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.after = nn.BatchNorm1d(HIDDEN)
+        self.head = nn.Linear(HIDDEN, CLASSES)
+        self.register_buffer("constant", torch.rand(HIDDEN), persistent=False)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.before(inputs.mean(dim=1)) * self.constant
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(self.after(hidden))
+        return {"loss": nn.functional.cross_entropy(logits, labels)}
+
+
+def own_loss(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+    return outputs["loss"]
+
+
+@pytest.mark.parametrize("loss", [None, own_loss], ids=["of_the_model", "of_the_user"])
+@pytest.mark.parametrize("size", [ROWS, 4], ids=["one", "two"])
+def test_buffers_around_the_layers_are_those_of_plain_training(size: int, loss: Any) -> None:
+    plain, model = prepare(NormsAround), prepare(NormsAround)
+    batches = [FAMILIES["batchnorm"].batch(ROWS, seed) for seed in range(3)]
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW, **SINGLE)
+    expected = train_plain(plain, batches, optimizer=optimizer, rule="rows", size=size)
+    settings = {"optimizer": l2l.AdamW(**ADAMW), "microbatch_size": size, "loss": loss}
+    with make_engine(model, **settings) as engine:
+        losses = [engine.step(batch).loss for batch in batches]
+        evaluated = engine.evaluate(batches[0])
+    assert losses == expected
+    assert_same_state(model, plain)
+    with torch.no_grad():
+        found = loss_of(plain.eval(), batches[0])
+    assert evaluated == pytest.approx(float(found), rel=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------
+# Failures
+
+
+class FailingLoss:
+    """The mean over rows; fails at one of its calls after `arm`."""
+
+    def __init__(self) -> None:
+        self.remaining: int | None = None
+
+    def arm(self, calls: int) -> None:
+        self.remaining = calls
+
+    def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+        if self.remaining is not None:
+            self.remaining -= 1
+            if self.remaining == 0:
+                self.remaining = None
+                raise ArithmeticError("the loss cannot be")
+        return nn.functional.cross_entropy(outputs["logits"], batch["labels"])
+
+
+@pytest.mark.parametrize("calls", [1, 2, 4])
+def test_a_loss_that_fails_leaves_the_weights_and_the_engine_usable(calls: int) -> None:
+    family = FAMILIES["bert_classification"]
+    plain, model = family.build(), family.build()
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW, **SINGLE)
+    batches = [family.batch(ROWS, seed) for seed in (0, 1)]
+    expected = train_plain(plain, batches, optimizer=optimizer, rule="rows", size=2)
+
+    loss = FailingLoss()
+    settings = {"optimizer": l2l.AdamW(**ADAMW), "microbatch_size": 2, "loss": loss}
+    with make_engine(model, family, **settings) as engine:
+        first = engine.step(batches[0])
+        loss.arm(calls)
+        with pytest.raises(ArithmeticError, match="cannot be"):
+            engine.step(family.batch(ROWS, 5))
+        second = engine.step(batches[1])
+        assert [first.loss, second.loss] == expected
+    assert_same_state(model, plain)
+
+
+def test_a_report_can_be_read_after_a_later_step_failed() -> None:
+    family = FAMILIES["bert_classification"]
+    loss = FailingLoss()
+    with make_engine(family.build(), family, microbatch_size=2, loss=loss) as engine:
+        report = engine.step(family.batch(ROWS))
+        loss.arm(2)
+        with pytest.raises(ArithmeticError, match="cannot be"):
+            engine.step(family.batch(ROWS))
+        assert report.loss > 0
+        assert report.gradient_norm > 0
+
+
+def test_a_loss_that_fails_in_an_evaluation_leaves_the_engine_usable() -> None:
+    family = FAMILIES["bert_classification"]
+    loss = FailingLoss()
+    with make_engine(family.build(), family, microbatch_size=2, loss=loss) as engine:
+        expected = engine.evaluate(family.batch(ROWS))
+        loss.arm(3)
+        with pytest.raises(ArithmeticError, match="cannot be"):
+            engine.evaluate(family.batch(ROWS))
+        assert engine.evaluate(family.batch(ROWS)) == expected
+
+
+class FailingLayer(nn.Module):
+    """Its backward pass fails when `failing` has its number."""
+
+    def __init__(self, number: int, failing: set[int]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.number = number
+        self.failing = failing
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.linear(hidden)
+        if self.number in self.failing and torch.is_grad_enabled():
+            raise ArithmeticError("no backward pass")
+        return hidden
+
+
+class FailingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.failing: set[int] = set()
+        self.layers = nn.ModuleList(FailingLayer(number, self.failing) for number in range(4))
+        self.head = nn.Linear(HIDDEN, CLASSES)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = inputs
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(hidden.mean(dim=1))
+        return {"loss": nn.functional.cross_entropy(logits, labels)}
+
+
+def test_an_engine_that_failed_between_updates_says_so() -> None:
+    """When layer 0 fails, layers above it have been updated already."""
+    model = FailingModel()
+    batch = FAMILIES["sequential"].batch(4)
+    engine = make_engine(model, microbatch_size=2)
+    engine.step(batch)
+    model.failing.add(0)
+    with pytest.raises(ArithmeticError, match="no backward pass"):
+        engine.step(batch)
+    with pytest.raises(RuntimeError, match="weights are of two steps"):
+        engine.step(batch)
+    engine.close()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_step_whose_loss_is_not_finite_is_skipped() -> None:
+    family = FAMILIES["sequential"]
+    model, plain = family.build(), family.build()
+    bad = family.batch(ROWS)
+    bad["inputs"][5] = torch.inf
+    good = family.batch(ROWS, 1)
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW, **SINGLE)
+    expected = train_plain(plain, [good], optimizer=optimizer, rule="rows", size=3)
+    with make_engine(model, optimizer=l2l.AdamW(**ADAMW), microbatch_size=3) as engine:
+        report = engine.step(bad)
+        assert report.skipped
+        found = engine.step(good)
+        assert [found.loss] == expected
+        assert not found.skipped
+    assert_same_state(model, plain)
+
+
+def test_a_batch_is_left_as_it_was() -> None:
+    family = FAMILIES["llama_untied"]
+    batch = family.batch(ROWS)
+    with make_engine(family.build(), microbatch_size=3) as engine:
+        engine.step(batch)
+        engine.evaluate(batch)
+        engine.predict(batch)
+    for key, tensor in family.batch(ROWS).items():
+        assert torch.equal(batch[key], tensor)
+
+
+def test_the_callers_random_numbers_are_left_alone() -> None:
+    family = FAMILIES["gpt2"]
+    with make_engine(build_gpt2(resid_pdrop=0.3), microbatch_size=3) as engine:
+        torch.manual_seed(3)
+        expected = torch.rand(4)
+        torch.manual_seed(3)
+        engine.step(family.batch(ROWS))
+        engine.evaluate(family.batch(ROWS))
+        assert torch.equal(torch.rand(4), expected)

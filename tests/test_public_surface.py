@@ -1,0 +1,136 @@
+"""The names users meet, frozen: whoever changes them changes this file, and says so."""
+
+import dataclasses
+import inspect
+
+import l2l
+from l2l.schedule import VERBS, Lane
+
+
+def test_public_names() -> None:
+    assert sorted(l2l.__all__) == [
+        "Adafactor",
+        "AdamW",
+        "Engine",
+        "Lion",
+        "RecordGradients",
+        "SGD",
+        "StepReport",
+    ]
+    for name in l2l.__all__:
+        assert getattr(l2l, name).__doc__, name
+
+
+def public_members(kind: type) -> list[str]:
+    return sorted(name for name in vars(kind) if not name.startswith("_"))
+
+
+def test_members_of_the_engine() -> None:
+    assert public_members(l2l.Engine) == [
+        "close",
+        "device",
+        "evaluate",
+        "plan",
+        "predict",
+        "step",
+    ]
+
+
+def test_arguments_of_the_engine() -> None:
+    parameters = inspect.signature(l2l.Engine).parameters
+    assert {name: parameter.default for name, parameter in parameters.items()} == {
+        "model": inspect.Parameter.empty,
+        "optimizer": None,
+        "loss": None,
+        "device": None,
+        "host_memory": None,
+        "microbatch_size": None,
+        "precision": "bfloat16",
+        "clip_norm": None,
+        "layers": None,
+        "stash": "host",
+        "update": None,
+        "kernel": "native",
+        "seed": None,
+    }
+    positional = [name for name, one in parameters.items() if one.kind is not one.KEYWORD_ONLY]
+    assert positional == ["model"]
+
+
+def test_arguments_of_its_methods() -> None:
+    for method in (l2l.Engine.step, l2l.Engine.evaluate, l2l.Engine.predict):
+        assert list(inspect.signature(method).parameters) == ["self", "batch"]
+
+
+def test_members_of_a_report() -> None:
+    assert public_members(l2l.StepReport) == [
+        "gradient_norm",
+        "loss",
+        "loss_scale",
+        "num_tokens",
+        "skipped",
+    ]
+
+
+def fields(description: type) -> dict[str, object]:
+    return {field.name: field.default for field in dataclasses.fields(description)}
+
+
+def test_optimizers_have_the_settings_and_defaults_of_torch() -> None:
+    assert fields(l2l.AdamW) == {
+        "groups": None,
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 1e-2,
+        "moments": "float32",
+    }
+    assert fields(l2l.Lion) == {
+        "groups": None,
+        "lr": 1e-4,
+        "betas": (0.9, 0.99),
+        "weight_decay": 0.0,
+    }
+    assert fields(l2l.Adafactor) == {
+        "groups": None,
+        "lr": 1e-2,
+        "beta2_decay": -0.8,
+        "eps": (None, 1e-3),
+        "d": 1.0,
+        "weight_decay": 0.0,
+    }
+    assert fields(l2l.SGD) == {
+        "groups": None,
+        "lr": 1e-3,
+        "momentum": 0.0,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+    }
+    assert set(fields(l2l.RecordGradients)) == {"groups", "gradients"}
+
+
+def test_verbs_and_operands_of_a_schedule() -> None:
+    assert {name: " ".join(verb.operands) for name, verb in VERBS.items()} == {
+        "fetch": "LO S>",
+        "release": "LO S>",
+        "prologue": "m R> C>",
+        "forward": "L m S< R< C< C>",
+        "score": "m C<",
+        "epilogue": "m C< C>",
+        "backward": "L m S< G> R< C< C< C>",
+        "regress": "m C<",
+        "report": "",
+        "drain": "LO G< H>",
+        "update": "LO H<",
+        "settle": "LO H<",
+        "revise": "LO S> G<",
+        "return": "LO S>",
+        "stash": "rhg m CR<",
+        "unstash": "rhg m CR>",
+    }
+
+
+def test_lanes_of_a_schedule() -> None:
+    lanes = ["compute", "fetch", "drain", "stash", "unstash", "update"]
+    assert [lane.value for lane in Lane] == lanes
