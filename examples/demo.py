@@ -28,45 +28,45 @@ import l2l
 from l2l.device import plain_peak_bytes
 from l2l.planner import format_bytes
 
-HIDDEN, HEADS, LAYERS, LENGTH = 192, 6, 8, 128
-ROWS, MICROBATCH = 16, 4
+LENGTH, ROWS, MICROBATCH = 128, 16, 4
 
 
 class Layer(nn.Module):
     """A transformer layer: causal attention, then a perceptron."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int, heads: int) -> None:
         """Make the layer with torch's own initialisation."""
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.query_key_value = nn.Linear(HIDDEN, 3 * HIDDEN)
-        self.output = nn.Linear(HIDDEN, HIDDEN)
-        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.query_key_value = nn.Linear(hidden, 3 * hidden)
+        self.output = nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[rows, length, hidden] in and out."""
         rows, length, _ = hidden.shape
         projected = self.query_key_value(self.norm1(hidden))
         query, key, value = (
-            part.view(rows, length, HEADS, -1).transpose(1, 2)
+            part.view(rows, length, self.heads, -1).transpose(1, 2)
             for part in projected.chunk(3, dim=-1)
         )
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.output(attended.transpose(1, 2).reshape(rows, length, HIDDEN))
+        hidden = hidden + self.output(attended.transpose(1, 2).reshape(rows, length, -1))
         return hidden + self.down(F.gelu(self.up(self.norm2(hidden))))
 
 
 class ByteModel(nn.Module):
     """A language model over bytes: nothing in it knows about the relay."""
 
-    def __init__(self) -> None:
-        """Make a model of `LAYERS` layers."""
+    def __init__(self, *, hidden: int = 192, heads: int = 6, layers: int = 8) -> None:
+        """Make a model for texts of `LENGTH` bytes."""
         super().__init__()
-        self.bytes = nn.Embedding(256, HIDDEN)
-        self.positions = nn.Embedding(LENGTH, HIDDEN)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.head = nn.Linear(HIDDEN, 256, bias=False)
+        self.bytes = nn.Embedding(256, hidden)
+        self.positions = nn.Embedding(LENGTH, hidden)
+        self.layers = nn.ModuleList(Layer(hidden, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, 256, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         """Logits, and the mean loss over the labels if they are given."""
@@ -76,7 +76,10 @@ class ByteModel(nn.Module):
         logits = self.head(self.norm(hidden))
         if labels is None:
             return {"logits": logits}
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+        return {
+            "loss": F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()),
+            "logits": logits,
+        }
 
     @torch.no_grad()
     def write(self, start: str, num_bytes: int) -> str:
@@ -100,14 +103,14 @@ def standard_library_text(limit_bytes: int = 4 << 20) -> bytes:
     return bytes(text)
 
 
-def batches(text: bytes, *, seed: int) -> Iterator[dict[str, Tensor]]:
+def batches(text: bytes, *, seed: int, rows: int = ROWS) -> Iterator[dict[str, Tensor]]:
     """Random windows of the text, for ever."""
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed)
     while True:
-        starts = torch.randint(len(data) - LENGTH - 1, (ROWS,), generator=generator).tolist()
-        rows = torch.stack([data[start : start + LENGTH + 1] for start in starts])
-        yield {"ids": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+        starts = torch.randint(len(data) - LENGTH - 1, (rows,), generator=generator).tolist()
+        windows = torch.stack([data[start : start + LENGTH + 1] for start in starts])
+        yield {"ids": windows[:, :-1].contiguous(), "labels": windows[:, 1:].contiguous()}
 
 
 def plain_step(

@@ -28,6 +28,7 @@ import ctypes
 import mmap
 import queue
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -42,10 +43,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from l2l.schedule import Lane
+from l2l.trace import Span, Trace
 
 Work = Callable[[], object]
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
+COPIES_AHEAD = 16
+WAITING = "wait"  # what the worker thread does between updates
 
 
 class Event(ABC):
@@ -118,6 +122,10 @@ class Device(ABC):
     def close(self) -> None:
         """Finish all work and give back threads and host memory."""
 
+    @abstractmethod
+    def tracing(self) -> contextlib.AbstractContextManager[Trace]:
+        """Collect a span for every action inside the block; they are there when it ends."""
+
     @contextlib.contextmanager
     def private_random_state(self) -> Iterator[None]:
         """Leave the caller's random generators as they were."""
@@ -134,7 +142,8 @@ def anonymous_pages(nbytes: int) -> tuple[Tensor, mmap.mmap | None]:
     """Zeros in fresh pages, huge ones where that pays, written by all cores at once."""
     if nbytes < PAGE_BYTES:
         return torch.zeros(nbytes, dtype=torch.uint8), None
-    pages = mmap.mmap(-1, nbytes)
+    # Private: shared anonymous memory is a file to the kernel, and gets no huge pages.
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes >= HUGE_PAGE_BYTES:
         pages.madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
@@ -175,6 +184,7 @@ class Worker:
         self._num_events = 0
         self._queue: queue.SimpleQueue[tuple[str, Work] | WorkerEvent | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
+        self.times: list[tuple[str, float, float]] | None = None  # of each work, while tracing
         self._thread = threading.Thread(target=self._run, name="l2l-update", daemon=True)
         self._thread.start()
 
@@ -207,11 +217,13 @@ class Worker:
                     self._on_event(item.number)
             elif self._failure is None:
                 text, work = item
+                start = time.perf_counter()
                 try:
-                    with torch.profiler.record_function(text):
-                        work()
+                    work()
                 except BaseException as failure:  # handed to the waiting thread
                     self._failure = failure
+                if self.times is not None:
+                    self.times.append((text, start, time.perf_counter()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -295,14 +307,40 @@ class CudaDevice(Device):
         }
         self._streams[Lane.COMPUTE] = torch.cuda.current_stream(self.torch_device)
         self._host_buffers: list[tuple[int, mmap.mmap]] = []
+        self._marks: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] | None = None
 
     @override
     def submit(self, lane: Lane, text: str, work: Work) -> None:
         if lane is Lane.UPDATE:
             self._worker.submit(text, work)
             return
-        with torch.cuda.stream(self._streams[lane]), torch.profiler.record_function(text):
+        stream = self._streams[lane]
+        with torch.cuda.stream(stream), torch.profiler.record_function(text):
+            if self._marks is None:
+                work()
+                return
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record(stream)
             work()
+            end.record(stream)
+            self._marks.append((lane, text, start, end))
+
+    @override
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[Trace]:
+        trace = Trace()
+        torch.cuda.synchronize(self.torch_device)
+        origin, began = torch.cuda.Event(enable_timing=True), time.perf_counter()
+        origin.record(self._streams[Lane.COMPUTE])
+        self._marks, self._worker.times = [], []
+        yield trace
+        torch.cuda.synchronize(self.torch_device)
+        self._worker.record().synchronize()
+        for lane, text, start, end in self._marks:
+            times = (origin.elapsed_time(event) / 1e3 for event in (start, end))
+            trace.spans.append(Span(lane.value, text, *times))
+        trace.spans += _worker_spans(self._worker.times, began)
+        self._marks, self._worker.times = None, None
 
     @override
     def record(self, lane: Lane) -> Event:
@@ -315,7 +353,7 @@ class CudaDevice(Device):
     @override
     def wait(self, lane: Lane, event: Event) -> None:
         if lane is Lane.UPDATE:
-            self._worker.submit("wait", event.synchronize)
+            self._worker.submit(WAITING, event.synchronize)
         elif isinstance(event, CudaEvent):
             self._streams[lane].wait_event(event.event)
         else:
@@ -442,10 +480,13 @@ class CheckingDevice(Device):
         self._queues = {lane: _Queue() for lane in Lane}
         self._worker = Worker() if first is None else None
         self._worker_events: dict[int, WorkerEvent] = {}
+        self._trace: tuple[Trace, float] | None = None
         self._reserved = ByteCount()
 
     @override
     def submit(self, lane: Lane, text: str, work: Work) -> None:
+        if self._trace is not None:
+            work = partial(_timed, work, Lane(lane).value, text, *self._trace)
         self._queues[lane].append(work)
         if self._first is None and lane in (Lane.COMPUTE, Lane.UPDATE):
             self._advance(lane, self._queues[lane].num_submitted)
@@ -494,6 +535,14 @@ class CheckingDevice(Device):
                 work()
         else:
             work()
+
+    @override
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[Trace]:
+        self._trace = (Trace(), time.perf_counter())
+        yield self._trace[0]
+        self.run_to(QueuedEvent(self, Lane.UPDATE, self._queues[Lane.UPDATE].num_submitted))
+        self._trace = None
 
     @override
     def begin(self) -> None:
@@ -556,6 +605,20 @@ class CheckingDevice(Device):
             self._advance(lane, self._queues[lane].num_submitted)
         if self._worker is not None:
             self._worker.close()
+
+
+def _timed(work: Work, lane: str, text: str, trace: Trace, began: float) -> None:
+    start = time.perf_counter()
+    work()
+    trace.spans.append(Span(lane, text, start - began, time.perf_counter() - began))
+
+
+def _worker_spans(times: list[tuple[str, float, float]], began: float) -> list[Span]:
+    return [
+        Span(Lane.UPDATE.value, text, start - began, end - began)
+        for text, start, end in times
+        if text != WAITING
+    ]
 
 
 @final
@@ -622,13 +685,17 @@ def busy_link(nbytes: int = 256 << 20) -> Iterator[bool]:
     stop = threading.Event()
 
     def copy() -> None:
+        # Many copies are queued ahead, so that the link stays busy while this thread cannot run.
+        queued: deque[Event] = deque()
         while not stop.is_set():
             for lane, inwards in lanes.items():
                 host, on_device = buffers[lane]
                 target, source = (on_device, host) if inwards else (host, on_device)
-                device.submit(lane, "copy", partial(target.copy_, source, non_blocking=True))
-            for lane in lanes:
-                device.record(lane).synchronize()
+                for _ in range(COPIES_AHEAD):
+                    device.submit(lane, "copy", partial(target.copy_, source, non_blocking=True))
+                queued.append(device.record(lane))
+            while len(queued) > 2 * len(lanes):
+                queued.popleft().synchronize()
 
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()

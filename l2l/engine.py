@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ from l2l.relay import Relay, Scaler, Step
 from l2l.report import StepReport
 from l2l.schedule import OUTER, Lane, Schedule, Shape, make_schedule
 from l2l.stash import Stash, parse_policy
+from l2l.trace import Trace
 from l2l.transfer import Transfer
 
 NUM_STAGING = 4
@@ -217,6 +219,10 @@ class Engine:
     def device(self) -> Device:
         """The device the layers run on, for memory measurements."""
         return self._device
+
+    def trace(self) -> contextlib.AbstractContextManager[Trace]:
+        """Collect spans of what runs inside the block, with the schedule's text; see `Trace`."""
+        return self._device.tracing()
 
     def close(self) -> None:
         """Move the weights back into the model, which is an ordinary nn.Module again."""

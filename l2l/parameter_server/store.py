@@ -35,7 +35,7 @@ from l2l.device import Device, Event
 from l2l.host_memory import Arena
 from l2l.layout import ALIGNMENT_ELEMENTS, FlatLayout
 from l2l.parameter_server.adafactor import Adafactor
-from l2l.parameter_server.host_kernel import HostKernel
+from l2l.parameter_server.host_kernel import HostKernel, SplitWeight
 from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind, Update
 from l2l.precision import PrecisionPolicy, join_master, split_master
 
@@ -258,12 +258,20 @@ class ParameterServer:
         """Overwrite a parameter's value."""
         unit = self._unit_of[owner]
         weight, companion = unit.weight_of(owner), unit.companion_of(owner)
-        if companion is not None and weight.dtype is torch.bfloat16:
-            split_master(value.to(torch.float32).cpu(), weight, companion)
-            return
-        weight.copy_(value)
-        if companion is not None:
+        if companion is None:
+            weight.copy_(value)
+        elif weight.dtype is not torch.bfloat16:
+            weight.copy_(value)
             companion.copy_(value)
+        elif value.dtype is torch.bfloat16:
+            weight.copy_(value)
+            companion.zero_()
+        elif self._kernel is None:
+            split_master(value.to(torch.float32).cpu(), weight, companion)
+        else:
+            halves = SplitWeight(weight=weight.view(-1), remainder=companion.view(-1))
+            master = value.to(torch.float32).cpu().reshape(-1)
+            self._kernel.split(master, weight=halves, num_threads=torch.get_num_threads())
 
     def state_of(self, owner: str) -> dict[str, Any]:
         """A parameter's optimizer state as views, torch's names; empty before its first step."""
