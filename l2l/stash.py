@@ -15,6 +15,10 @@ memory (constant device memory, the default), or `"device"`.
 [Note: strides] A tensor keeps the order of its dimensions in memory: kernels may add up in another
 order for a transposed tensor, and then a step would not equal plain PyTorch bit by bit.
 
+[Note: one place] The gradient g2 is written by the very pass that is the last to read the hidden
+state h2, so it can have h2's memory outside the cells: the stash of g2 waits for that pass, and that
+pass waited for h2 to arrive. Half the stash is saved.
+
 Cells take the size of the largest value seen and keep it. Memory outside the cells is pooled by
 size and reused from step to step, so a steady state allocates nothing.
 """
@@ -106,7 +110,7 @@ class Stash:
         """Copy a value out of its cell; the stash lane does this."""
         nbytes = self._forms[value].layout.nbytes
         if value not in self._kept:
-            self._kept[value] = self._take(nbytes)
+            self._kept[value] = self._memory_for(value, nbytes)
         self._kept[value][:nbytes].copy_(self._cells[cell][:nbytes], non_blocking=True)
 
     def unstash(self, value: str, cell: str) -> None:
@@ -148,6 +152,14 @@ class Stash:
                 self._outgrown.append(held)  # a lane may still read it; it ends with the step
             self._cells[cell] = self._device.empty(nbytes)
         return self._cells[cell]
+
+    def _memory_for(self, value: str, nbytes: int) -> Tensor:
+        """Memory for a value; a gradient takes that of its hidden state ([Note: one place])."""
+        if value.startswith("g"):
+            hidden = self._kept.get("h" + value[1:])
+            if hidden is not None and hidden.numel() >= nbytes:
+                return self._kept.pop("h" + value[1:])
+        return self._take(nbytes)
 
     def _take(self, nbytes: int) -> Tensor:
         size = round_up(max(nbytes, 1), PAGE)

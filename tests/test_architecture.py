@@ -14,26 +14,28 @@ import pytest
 
 MAY_IMPORT = {
     "layout": "",
+    "trace": "",
     "precision": "",
     "schedule": "",
     "batch": "",
     "carving": "",
     "planner": "",
     "loss": "batch",
-    "device": "schedule",
+    "device": "schedule trace",
     "host_memory": "device planner",
-    "parameter_server": "device host_memory layout precision",
+    "parameter_server": "device host_memory layout precision schedule",
     "stash": "device host_memory layout",
     "transfer": "device host_memory parameter_server schedule",
     "layer_pass": "carving",
     "relay": (
-        "batch carving device layer_pass loss parameter_server precision schedule stash transfer"
+        "batch carving device layer_pass loss parameter_server precision schedule stash "
+        "transfer"
     ),
     "report": "relay",
     "rehearsal": "batch carving device loss parameter_server relay schedule transfer",
     "engine": (
         "batch carving device host_memory loss parameter_server planner precision "
-        "rehearsal relay report schedule stash transfer"
+        "rehearsal relay report schedule stash trace transfer"
     ),
     "benchmark": "device parameter_server",
     "cli": "benchmark parameter_server",

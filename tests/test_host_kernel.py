@@ -1,5 +1,6 @@
 """The native host kernel: as exact as torch, the same bits on every level and for any threads."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -351,14 +352,22 @@ def plain_8bit_adamw(
 ) -> Tensor:
     """What the kernel does, as a formula: the moments are updated, the weight is returned."""
     lr, (beta1, beta2), eps, decay = NUMBERS.values()
-    first, root = moments.decode()
-    first = first + (gradient - first) * torch.tensor(1 - beta1)
-    second = root * root * torch.tensor(beta2) + torch.tensor(1 - beta2) * gradient * gradient
-    root = correctly_rounded_root(second)
-    denominator = root * torch.tensor((1 - beta2**step) ** -0.5) + torch.tensor(eps)
-    rate = torch.tensor(lr / (1 - beta1**step))
+    blend_first = torch.tensor(1 - beta1)
+    correction = torch.tensor((1 - beta2**step) ** 0.5)
+    kept = dataclasses.replace(
+        moments,
+        first_unit=moments.first_unit * (1 - blend_first),
+        second_unit=moments.second_unit * correctly_rounded_root(torch.tensor(beta2)),
+    )
+    first, root = kept.decode()
+    first = first + gradient * blend_first
+    new_root = gradient * correctly_rounded_root(torch.tensor(1 - beta2))
+    root = correctly_rounded_root(root * root + new_root * new_root)
+    rate = torch.tensor(lr / (1 - beta1**step)) * correction
     moments.encode(first, root, seed=host_kernel.rounding_seed(3, step=step))
-    return weight * torch.tensor(1 - lr * decay) - rate * first / denominator
+    return weight * torch.tensor(1 - lr * decay) - rate * first / (
+        root + torch.tensor(eps) * correction
+    )
 
 
 @pytest.mark.parametrize("numel", SIZES)

@@ -33,6 +33,7 @@ def test_members_of_the_engine() -> None:
         "plan",
         "predict",
         "step",
+        "trace",
     ]
 
 

@@ -33,8 +33,8 @@
 //
 //     m = sign(q) q^2 unit, |q| <= 127          r = q^2 unit, 4 <= q <= 255
 //
-// Squares give small values fine steps (m resolves 1/16,129 of its block's largest), and cost one
-// square root to encode and none to decode; the update needs sqrt(v) anyway.
+// Squares give small values fine steps (m resolves 1/16,129 of its block's largest), and cost
+// little to decode; the update needs sqrt(v) anyway.
 //
 // Rounding is stochastic and unbiased in the value: q or q + 1, in proportion to the distance from
 // q^2 and (q + 1)^2. Rounding to nearest stalls: with beta2 = 0.999 one step moves a code by far
@@ -42,6 +42,17 @@
 // ever), and a small m would never decay. The random number is uniform over seeds for each element
 // and evenly spread within a block: a hash of the block plus multiples of the golden ratio. So a
 // result depends on neither threads nor chunks.
+//
+// Let x be a magnitude over its unit, and v the random number, uniform in [-1/2, 1/2]. Then q + 1
+// is chosen over q if
+//
+//     x > q^2 + (v + 1/2) (2q + 1) = p (p + 2v) + 1/4, where p = q + 1/2
+//
+// that is, if sqrt(x) - v exceeds p by anything beyond a small term in v. Hence, with a root s that
+// is wrong by less than a quarter of a code, n = floor(s - v) is the code or one below it, and the
+// comparison for q = n decides, exactly. So s may be rough, and no square root is spent on it: a
+// guess from the exponent and one Newton step, wrong by at most 0.0009 s. The divider, the one
+// slow unit of a processor, is left to the update: a square root and a division per element.
 //
 // No code of r is below 4 in a block that has any. Hence no denominator is lost; and since the step
 // of m is a quarter of the smallest r (relative to their blocks' largest), an element too small for
@@ -78,7 +89,6 @@ struct Coefficients {
   float keep_second;              // AdamW, Lion: beta2
   float blend_second;             // AdamW, Lion: 1 - beta2
   float root_correction;          // AdamW: sqrt(bias_correction2)
-  float inverse_root_correction;  // 8-bit AdamW: 1 / sqrt(bias_correction2)
   float epsilon;                  // AdamW
   uint32_t seed;                  // 8-bit AdamW
   int32_t first_step;             // SGD: the momentum becomes this step's gradient
@@ -289,9 +299,8 @@ struct Lion {
   }
 };
 
-// See [Note: 8-bit moments]. The loops are many and small on purpose (measured: nearly twice as
-// fast as two): with 8-bit codes beside wider data in one loop, the compiler works on 64
-// elements at once and spills; and the scales of a tile are all computed before one is needed.
+// See [Note: 8-bit moments]. The loops are several on purpose: with 8-bit codes beside wider data,
+// the compiler would work on 64 elements at once and spill. A loop over codes asks for 16.
 
 INLINE uint32_t hash_of_block(uint32_t block, uint32_t seed) {
   uint32_t x = (block ^ seed) * 0x9e3779b1u;
@@ -300,43 +309,52 @@ INLINE uint32_t hash_of_block(uint32_t block, uint32_t seed) {
   return x ^ (x >> 16);
 }
 
-// `scaled` is a magnitude over its unit, `random` a whole number in [0, 65536).
-INLINE int32_t code_of(float scaled, uint32_t random) {
-  const int32_t low = int32_t(__builtin_sqrtf(scaled));
-  const float root = float(low);
-  const float step = root * 0x1p-15f + 0x1p-16f;  // ((q + 1)^2 - q^2) / 65536
-  return low + (scaled - root * root > float(int32_t(random)) * step ? 1 : 0);
-}
-
-struct Scale {
-  float unit;
-  float inverse;
+struct GoldenMultiples {
+  alignas(64) uint32_t of[block_size] = {};
+  constexpr GoldenMultiples() {
+    for (uint32_t i = 0; i < block_size; ++i) of[i] = i * 0x9e3779b1u;
+  }
 };
+constexpr GoldenMultiples golden_multiples;
 
-// The inverse is a little small, so that rounding never makes a code larger than the largest.
-INLINE Scale scale_of(int32_t largest_bits, float largest_code) {
-  const float largest = float_of(uint32_t(largest_bits));
-  if (largest_bits >= 0x7f800000) return {float_of(0x7fc00000u), 0.0f};
-  if (largest < 1e-18f) return {0.0f, 0.0f};
-  const float unit = largest / (largest_code * largest_code);
-  return {unit, 0.999999f / unit};
+// To 0.0009 of itself, and 0 for 0. Constants that minimize that error were found by search; they
+// absorb the factors of the usual Newton step.
+INLINE float rough_root(float x) {
+  const float guess = float_of(0x5f0b4000u - (bits_of(x) >> 1));  // near 0.89 / sqrt(x)
+  const float product = x * guess;
+  return product * (1.891f - product * guess);
 }
 
-// The moments of one tile, decoded.
+// `scaled` is a magnitude over its unit, `random` 32 uniform bits, of which the upper count.
+INLINE int32_t code_of(float scaled, uint32_t random) {
+  const float v = float(int32_t(random)) * 0x1p-32f;
+  const int32_t low = int32_t(rough_root(scaled) - v);
+  const float middle = float(low) + 0.5f;
+  return low + (scaled > middle * (middle + v + v) + 0.25f ? 1 : 0);
+}
+
+// One tile: the moments decoded, and one number per block.
 struct Tile {
   alignas(64) float first[tile_size];
   alignas(64) float root[tile_size];
+  alignas(64) int32_t first_code[tile_size];
+  alignas(64) int32_t root_code[tile_size];
+  uint32_t largest_first[tile_size / block_size];
+  uint32_t largest_root[tile_size / block_size];
   float first_inverse[tile_size / block_size];
   float root_inverse[tile_size / block_size];
 };
 
+// Into beta1 m and sqrt(beta2) r: the units carry the factors.
 INLINE void decode_tile(const Job& job, int64_t start, int64_t count, Tile& tile) {
   const int8_t* const first_code = static_cast<const int8_t*>(job.first) + start;
   const uint8_t* const root_code = static_cast<const uint8_t*>(job.second) + start;
+  const float keep_first = 1.0f - job.coefficients.blend_first;
+  const float keep_root = __builtin_sqrtf(job.coefficients.keep_second);
   for (int64_t begin = 0; begin < count; begin += block_size) {
     const int64_t end = smaller(begin + block_size, count);
-    const float first_unit = job.first_unit[(start + begin) / block_size];
-    const float root_unit = job.second_unit[(start + begin) / block_size];
+    const float first_unit = job.first_unit[(start + begin) / block_size] * keep_first;
+    const float root_unit = job.second_unit[(start + begin) / block_size] * keep_root;
 #pragma omp simd
     for (int64_t j = begin; j < end; ++j) {
       const float code = float(int32_t(first_code[j]));
@@ -350,29 +368,42 @@ INLINE void decode_tile(const Job& job, int64_t start, int64_t count, Tile& tile
   }
 }
 
-INLINE void scale_tile(const Job& job, int64_t start, int64_t count, Tile& tile) {
+INLINE void find_largest(int64_t count, Tile& tile) {
   for (int64_t begin = 0; begin < count; begin += block_size) {
     const int64_t end = smaller(begin + block_size, count);
-    // As integers, bits order like magnitudes, with NaN above all: a maximum in any order.
+    // As integers, bits order like magnitudes, with NaN above all: a maximum in any order. A root
+    // has no sign, unless it is a NaN, which then is above all too.
     int32_t largest_first = 0;
-    int32_t largest_root = 0;
+    uint32_t largest_root = 0;
 #pragma omp simd reduction(max : largest_first, largest_root)
     for (int64_t j = begin; j < end; ++j) {
       const int32_t first = int32_t(bits_of(magnitude(tile.first[j])));
-      const int32_t root = int32_t(bits_of(magnitude(tile.root[j])));
+      const uint32_t root = bits_of(tile.root[j]);
       largest_first = first > largest_first ? first : largest_first;
       largest_root = root > largest_root ? root : largest_root;
     }
-    const Scale first = scale_of(largest_first, 127.0f);
-    const Scale root = scale_of(largest_root, 255.0f);
-    job.first_unit[(start + begin) / block_size] = first.unit;
-    job.second_unit[(start + begin) / block_size] = root.unit;
-    tile.first_inverse[begin / block_size] = first.inverse;
-    tile.root_inverse[begin / block_size] = root.inverse;
+    tile.largest_first[begin / block_size] = uint32_t(largest_first);
+    tile.largest_root[begin / block_size] = largest_root;
   }
 }
 
-INLINE void encode_tile(const Job& job, int64_t start, int64_t count, const Tile& tile) {
+// The inverse is a little small, so that rounding never makes a code larger than the largest.
+INLINE void find_units(const uint32_t* largest_bits, float largest_code, int64_t num_blocks,
+                       float* units, float* inverses) {
+  const float largest_square = largest_code * largest_code;
+#pragma omp simd
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const float largest = float_of(largest_bits[block]);
+    const bool is_finite = largest_bits[block] < 0x7f800000u;
+    const bool is_zero = largest < 1e-18f;
+    const float unit = largest / largest_square;
+    const float inverse = 0.9999997f / unit;
+    units[block] = is_finite ? (is_zero ? 0.0f : unit) : float_of(0x7fc00000u);
+    inverses[block] = is_finite && !is_zero ? inverse : 0.0f;
+  }
+}
+
+INLINE void encode_tile(const Job& job, int64_t start, int64_t count, Tile& tile) {
   int8_t* const first_code = static_cast<int8_t*>(job.first) + start;
   uint8_t* const root_code = static_cast<uint8_t*>(job.second) + start;
   for (int64_t begin = 0; begin < count; begin += block_size) {
@@ -384,35 +415,47 @@ INLINE void encode_tile(const Job& job, int64_t start, int64_t count, const Tile
     const uint32_t hash = hash_of_block(uint32_t(block), job.coefficients.seed);
 #pragma omp simd
     for (int64_t j = begin; j < end; ++j) {
-      const uint32_t random = hash + uint32_t(j - begin) * 0x9e3779b1u;
-      const int32_t first = code_of(magnitude(tile.first[j]) * first_inverse, random >> 16);
-      first_code[j] = int8_t(tile.first[j] < 0.0f ? -first : first);
-      const int32_t root = code_of(tile.root[j] * root_inverse, random & 0xffffu);
-      root_code[j] = uint8_t(root > smallest_code ? root : smallest_code);
+      const uint32_t random = hash + golden_multiples.of[j - begin];
+      const int32_t first = code_of(magnitude(tile.first[j]) * first_inverse, random);
+      tile.first_code[j] = tile.first[j] < 0.0f ? -first : first;
+      const int32_t root = code_of(tile.root[j] * root_inverse, random << 16);
+      tile.root_code[j] = root > smallest_code ? root : smallest_code;
     }
   }
+#pragma omp simd
+  for (int64_t j = 0; j < count; ++j) first_code[j] = int8_t(tile.first_code[j]);
+#pragma omp simd
+  for (int64_t j = 0; j < count; ++j) root_code[j] = uint8_t(tile.root_code[j]);
 }
 
+// Constants are multiplied with each other first, and bias_correction2 enters them, not the root.
 template <class Weight>
 struct EightBitAdamW {
   static INLINE void update(const Job& job, int64_t start, int64_t count, const float* gradients) {
     const Coefficients c = job.coefficients;
+    const float first_factor = c.factor * c.blend_first;
+    const float root_factor = c.factor * __builtin_sqrtf(c.blend_second);
+    const float rate = c.rate * c.root_correction;
+    const float epsilon = c.epsilon * c.root_correction;
     Tile tile;
     decode_tile(job, start, count, tile);
 #pragma omp simd
     for (int64_t j = 0; j < count; ++j) {
       const int64_t i = start + j;
-      const float gradient = gradients[j] * c.factor;
-      const float m = tile.first[j] + (gradient - tile.first[j]) * c.blend_first;
-      const float old_v = tile.root[j] * tile.root[j];
-      const float v = old_v * c.keep_second + c.blend_second * gradient * gradient;
-      const float root = __builtin_sqrtf(v);
-      const float denominator = root * c.inverse_root_correction + c.epsilon;
-      Weight::store(job, i, Weight::load(job, i) * c.decay - c.rate * m / denominator);
+      const float m = tile.first[j] + gradients[j] * first_factor;
+      const float new_root = gradients[j] * root_factor;
+      const float root = __builtin_sqrtf(tile.root[j] * tile.root[j] + new_root * new_root);
+      Weight::store(job, i, Weight::load(job, i) * c.decay - rate * m / (root + epsilon));
       tile.first[j] = m;
       tile.root[j] = root;
     }
-    scale_tile(job, start, count, tile);
+    find_largest(count, tile);
+    const int64_t first_block = start / block_size;
+    const int64_t num_blocks = (count + block_size - 1) / block_size;
+    find_units(tile.largest_first, 127.0f, num_blocks, job.first_unit + first_block,
+               tile.first_inverse);
+    find_units(tile.largest_root, 255.0f, num_blocks, job.second_unit + first_block,
+               tile.root_inverse);
     encode_tile(job, start, count, tile);
   }
 };

@@ -55,7 +55,6 @@ class _Coefficients(ctypes.Structure):
         ("keep_second", ctypes.c_float),
         ("blend_second", ctypes.c_float),
         ("root_correction", ctypes.c_float),
-        ("inverse_root_correction", ctypes.c_float),
         ("epsilon", ctypes.c_float),
         ("seed", ctypes.c_uint32),
         ("first_step", ctypes.c_int32),
@@ -208,8 +207,8 @@ class EightBitMoments:
         random = _random_bits(numel, seed=seed, position=self.position)
         self.first_unit.copy_(_units(first, largest_code=_LARGEST_FIRST_CODE))
         self.second_unit.copy_(_units(root, largest_code=_LARGEST_SECOND_CODE))
-        first_code = _codes(first.abs() * _inverses(self.first_unit, numel), random >> 16)
-        second_code = _codes(root * _inverses(self.second_unit, numel), random & 0xFFFF)
+        first_code = _codes(first.abs() * _inverses(self.first_unit, numel), random)
+        second_code = _codes(root * _inverses(self.second_unit, numel), random << 16)
         smallest = torch.where(self.second_unit > 0, _SMALLEST_SECOND_CODE, 0)
         self.first.copy_(torch.where(first < 0, -first_code, first_code))
         self.second.copy_(torch.maximum(second_code, _per_element(smallest, numel)))
@@ -254,14 +253,23 @@ def _units(values: Tensor, *, largest_code: int) -> Tensor:  # float32 [blocks]
 
 
 def _inverses(units: Tensor, numel: int) -> Tensor:  # float32 [numel]
-    inverses = torch.where(units > 0, torch.tensor(0.999999) / units, 0.0)
+    inverses = torch.where(units > 0, torch.tensor(0.9999997) / units, 0.0)
     return _per_element(inverses, numel)
 
 
+def _rough_root(values: Tensor) -> Tensor:
+    """The square root to 0.0009 of itself, for codes: a guess and a Newton step."""
+    guess = (0x5F0B4000 - (values.view(torch.int32) >> 1)).view(torch.float32)
+    product = values * guess
+    return product * (torch.tensor(1.891) - product * guess)
+
+
 def _codes(scaled: Tensor, random: Tensor) -> Tensor:  # int32 [numel]
-    low = correctly_rounded_root(torch.nan_to_num(scaled, nan=0.0)).trunc()
-    step = low * 2.0**-15 + 2.0**-16
-    return (low + (scaled - low * low > random.float() * step)).int()
+    scaled = torch.nan_to_num(scaled, nan=0.0)
+    v = random.to(torch.int32).float() * 2.0**-32
+    low = (_rough_root(scaled) - v).trunc()
+    middle = low + 0.5
+    return (low + (scaled > middle * (middle + v + v) + 0.25)).int()
 
 
 @final
@@ -286,7 +294,6 @@ class AdamWUpdate:
 
     def _coefficients(self) -> _Coefficients:
         beta1, beta2 = self.betas
-        root_correction = (1 - beta2**self.step) ** 0.5
         return _Coefficients(
             factor=self.factor,
             decay=1 - self.lr * self.weight_decay,
@@ -294,8 +301,7 @@ class AdamWUpdate:
             blend_first=1 - beta1,
             keep_second=beta2,
             blend_second=1 - beta2,
-            root_correction=root_correction,
-            inverse_root_correction=1 / root_correction,
+            root_correction=(1 - beta2**self.step) ** 0.5,
             epsilon=self.eps,
             seed=rounding_seed(self.seed, step=self.step),
         )

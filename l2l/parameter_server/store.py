@@ -38,6 +38,7 @@ from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.host_kernel import HostKernel, SplitWeight
 from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind, Update
 from l2l.precision import PrecisionPolicy, join_master, split_master
+from l2l.schedule import OUTER
 
 ACCUMULATE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 DRAINED = {torch.float16: torch.float32}  # a sum of scaled gradients may not fit a float16
@@ -298,7 +299,7 @@ class ParameterServer:
         """Apply one step's gradient (staging bytes) to a unit."""
         assert isinstance(self.optimizer, HostOptimizer)
         unit = self.units[name]
-        num_threads = torch.get_num_threads()
+        num_threads = self._num_threads(name)
         for owner in unit.form.trained.names:
             if owner not in order.received:
                 continue
@@ -321,6 +322,17 @@ class ParameterServer:
                 self.optimizer.readable(update)
             else:
                 self.optimizer.native(self._kernel, update, num_threads=num_threads)
+
+    @staticmethod
+    def _num_threads(name: str) -> int:
+        """Threads for a unit's update.
+
+        Layers are updated under device compute, where a quarter of the cores is left to the thread
+        that launches it (with all of them the step took 1% longer on 16 cores). The outer
+        parameters are updated while the device waits for them.
+        """
+        every = torch.get_num_threads()
+        return every if name == OUTER else max(1, every * 3 // 4)
 
     def check_settings(self, settings: Mapping[str, Settings]) -> None:
         """Refuse settings that need state which was not set up.
