@@ -16,8 +16,8 @@ memory (constant device memory, the default), or `"device"`.
 order for a transposed tensor, and then a step would not equal plain PyTorch bit by bit.
 
 [Note: one place] The gradient g2 is written by the very pass that is the last to read the hidden
-state h2, so it can have h2's memory outside the cells: the stash of g2 waits for that pass, and that
-pass waited for h2 to arrive. Half the stash is saved.
+state h2, so it can have h2's memory outside the cells: the stash of g2 waits for that pass, and
+that pass waited for h2 to arrive. Half the stash is saved.
 
 Cells take the size of the largest value seen and keep it. Memory outside the cells is pooled by
 size and reused from step to step, so a steady state allocates nothing.
