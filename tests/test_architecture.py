@@ -28,8 +28,7 @@ MAY_IMPORT = {
     "transfer": "device host_memory parameter_server schedule",
     "layer_pass": "carving",
     "relay": (
-        "batch carving device layer_pass loss parameter_server precision schedule stash "
-        "transfer"
+        "batch carving device layer_pass loss parameter_server precision schedule stash transfer"
     ),
     "report": "relay",
     "rehearsal": "batch carving device loss parameter_server relay schedule transfer",

@@ -440,6 +440,64 @@ def test_8bit_rounding_is_unbiased() -> None:
     assert ((decoded_root - root) / root_step).abs()[resolved].max() < 0.11
 
 
+def test_the_rough_root_is_near_over_the_whole_range_of_codes() -> None:
+    values = torch.cat([torch.logspace(-38, 5, 500_000), torch.linspace(0, 255**2, 500_000)[1:]])
+    error = host_kernel._rough_root(values).double() / values.double().sqrt() - 1
+    assert error.abs().max() < 9e-4  # a quarter of a code in 255, where more than a half would do
+    assert host_kernel._rough_root(torch.zeros(1)).item() == 0
+    subnormal = torch.tensor([1e-45, 1e-40])
+    assert host_kernel._rough_root(subnormal).abs().max() < 1e-18
+
+
+@pytest.mark.parametrize("largest_code", [127, 255])
+def test_codes_are_those_of_an_exact_square_root(largest_code: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    squares = torch.arange(largest_code + 1.0).square()
+    beside = torch.cat([squares * (1 + delta) for delta in (-1e-6, 0, 1e-6, 1e-3)])
+    scaled = torch.cat(
+        [
+            torch.rand(2**20, generator=generator) * largest_code**2,
+            (torch.rand(2**20, generator=generator) * largest_code).square(),
+            torch.rand(2**18, generator=generator) * 4,
+            beside.repeat(100),
+        ]
+    ).clamp(max=largest_code**2)
+    random_bits = torch.randint(2**16, scaled.shape, generator=generator)
+    codes = host_kernel._codes(scaled, random_bits, smallest=torch.tensor(0.0))
+    exact, u = scaled.double(), random_bits.double() / 2**16
+    low = exact.sqrt().floor()
+    threshold = low * low + u * (2 * low + 1)
+    decided = (exact - threshold).abs() > 1e-6 * (exact + 1)  # else float32 may round either way
+    expected = low + (exact > threshold)
+    assert decided.float().mean() > 0.95
+    assert torch.equal(codes[decided].double(), expected[decided])
+    assert ((codes - expected).abs() <= 1).all()
+    assert codes.max() <= largest_code
+
+
+def test_zero_has_code_zero_for_every_random_number() -> None:
+    random_bits = torch.arange(2**16)
+    zeros = torch.zeros(2**16)
+    assert not host_kernel._codes(zeros, random_bits, smallest=torch.tensor(0.0)).any()
+
+
+def test_zeros_beside_others_stay_zero_and_the_largest_keeps_its_code(kernel: HostKernel) -> None:
+    gradient = torch.zeros(1280)
+    gradient[::128] = torch.tensor([1e-12, 1e-3, 3.0, -7.0, 1e9, -1e-9, 0.1, 0.3, -1e4, 123.0])
+    for level in kernel.available_levels:
+        kernel.set_level(level)
+        for step in range(1, 51):
+            moments = EightBitMoments.zeros(1280)
+            weight = Float32Weight(weight=torch.zeros(1280))
+            update = AdamWUpdate(seed=step, step=1, **NUMBERS)
+            kernel.adamw(update, weight=weight, gradient=gradient, moments=moments, num_threads=1)
+            others = torch.arange(1280) % 128 != 0
+            assert not moments.first[others].any()
+            assert (moments.second[others] == 4).all()
+            assert (moments.first[::128].int().abs() >= 126).all()
+            assert (moments.second[::128] >= 254).all()
+
+
 def test_a_second_moment_follows_gradients_that_shrink(kernel: HostKernel) -> None:
     """Where rounding to nearest would keep the old one for ever."""
     numel, num_steps = 1280, 6000

@@ -13,7 +13,7 @@
 // [Note: levels] Every loop is written once, as the `run` of an operation, and compiled three
 // times: for AVX-512, for AVX2 and for the compiler's baseline. The processor chooses at run time.
 // All levels perform the same IEEE operations in the same order (no contraction to fused
-// multiply-add, no approximate square root or reciprocal, no reordered sum), so all give the same
+// multiply-add, no approximating instruction, no reordered sum), so all give the same
 // bits. The one freedom left is which payload survives when two NaNs meet.
 //
 // [Note: split master] A float32 master is held as the bfloat16 weight that crosses the link and
@@ -43,16 +43,16 @@
 // and evenly spread within a block: a hash of the block plus multiples of the golden ratio. So a
 // result depends on neither threads nor chunks.
 //
-// Let x be a magnitude over its unit, and v the random number, uniform in [-1/2, 1/2]. Then q + 1
-// is chosen over q if
+// Let x be a magnitude over its unit, and u the random number, uniform in [0, 1). Then q + 1 is
+// chosen over q if
 //
-//     x > q^2 + (v + 1/2) (2q + 1) = p (p + 2v) + 1/4, where p = q + 1/2
+//     x > q^2 + u (2q + 1) = (q + u)^2 + u (1 - u)
 //
-// that is, if sqrt(x) - v exceeds p by anything beyond a small term in v. Hence, with a root s that
-// is wrong by less than a quarter of a code, n = floor(s - v) is the code or one below it, and the
-// comparison for q = n decides, exactly. So s may be rough, and no square root is spent on it: a
-// guess from the exponent and one Newton step, wrong by at most 0.0009 s. The divider, the one
-// slow unit of a processor, is left to the update: a square root and a division per element.
+// So the code is sqrt(x) - u rounded up, but for the small last term. Hence, with a root s that is
+// wrong by less than a quarter of a code, n = s - u rounded to nearest is the code or one below it,
+// and the comparison for q = n decides, exactly. So s may be rough, and no square root is spent on
+// it: a guess from the exponent and one Newton step, wrong by at most 0.0009 s. The divider, the
+// one slow unit of a processor, is left to the update: a square root and a division per element.
 //
 // No code of r is below 4 in a block that has any. Hence no denominator is lost; and since the step
 // of m is a quarter of the smallest r (relative to their blocks' largest), an element too small for
@@ -75,24 +75,24 @@
 namespace {
 
 constexpr int64_t chunk_size = 32768;  // what a thread takes at a time, and what is summed as one
-constexpr int64_t tile_size = 1024;    // what stays in the first-level cache between two loops
+constexpr int64_t tile_size = 512;     // what stays in the first-level cache between two loops
 constexpr int64_t block_size = 128;    // 8-bit moments
 static_assert(chunk_size % tile_size == 0 && tile_size % block_size == 0, "each holds whole ones");
 
 // Computed in float64 by the caller, and rounded once.
 struct Coefficients {
-  float factor;                   // multiplies the gradient: clipping, loss scale
-  float decay;                    // AdamW, Lion: 1 - lr * weight_decay; SGD: weight_decay
-  float rate;                     // AdamW: lr / bias_correction1; SGD, Lion: lr
-  float keep_first;               // Lion: beta1; SGD: momentum
-  float blend_first;              // AdamW, Lion: 1 - beta1; SGD: 1 - dampening
-  float keep_second;              // AdamW, Lion: beta2
-  float blend_second;             // AdamW, Lion: 1 - beta2
-  float root_correction;          // AdamW: sqrt(bias_correction2)
-  float epsilon;                  // AdamW
-  uint32_t seed;                  // 8-bit AdamW
-  int32_t first_step;             // SGD: the momentum becomes this step's gradient
-  int32_t nesterov;               // SGD
+  float factor;           // multiplies the gradient: clipping, loss scale
+  float decay;            // AdamW, Lion: 1 - lr * weight_decay; SGD: weight_decay
+  float rate;             // AdamW: lr / bias_correction1; SGD, Lion: lr
+  float keep_first;       // Lion: beta1; SGD: momentum
+  float blend_first;      // AdamW, Lion: 1 - beta1; SGD: 1 - dampening
+  float keep_second;      // AdamW, Lion: beta2
+  float blend_second;     // AdamW, Lion: 1 - beta2
+  float root_correction;  // AdamW: sqrt(bias_correction2)
+  float epsilon;          // AdamW
+  uint32_t seed;          // 8-bit AdamW
+  int32_t first_step;     // SGD: the momentum becomes this step's gradient
+  int32_t nesterov;       // SGD
 };
 
 struct Job;
@@ -299,8 +299,9 @@ struct Lion {
   }
 };
 
-// See [Note: 8-bit moments]. The loops are several on purpose: with 8-bit codes beside wider data,
-// the compiler would work on 64 elements at once and spill. A loop over codes asks for 16.
+// See [Note: 8-bit moments]. The loops are many and small on purpose: with 8-bit codes beside wider
+// data in one loop, the compiler works on 64 elements at once and spills; and the units of a tile
+// are all computed before one is needed.
 
 INLINE uint32_t hash_of_block(uint32_t block, uint32_t seed) {
   uint32_t x = (block ^ seed) * 0x9e3779b1u;
@@ -320,25 +321,29 @@ constexpr GoldenMultiples golden_multiples;
 // To 0.0009 of itself, and 0 for 0. Constants that minimize that error were found by search; they
 // absorb the factors of the usual Newton step.
 INLINE float rough_root(float x) {
-  const float guess = float_of(0x5f0b4000u - (bits_of(x) >> 1));  // near 0.89 / sqrt(x)
+  const float guess = float_of(0x5f0b4000u - (bits_of(x) >> 1));  // near 0.79 / sqrt(x)
   const float product = x * guess;
   return product * (1.891f - product * guess);
 }
 
-// `scaled` is a magnitude over its unit, `random` 32 uniform bits, of which the upper count.
-INLINE int32_t code_of(float scaled, uint32_t random) {
-  const float v = float(int32_t(random)) * 0x1p-32f;
-  const int32_t low = int32_t(rough_root(scaled) - v);
-  const float middle = float(low) + 0.5f;
-  return low + (scaled > middle * (middle + v + v) + 0.25f ? 1 : 0);
+// Adding it rounds a small float to a whole number, which then is in the sum's lowest byte.
+constexpr float rounder = 0x1.8p23f;
+
+// `scaled` is a magnitude over its unit, `random` a whole number in [0, 65536). The code is in the
+// lowest byte of the result, above the bits of `rounder`: saves conversions.
+INLINE uint32_t code_of(float scaled, uint32_t random, float smallest_code) {
+  const float u = float(int32_t(random)) * 0x1p-16f;
+  const float smallest = smallest_code + rounder;
+  const float rounded = (rough_root(scaled) - u) + rounder;
+  const float kept = rounded > smallest ? rounded : smallest;
+  const float low = kept - rounder;
+  return scaled > low * (low + u + u) + u ? bits_of(kept) + 1u : bits_of(kept);
 }
 
 // One tile: the moments decoded, and one number per block.
 struct Tile {
   alignas(64) float first[tile_size];
   alignas(64) float root[tile_size];
-  alignas(64) int32_t first_code[tile_size];
-  alignas(64) int32_t root_code[tile_size];
   uint32_t largest_first[tile_size / block_size];
   uint32_t largest_root[tile_size / block_size];
   float first_inverse[tile_size / block_size];
@@ -410,22 +415,25 @@ INLINE void encode_tile(const Job& job, int64_t start, int64_t count, Tile& tile
     const int64_t end = smaller(begin + block_size, count);
     const float first_inverse = tile.first_inverse[begin / block_size];
     const float root_inverse = tile.root_inverse[begin / block_size];
-    const int32_t smallest_code = root_inverse > 0.0f ? 4 : 0;
+    const float smallest_first = 0.0f * first_inverse;  // 0, but a constant compiles to more
+    const float smallest_root = root_inverse > 0.0f ? 4.0f : 0.0f;
     const int64_t block = job.first_block + (start + begin) / block_size;
     const uint32_t hash = hash_of_block(uint32_t(block), job.coefficients.seed);
 #pragma omp simd
     for (int64_t j = begin; j < end; ++j) {
       const uint32_t random = hash + golden_multiples.of[j - begin];
-      const int32_t first = code_of(magnitude(tile.first[j]) * first_inverse, random);
-      tile.first_code[j] = tile.first[j] < 0.0f ? -first : first;
-      const int32_t root = code_of(tile.root[j] * root_inverse, random << 16);
-      tile.root_code[j] = root > smallest_code ? root : smallest_code;
+      const float first_scaled = magnitude(tile.first[j]) * first_inverse;
+      const uint32_t first = code_of(first_scaled, random >> 16, smallest_first);
+      const float root_scaled = tile.root[j] * root_inverse;
+      const uint32_t root = code_of(root_scaled, random & 0xffffu, smallest_root);
+      tile.first[j] = float_of(tile.first[j] < 0.0f ? 2u * bits_of(rounder) - first : first);
+      tile.root[j] = float_of(root);
     }
   }
 #pragma omp simd
-  for (int64_t j = 0; j < count; ++j) first_code[j] = int8_t(tile.first_code[j]);
+  for (int64_t j = 0; j < count; ++j) first_code[j] = int8_t(bits_of(tile.first[j]));
 #pragma omp simd
-  for (int64_t j = 0; j < count; ++j) root_code[j] = uint8_t(tile.root_code[j]);
+  for (int64_t j = 0; j < count; ++j) root_code[j] = uint8_t(bits_of(tile.root[j]));
 }
 
 // Constants are multiplied with each other first, and bias_correction2 enters them, not the root.

@@ -207,11 +207,14 @@ class EightBitMoments:
         random = _random_bits(numel, seed=seed, position=self.position)
         self.first_unit.copy_(_units(first, largest_code=_LARGEST_FIRST_CODE))
         self.second_unit.copy_(_units(root, largest_code=_LARGEST_SECOND_CODE))
-        first_code = _codes(first.abs() * _inverses(self.first_unit, numel), random)
-        second_code = _codes(root * _inverses(self.second_unit, numel), random << 16)
-        smallest = torch.where(self.second_unit > 0, _SMALLEST_SECOND_CODE, 0)
+        zero = torch.tensor(0.0)
+        smallest = torch.where(self.second_unit > 0, float(_SMALLEST_SECOND_CODE), zero)
+        first_scaled = first.abs() * _inverses(self.first_unit, numel)
+        root_scaled = root * _inverses(self.second_unit, numel)
+        first_code = _codes(first_scaled, random >> 16, smallest=zero)
+        second_code = _codes(root_scaled, random & 0xFFFF, smallest=_per_element(smallest, numel))
         self.first.copy_(torch.where(first < 0, -first_code, first_code))
-        self.second.copy_(torch.maximum(second_code, _per_element(smallest, numel)))
+        self.second.copy_(second_code)
 
 
 def num_blocks(numel: int) -> int:
@@ -264,12 +267,11 @@ def _rough_root(values: Tensor) -> Tensor:
     return product * (torch.tensor(1.891) - product * guess)
 
 
-def _codes(scaled: Tensor, random: Tensor) -> Tensor:  # int32 [numel]
+def _codes(scaled: Tensor, random: Tensor, *, smallest: Tensor) -> Tensor:  # int32 [numel]
     scaled = torch.nan_to_num(scaled, nan=0.0)
-    v = random.to(torch.int32).float() * 2.0**-32
-    low = (_rough_root(scaled) - v).trunc()
-    middle = low + 0.5
-    return (low + (scaled > middle * (middle + v + v) + 0.25)).int()
+    u = random.float() * 2.0**-16
+    low = torch.maximum((_rough_root(scaled) - u).round(), smallest)
+    return (low + (scaled > low * (low + u + u) + u)).int()
 
 
 @final
