@@ -42,7 +42,10 @@ package: $(VENV)/ready
 	rm -rf build/wheel
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w build/wheel .
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/wheel/site build/wheel/*.whl
-	cd build/wheel/site && ../../../$(BIN)/python -c "import l2l, os; assert os.path.samefile(os.path.dirname(l2l.__file__), 'l2l')"
+	cd build/wheel/site && ../../../$(BIN)/python -c "import l2l, os; \
+		from l2l.parameter_server import load_kernel; \
+		assert os.path.samefile(os.path.dirname(l2l.__file__), 'l2l'); \
+		assert load_kernel() is not None, 'the wheel has no kernel'"
 
 # On a machine with a CUDA device; uses the python3 that has torch there.
 accelerator: $(KERNEL)

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 Microbatch = dict[str, Any]
 
@@ -80,3 +82,36 @@ def split_batch(batch: Any, *, microbatch_size: int | None) -> list[Microbatch]:
             raise ValueError(f"the list of microbatches holds {type(one).__name__}; expected dicts")
         num_rows(one)
     return [dict(one) for one in batch]
+
+
+def join_outputs(outputs: list[Any], shares: list[float]) -> Any:
+    """One set of outputs for the whole batch: rows joined, scalars averaged by the shares.
+
+    Raises:
+        ValueError: the outputs hold something whose rows cannot be joined.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    flat = [pytree.tree_flatten(one) for one in outputs]
+    joined: list[Any] = []
+    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+        first = leaves[0]
+        if isinstance(first, Tensor) and first.dim() == 0:
+            weighted = [leaf * share for leaf, share in zip(leaves, shares, strict=True)]
+            joined.append(torch.stack(weighted).sum())
+        elif isinstance(first, Tensor):
+            if len({leaf.shape[1:] for leaf in leaves}) > 1:
+                raise ValueError(
+                    "the outputs of the microbatches have different lengths and cannot be joined. "
+                    "Call predict for each, or pad them to one length."
+                )
+            joined.append(torch.cat(leaves))
+        elif first is None or isinstance(first, bool | int | float | str):
+            joined.append(first)
+        else:
+            raise ValueError(
+                f"the model returns {type(first).__name__}, whose rows cannot be joined over the "
+                "microbatches. Return a dict, a tuple or a ModelOutput, or let one microbatch hold "
+                "all rows."
+            )
+    return pytree.tree_unflatten(joined, flat[0][1])

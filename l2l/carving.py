@@ -408,6 +408,7 @@ class CarvedModel:
             self.structures.append(_structure(layer))
         self._refuse_shared_weights()
         self.returns: dict[str, Returns] = {}
+        self.changing_input: set[str] = set()  # structures that write into their hidden state
         self._modes_as_given = model.training
         self._takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
 
@@ -444,7 +445,12 @@ class CarvedModel:
             if index == 0:
                 recording.hidden = hidden
             if learn is not None and self.structures[index] not in self.returns:
-                value = learn(index, *_plain(args, kwargs, hidden))
+                given = _plain(args, kwargs, hidden)
+                tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+                versions = [tensor._version for tensor in tensors]
+                value = learn(index, *given)
+                if versions != [tensor._version for tensor in tensors]:
+                    self.changing_input.add(self.structures[index])
                 self.returns[self.structures[index]] = Returns.learn(value, layer=index)
             if index == self.num_layers - 1:
                 raise LayersDone
@@ -608,7 +614,10 @@ def _structure(layer: nn.Module) -> str:
     """A text that is equal for layers that run the same code on tensors of the same shapes."""
     tensors = [*layer.named_parameters(), *layer.named_buffers()]
     return "; ".join(
-        [f"{name}:{type(module).__qualname__}" for name, module in layer.named_modules()]
+        [
+            f"{name}:{type(module).__qualname__}:{module.training}"
+            for name, module in layer.named_modules()
+        ]
         + [f"{name}:{tuple(tensor.shape)}" for name, tensor in tensors]
     )
 
@@ -624,4 +633,28 @@ def _refuse_router_losses(model: nn.Module, batch: Batch) -> None:
             f"{type(model).__name__} is set to collect router losses from all layers "
             "(output_router_logits). The relay does not keep what single layers return; set "
             "output_router_logits=False."
+        )
+
+
+def refuse_without_weights(model: nn.Module) -> None:
+    """Refuse a model whose parameters have no values.
+
+    Raises:
+        ValueError: they are in another engine, or on the meta device.
+    """
+    hollow = [
+        name
+        for name, p in model.named_parameters()
+        if p.numel() > 1 and not p.is_meta and p.untyped_storage().nbytes() < p.nbytes
+    ]
+    if hollow:
+        raise ValueError(
+            f"the model's parameters are hollow ({hollow[0]!r} and others): its weights are in "
+            "another engine. Close that one first."
+        )
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"{len(on_meta)} parameters are on the meta device, the first {on_meta[0]!r}. Expected "
+            "a model with weights, on the CPU."
         )

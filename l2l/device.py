@@ -52,6 +52,10 @@ COPIES_AHEAD = 16
 WAITING = "wait"  # what the worker thread does between updates
 
 
+class UpdateFailedError(RuntimeError):
+    """Work on the update lane failed; what it was to change is not as it should be."""
+
+
 class Event(ABC):
     """The end of some submitted work."""
 
@@ -185,6 +189,7 @@ class Worker:
         self._queue: queue.SimpleQueue[tuple[str, Work] | WorkerEvent | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self.times: list[tuple[str, float, float]] | None = None  # of each work, while tracing
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="l2l-update", daemon=True)
         self._thread.start()
 
@@ -202,11 +207,19 @@ class Worker:
     def raise_failure(self) -> None:
         """Raise what broke on the thread, if anything did."""
         if self._failure is not None:
-            raise RuntimeError("the host update failed") from self._failure
+            raise UpdateFailedError(
+                f"an update on the host failed: {self._failure!r}"
+            ) from self._failure
+
+    def dismiss(self) -> None:
+        """Let the thread end after what it has, without waiting for that."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._queue.put(None)
 
     def close(self) -> None:
-        """Let the thread end after what it has."""
-        self._queue.put(None)
+        """Let the thread end after what it has, and wait for it."""
+        self.dismiss()
         self._thread.join()
 
     def _run(self) -> None:
@@ -216,14 +229,17 @@ class Worker:
                 if self._on_event is not None:
                     self._on_event(item.number)
             elif self._failure is None:
-                text, work = item
-                start = time.perf_counter()
-                try:
-                    work()
-                except BaseException as failure:  # handed to the waiting thread
-                    self._failure = failure
-                if self.times is not None:
-                    self.times.append((text, start, time.perf_counter()))
+                self._perform(*item)
+            del item  # work refers to the whole engine: an idle thread must not keep it alive
+
+    def _perform(self, text: str, work: Work) -> None:
+        start = time.perf_counter()
+        try:
+            work()
+        except BaseException as failure:  # handed to the waiting thread
+            self._failure = failure
+        if self.times is not None:
+            self.times.append((text, start, time.perf_counter()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -235,7 +251,7 @@ class CudaEvent(Event):
     """An event on a stream."""
 
     def __init__(self) -> None:
-        self.event = torch.cuda.Event()
+        self.event = torch.cuda.Event(blocking=True)  # who waits on the host, sleeps
 
     @override
     def synchronize(self) -> None:
@@ -283,6 +299,12 @@ class StreamCounter:
             self._registered = False
 
 
+def _unregister(buffers: list[tuple[int, mmap.mmap]]) -> None:
+    for address, _ in buffers:
+        torch.cuda.cudart().cudaHostUnregister(address)
+    buffers.clear()
+
+
 def _driver_function(name: str) -> Any:
     try:
         return getattr(ctypes.CDLL("libcuda.so.1"), name)
@@ -295,7 +317,10 @@ class CudaDevice(Device):
     """Streams of one CUDA device."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        super().__init__(torch.device("cuda", torch_device.index or 0))
+        index: int | None = torch_device.index  # None for plain "cuda"
+        super().__init__(
+            torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        )
         self._counter = StreamCounter()
         self._worker = Worker(on_event=self._counter.advance)
         # The compute lane is the caller's stream: libraries keep a workspace for every stream they
@@ -308,6 +333,9 @@ class CudaDevice(Device):
         self._streams[Lane.COMPUTE] = torch.cuda.current_stream(self.torch_device)
         self._host_buffers: list[tuple[int, mmap.mmap]] = []
         self._marks: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] | None = None
+        # For a device that is dropped without `close`.
+        weakref.finalize(self, self._worker.dismiss).atexit = False
+        weakref.finalize(self, _unregister, self._host_buffers).atexit = False
 
     @override
     def submit(self, lane: Lane, text: str, work: Work) -> None:
@@ -332,15 +360,18 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
         origin, began = torch.cuda.Event(enable_timing=True), time.perf_counter()
         origin.record(self._streams[Lane.COMPUTE])
-        self._marks, self._worker.times = [], []
-        yield trace
-        torch.cuda.synchronize(self.torch_device)
-        self._worker.record().synchronize()
-        for lane, text, start, end in self._marks:
-            times = (origin.elapsed_time(event) / 1e3 for event in (start, end))
-            trace.spans.append(Span(lane.value, text, *times))
-        trace.spans += _worker_spans(self._worker.times, began)
-        self._marks, self._worker.times = None, None
+        marks = self._marks = []
+        times = self._worker.times = []
+        try:
+            yield trace
+            torch.cuda.synchronize(self.torch_device)
+            self._worker.record().synchronize()
+        finally:
+            self._marks, self._worker.times = None, None
+        for lane, text, *events in marks:
+            start, end = (origin.elapsed_time(event) / 1e3 for event in events)
+            trace.spans.append(Span(lane.value, text, start, end))
+        trace.spans += _worker_spans(times, began)
 
     @override
     def record(self, lane: Lane) -> Event:
@@ -375,8 +406,8 @@ class CudaDevice(Device):
 
     @override
     def empty(self, nbytes: int) -> Tensor:
-        with torch.cuda.stream(self._streams[Lane.COMPUTE]):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        # From the pool of the stream that asks, which is the first to write the memory.
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     @override
     def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
@@ -399,7 +430,10 @@ class CudaDevice(Device):
 
     @override
     def pinned(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_cuda else tensor.pin_memory()
+        if tensor.is_cuda:
+            return tensor
+        # The step may still read it when the caller fills a pinned batch anew.
+        return tensor.clone().pin_memory() if tensor.is_pinned() else tensor.pin_memory()
 
     @override
     def abort(self) -> None:
@@ -427,9 +461,7 @@ class CudaDevice(Device):
         self._worker.close()
         torch.cuda.synchronize(self.torch_device)
         self._counter.close()
-        for address, _ in self._host_buffers:
-            torch.cuda.cudart().cudaHostUnregister(address)
-        self._host_buffers.clear()
+        _unregister(self._host_buffers)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -481,6 +513,8 @@ class CheckingDevice(Device):
         self._worker = Worker() if first is None else None
         self._worker_events: dict[int, WorkerEvent] = {}
         self._trace: tuple[Trace, float] | None = None
+        if self._worker is not None:
+            weakref.finalize(self, self._worker.dismiss).atexit = False
         self._reserved = ByteCount()
 
     @override
@@ -539,10 +573,13 @@ class CheckingDevice(Device):
     @override
     @contextlib.contextmanager
     def tracing(self) -> Iterator[Trace]:
-        self._trace = (Trace(), time.perf_counter())
-        yield self._trace[0]
-        self.run_to(QueuedEvent(self, Lane.UPDATE, self._queues[Lane.UPDATE].num_submitted))
-        self._trace = None
+        trace = Trace()
+        self._trace = (trace, time.perf_counter())
+        try:
+            yield trace
+            self.run_to(QueuedEvent(self, Lane.UPDATE, self._queues[Lane.UPDATE].num_submitted))
+        finally:
+            self._trace = None
 
     @override
     def begin(self) -> None:

@@ -10,16 +10,14 @@ from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from l2l.batch import Microbatch, num_rows, split_batch
-from l2l.carving import CarvedModel, UnitTensors
-from l2l.device import Device, Event, open_device
+from l2l.batch import Microbatch, join_outputs, split_batch
+from l2l.carving import CarvedModel, UnitTensors, refuse_without_weights
+from l2l.device import Device, Event, UpdateFailedError, open_device
 from l2l.host_memory import Arena, HostBudget
 from l2l.loss import LossFunction, Rule, scales
 from l2l.parameter_server import (
-    Adafactor,
-    AdamW,
+    NUM_STAGING,
     HostKernel,
     HostOptimizer,
     Optimizer,
@@ -27,9 +25,10 @@ from l2l.parameter_server import (
     ServerOptimizer,
     UnitForm,
     UpdatePolicy,
-    adopt,
+    alternatives,
+    groups_of,
+    host_bytes,
     load_kernel,
-    make_groups,
 )
 from l2l.planner import LedgerLine, Plan
 from l2l.precision import PrecisionPolicy
@@ -41,7 +40,6 @@ from l2l.stash import Stash, parse_policy
 from l2l.trace import Trace
 from l2l.transfer import Transfer
 
-NUM_STAGING = 4
 MOST_STEPS_AHEAD = 2  # how far the host may run ahead of the device
 
 Batches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -85,7 +83,7 @@ class Engine:
                 what is free.
             microbatch_size: rows that pass a layer at once. None: about 8,192 tokens.
             precision: "float32", "bfloat16" or "float16": what crosses the link and runs on the
-                device. The server keeps float32 in every case.
+                device. The server keeps a float32 master of what is trained on the host.
             clip_norm: clip gradients by their global norm, as torch.nn.utils.clip_grad_norm_.
             layers: dotted name of the list of layers, where the model has several.
             stash: "host" (device memory constant in depth and batch) or "device".
@@ -101,35 +99,36 @@ class Engine:
             raise ValueError(
                 f"microbatch_size={microbatch_size}; expected at least 1 row, or None."
             )
-        _refuse_without_weights(model)
+        refuse_without_weights(model)
         self._precision = PrecisionPolicy.for_model(model, precision=precision)
         stash_policy = parse_policy(stash)
         self._model = model
         self._carved = CarvedModel(model, layers=layers)
-        description, groups = _groups_of(optimizer, model)
+        description, groups = groups_of(optimizer, model)
         self._policy = UpdatePolicy.choose(
             update, optimizer=description, clip_norm=clip_norm, link=self._precision.link
         )
         self._clip_norm = clip_norm
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self.optimizer = ServerOptimizer(groups, description.defaults, names=names)
+        self._precision.warn_of_rounding(model, trained=self.optimizer.settings())
+        forms = self._forms(description)
+        model_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        HostBudget.of(host_memory, model_bytes=model_bytes).check(
+            host_bytes(forms, self._policy),
+            alternatives=alternatives(self._forms, self._policy, self._precision.link),
+        )
+        native = _kernel(kernel, description)
         seed = torch.initial_seed() if seed is None else seed
+        self._scaler = Scaler() if self._precision.link is torch.float16 else None
         self._device = device if isinstance(device, Device) else open_device(device)
-        arena = Arena(self._device)
+        self._arena = Arena(self._device)
         self._server = ParameterServer(
-            device=self._device,
-            arena=arena,
-            precision=self._precision,
-            optimizer=description,
-            kernel=_kernel(kernel, description),
-            seed=seed,
+            arena=self._arena, optimizer=description, kernel=native, seed=seed
         )
-        self.optimizer = ServerOptimizer(
-            groups,
-            description.defaults,
-            names={parameter: name for name, parameter in model.named_parameters()},
-            state_of=self._server.state_of,
-        )
-        self._transfer = Transfer(device=self._device, arena=arena, server=self._server)
-        self._stash = Stash(device=self._device, arena=arena, policy=stash_policy)
+        self.optimizer.state_of = self._server.state_of
+        self._transfer = Transfer(device=self._device, arena=self._arena, server=self._server)
+        self._stash = Stash(device=self._device, arena=self._arena, policy=stash_policy)
         self._relay = Relay(
             carved=self._carved,
             server=self._server,
@@ -137,8 +136,9 @@ class Engine:
             transfer=self._transfer,
             stash=self._stash,
             seed=seed,
+            loss_function=loss,
+            scale_of=None if self._scaler is None else self._scaler.scale_of,
         )
-        self._relay.loss_function = loss
         self._rehearsal = Rehearsal(
             carved=self._carved,
             server=self._server,
@@ -146,30 +146,18 @@ class Engine:
             transfer=self._transfer,
             relay=self._relay,
         )
-        self._scaler = Scaler() if self._precision.link is torch.float16 else None
-        self._relay.scale_of = self._scaler.scale_of if self._scaler is not None else None
         self._microbatch_size = microbatch_size
         self._schedules: dict[Shape, Schedule] = {}
         self._step_ends: deque[Event] = deque()
         self._step_number = 0
         self._state = "open"
-        forms = self._forms(description)
-        model_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        budget = HostBudget.of(host_memory, model_bytes=model_bytes)
-        budget.check(self._host_bytes(forms), alternatives=self._alternatives(description))
-        for form, (_, tensors) in zip(forms, self._units(), strict=True):
-            self._server.add(form, parameters=tensors.parameters, buffers=tensors.buffers)
-        self._carved.skeleton.bind(
-            {
-                owner: buffer.detach().to(self._device.torch_device, copy=True)
-                for owner, buffer in self._carved.outer_tensors.buffers.items()
-            }
-        )
+        self._move_in(forms)
 
     def step(self, batch: Batches) -> StepReport:
         """One optimizer step over a batch: a dict of tensors, or a list of microbatches."""
         settings = self.optimizer.settings()
-        microbatches = self._prepare(batch, needs_loss=True)
+        microbatches = self._prepare(batch, training=True)
+        self._rehearsal.run(microbatches[0], needs_loss=True)
         self._server.check_settings(settings)
         step = self._new_step(microbatches, settings=settings)
         self._run(self._schedule(len(microbatches), training=True), step)
@@ -179,31 +167,36 @@ class Engine:
 
     def evaluate(self, batch: Batches) -> float:
         """The loss of a batch; forward only, in evaluation mode."""
-        microbatches = self._prepare(batch, needs_loss=True)
+        microbatches = self._prepare(batch, training=False)
+        self._rehearsal.run(microbatches[0], needs_loss=True)
         step = self._new_step(microbatches, settings=None)
         self._run(self._schedule(len(microbatches), training=False), step)
         return StepReport(step).loss
 
     def predict(self, batch: Batches) -> Any:
         """The model's outputs for a batch, on the host; forward only, in evaluation mode."""
-        microbatches = self._prepare(batch, needs_loss=False)
+        microbatches = self._prepare(batch, training=False)
+        shares = [1.0 / len(microbatches)] * len(microbatches)
+        if any("labels" in one for one in microbatches):  # then the outputs have a loss
+            self._rehearsal.run(microbatches[0], needs_loss=True)
+            shares = scales(self._rehearsal.rule or Rule.ROWS, microbatches)
         step = self._new_step(microbatches, settings=None, keep_outputs=True)
         self._run(self._schedule(len(microbatches), training=False), step)
-        return _join_outputs([step.outputs[m] for m in range(len(microbatches))], microbatches)
+        return join_outputs([step.outputs[m] for m in range(len(microbatches))], shares)
 
     @property
     def plan(self) -> Plan:
         """What is placed where, in bytes, and the choices made. Print it."""
-        device_places = {k: v for k, v in self._transfer.bytes_by_place().items() if k != "staging"}
-        stash = self._stash.bytes_by_place()
-        device_places["boundary cells"] = stash.pop("cells")
-        device_places["buffers"] = self._rehearsal.resident_buffer_bytes()
-        host_places = self._server.bytes_by_kind()
-        host_places["gradient staging"] = self._transfer.bytes_by_place()["staging"]
-        for policy, nbytes in stash.items():
-            (device_places if policy == "device" else host_places)["stash"] = nbytes
-        ledger = [LedgerLine(place="device", purpose=k, nbytes=v) for k, v in device_places.items()]
-        ledger += [LedgerLine(place="host", purpose=k, nbytes=v) for k, v in host_places.items()]
+        places = {
+            **self._transfer.bytes_by_place(),
+            "boundary cells": self._stash.cell_bytes(),
+            "buffers": self._rehearsal.resident_buffer_bytes(),
+        }
+        ledger = [LedgerLine(place="device", purpose=k, nbytes=v) for k, v in places.items()]
+        ledger += [
+            LedgerLine(place="host", purpose=k, nbytes=v)
+            for k, v in self._arena.bytes_by_name.items()
+        ]
         rows = self._microbatch_size
         choices = (
             ("layers", f"{self._carved.list_name}, {self._carved.num_layers} of them"),
@@ -228,26 +221,26 @@ class Engine:
         """Move the weights back into the model, which is an ordinary nn.Module again."""
         if self._state == "closed":
             return
-        failure: RuntimeError | None = None
+        failure: UpdateFailedError | None = None
         try:
             self._server.settle_all()
-        except RuntimeError as error:  # the weights are given back as they are, then it is raised
+        except UpdateFailedError as error:  # weights are given back as they are; then it is raised
             failure = error
+        torn = self._state == "torn"
         for name, tensors in self._units():
             self._server.give_back(tensors.parameters, name)
-        for owner, buffer in self._rehearsal.present_buffers().items():
-            module, _, local = owner.rpartition(".")
-            target = self._model.get_submodule(module)._buffers[local]
-            if target is not None:
-                target.copy_(buffer)
+        self._give_back_buffers()
         self._state = "closed"
-        self._carved.close()
-        self._transfer.close()
-        self._stash.close()
-        self._relay.layer_buffers.clear()
-        self._device.close()
+        for part in (self._carved, self._transfer, self._stash, self._relay, self._device):
+            part.close()
         if failure is not None:
             raise failure
+        if torn:
+            warnings.warn(
+                "a step failed after some layers had been updated: the weights given back are of "
+                "two steps.",
+                stacklevel=2,
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -263,7 +256,33 @@ class Engine:
         outer = UnitTensors(parameters=self._carved.outer_tensors.parameters, buffers={})
         return [*layers, (OUTER, outer)]
 
-    def _prepare(self, batch: Batches, *, needs_loss: bool) -> list[Microbatch]:
+    def _move_in(self, forms: list[UnitForm]) -> None:
+        """Move every unit into the server; if one does not fit, the model is as it was."""
+        moved: list[tuple[str, UnitTensors]] = []
+        try:
+            for form, (name, tensors) in zip(forms, self._units(), strict=True):
+                self._server.add(form, parameters=tensors.parameters, buffers=tensors.buffers)
+                moved.append((name, tensors))
+        except BaseException:
+            for name, tensors in moved:
+                self._server.give_back(tensors.parameters, name)
+            self._device.close()
+            raise
+        self._carved.skeleton.bind(
+            {
+                owner: buffer.detach().to(self._device.torch_device, copy=True)
+                for owner, buffer in self._carved.outer_tensors.buffers.items()
+            }
+        )
+
+    def _give_back_buffers(self) -> None:
+        for owner, buffer in self._rehearsal.present_buffers().items():
+            module, _, local = owner.rpartition(".")
+            target = self._model.get_submodule(module)._buffers[local]
+            if target is not None:
+                target.copy_(buffer)
+
+    def _prepare(self, batch: Batches, *, training: bool) -> list[Microbatch]:
         """Check the engine and the batch, cut it, and rehearse if this is the first."""
         if self._state == "closed":
             raise RuntimeError("the engine is closed. Make a new one from the model.")
@@ -273,14 +292,12 @@ class Engine:
                 "two steps. Make a new engine from weights saved before."
             )
         microbatches = split_batch(batch, microbatch_size=self._microbatch_size)
-        self._transfer.reserve(self._shape(len(microbatches), training=needs_loss))
-        self._rehearsal.run(microbatches[0], needs_loss=needs_loss)
-        if self._device.torch_device.type != "cpu":
-            microbatches = [
-                {k: self._device.pinned(v) if isinstance(v, Tensor) else v for k, v in one.items()}
-                for one in microbatches
-            ]
-        return microbatches
+        self._transfer.reserve(self._shape(len(microbatches), training=training))
+        self._rehearsal.run(microbatches[0], needs_loss=False)
+        return [
+            {k: self._device.pinned(v) if isinstance(v, Tensor) else v for k, v in one.items()}
+            for one in microbatches
+        ]
 
     def _new_step(
         self,
@@ -296,20 +313,23 @@ class Engine:
         return Step(
             number=self._step_number,
             layers=tuple(range(self._carved.num_layers)),
-            microbatches=microbatches,
+            microbatches=list(microbatches),
             scales=weights,
             device_losses=device_losses,
             losses=self._device.host_record(len(microbatches), 2),
-            norms={
-                name: self._device.host_record(max(1, len(unit.form.trained.names))).zero_()
-                for name, unit in (self._server.units.items() if settings is not None else ())
-            },
+            norms=self._norm_records() if settings is not None else {},
             settings=settings,
             clip_norm=self._clip_norm,
             checks_norms=self._scaler is not None,
             keep_outputs=keep_outputs,
             divide_by_weight=rule is Rule.SUM_AND_WEIGHT and len(microbatches) > 1,
         )
+
+    def _norm_records(self) -> dict[str, Tensor]:
+        """Room on the host for the norm of every trained parameter, by unit."""
+        counts = {name: max(1, len(u.form.trained.names)) for name, u in self._server.units.items()}
+        record = self._device.host_record(sum(counts.values())).zero_()
+        return dict(zip(counts, torch.split(record, list(counts.values())), strict=True))
 
     def _shape(self, num_microbatches: int, *, training: bool) -> Shape:
         trained = {name for name, unit in self._server.units.items() if unit.form.trained.names}
@@ -338,10 +358,10 @@ class Engine:
             self._step_ends.popleft().synchronize()
         try:
             self._relay.run(schedule, step)
-        except BaseException:
+        except BaseException as error:
             self._device.abort()
             self._stash.end_step()
-            if step.updates_submitted:
+            if step.updates_submitted or isinstance(error, UpdateFailedError):
                 self._state = "torn"
             raise
         self._step_ends.append(self._device.record(Lane.COMPUTE))
@@ -349,8 +369,9 @@ class Engine:
             self._scaler.unobserved = step
 
     def _forms(self, optimizer: Optimizer) -> list[UnitForm]:
+        """What every unit would be made of with an optimizer."""
         settings = self.optimizer.settings()
-        if type(optimizer) is not type(self._server.optimizer):
+        if self.optimizer.defaults.keys() != optimizer.defaults.keys():
             settings = dict.fromkeys(settings, optimizer.defaults)
         return [
             ParameterServer.form(
@@ -363,27 +384,6 @@ class Engine:
             )
             for name, tensors in self._units()
         ]
-
-    def _host_bytes(self, forms: list[UnitForm]) -> int:
-        """Host memory of the parameter server with its staging; the stash comes on top."""
-        total = sum(sum(form.bytes_by_kind().values()) for form in forms)
-        staging = [form.staging_layout.nbytes for form in forms]
-        if self._policy is UpdatePolicy.JUST_IN_TIME:
-            return total + sum(staging)
-        if self._policy is UpdatePolicy.ON_DEVICE:
-            return total
-        return total + staging[-1] + max(staging[:-1]) * min(NUM_STAGING, len(staging) - 1)
-
-    def _alternatives(self, optimizer: Optimizer) -> dict[str, int]:
-        """Host memory that other settings would need."""
-        eight_bit = AdamW(moments="8bit")
-        found = {"optimizer=l2l.AdamW(moments='8bit')": self._host_bytes(self._forms(eight_bit))}
-        if self._clip_norm is None and self._precision.link is torch.bfloat16:
-            forms = self._forms(Adafactor())
-            found["optimizer=l2l.Adafactor()"] = sum(
-                sum(form.bytes_by_kind().values()) for form in forms
-            )
-        return found
 
 
 def _kernel(word: str, optimizer: Optimizer) -> HostKernel | None:
@@ -399,77 +399,3 @@ def _kernel(word: str, optimizer: Optimizer) -> HostKernel | None:
             stacklevel=3,
         )
     return found
-
-
-def _groups_of(
-    optimizer: Optimizer | torch.optim.Optimizer | None, model: nn.Module
-) -> tuple[Optimizer, list[dict[str, Any]]]:
-    trained = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.is_floating_point()
-    }
-    if not trained:
-        raise ValueError("no parameter of the model requires a gradient, so nothing is trained.")
-    if isinstance(optimizer, torch.optim.Optimizer):
-        description, groups = adopt(optimizer)
-        known = {id(parameter) for parameter in trained.values()}
-        strangers = [p.shape for g in groups for p in g["params"] if id(p) not in known]
-        if strangers:
-            raise ValueError(
-                f"the optimizer holds {len(strangers)} parameters that the model does not train, "
-                f"the first of shape {tuple(strangers[0])}. Expected an optimizer over "
-                "model.parameters()."
-            )
-        left_out = known - {id(p) for g in groups for p in g["params"]}
-        if left_out:
-            warnings.warn(
-                f"{len(left_out)} parameters require a gradient but are not in the optimizer; "
-                "they stay as they are.",
-                stacklevel=3,
-            )
-        return description, groups
-    description = AdamW() if optimizer is None else optimizer
-    if not isinstance(description, Optimizer):
-        raise ValueError(
-            f"optimizer is {type(optimizer).__name__}. Expected l2l.AdamW(...), SGD, Lion or "
-            "Adafactor, or a torch optimizer over the model's parameters."
-        )
-    return description, make_groups(description, trained)
-
-
-def _refuse_without_weights(model: nn.Module) -> None:
-    hollow = [
-        name
-        for name, p in model.named_parameters()
-        if p.numel() > 1 and not p.is_meta and p.untyped_storage().nbytes() < p.nbytes
-    ]
-    if hollow:
-        raise ValueError(
-            f"the model's parameters are hollow ({hollow[0]!r} and others): its weights are in "
-            "another engine. Close that one first."
-        )
-    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if on_meta:
-        raise ValueError(
-            f"{len(on_meta)} parameters are on the meta device, the first {on_meta[0]!r}. Expected "
-            "a model with weights, on the CPU."
-        )
-
-
-def _join_outputs(outputs: list[Any], microbatches: list[Microbatch]) -> Any:
-    """One set of outputs for the whole batch: rows joined, scalars averaged over rows."""
-    if len(outputs) == 1:
-        return outputs[0]
-    flat = [pytree.tree_flatten(one) for one in outputs]
-    rows = [num_rows(microbatch) for microbatch in microbatches]
-    joined: list[Any] = []
-    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
-        if not isinstance(leaves[0], Tensor):
-            joined.append(leaves[0])
-        elif leaves[0].dim() == 0:
-            shares = (leaf * (n / sum(rows)) for leaf, n in zip(leaves, rows, strict=True))
-            joined.append(torch.stack(list(shares)).sum())
-        else:
-            joined.append(torch.cat(leaves))
-    return pytree.tree_unflatten(joined, flat[0][1])

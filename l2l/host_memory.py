@@ -19,8 +19,15 @@ from torch import Tensor
 from l2l.device import Device
 from l2l.planner import format_bytes
 
-UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
+)
+BYTES_OF_UNIT = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+BYTES_OF_UNIT |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
 def parse_bytes(value: int | str, *, name: str) -> int:
@@ -32,9 +39,9 @@ def parse_bytes(value: int | str, *, name: str) -> int:
     if isinstance(value, int):
         return value
     found = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", value)
-    if found is None or found[2].lower() not in UNITS:
+    if found is None or found[2].lower() not in BYTES_OF_UNIT:
         raise ValueError(f"{name}={value!r} is not a size. Expected bytes, or a text like '8GiB'.")
-    return int(float(found[1]) * UNITS[found[2].lower()])
+    return int(float(found[1]) * BYTES_OF_UNIT[found[2].lower()])
 
 
 def available_bytes() -> int:
@@ -43,7 +50,11 @@ def available_bytes() -> int:
     if not meminfo.exists():
         return 2**63
     found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-    return int(found[1]) * 1024 if found else 2**63
+    available = int(found[1]) * 1024 if found else 2**63
+    for limit, used in CGROUPS:  # a container may have less than its machine
+        if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
+            available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return available
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

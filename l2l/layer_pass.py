@@ -59,6 +59,13 @@ class LayerInputs:
     hidden_requires_gradient: bool
     recorded: list[Tensor]
     through: Sequence[int]  # recorded tensors that require gradients
+    changes_input: bool  # whether the layer writes into its hidden state
+
+    def run(self, hidden: Tensor, recorded: list[Tensor]) -> Tensor:
+        """The layer's output; a layer that writes into its input gets a copy of it."""
+        given = hidden.clone() if self.changes_input else hidden
+        args, kwargs = self.call.arguments(given, recorded)
+        return Returns.unwrap(self.part.module(*args, **kwargs))
 
     def marked(self) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         """Hidden state, recorded tensors and bound tensors as leaves ([Note: flags])."""
@@ -75,17 +82,15 @@ class LayerInputs:
 def forward_layer(inputs: LayerInputs) -> Tensor:
     """The layer's output, without graph."""
     hidden, recorded, _ = inputs.marked()
-    args, kwargs = inputs.call.arguments(hidden, recorded)
     with torch.no_grad():
-        return Returns.unwrap(inputs.part.module(*args, **kwargs))
+        return inputs.run(hidden, recorded)
 
 
 def backward_layer(inputs: LayerInputs, *, gradient: Tensor) -> BackwardResult:
     """Run the layer again with graph and take its gradients."""
     hidden, recorded, bound = inputs.marked()
-    args, kwargs = inputs.call.arguments(hidden, recorded)
     with torch.enable_grad():
-        output = Returns.unwrap(inputs.part.module(*args, **kwargs))
+        output = inputs.run(hidden, recorded)
     wanted: dict[Any, Tensor] = {name: bound[name] for name in inputs.trained}
     wanted |= {("recorded", index): recorded[index] for index in inputs.through}
     if inputs.hidden_requires_gradient:
@@ -103,13 +108,21 @@ def backward_layer(inputs: LayerInputs, *, gradient: Tensor) -> BackwardResult:
 
 
 def take_gradients(
-    outputs: list[Tensor], gradients: list[Tensor | None], inputs: Mapping[Any, Tensor]
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Mapping[Any, Tensor]
 ) -> dict[Any, Tensor]:
     """Gradients of outputs for the inputs that took part in them."""
-    if not inputs:
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if output.requires_grad
+    ]
+    if not inputs or not pairs:
         return {}
     found: tuple[Tensor | None, ...] = torch.autograd.grad(
-        outputs, list(inputs.values()), gradients, allow_unused=True
+        [output for output, _ in pairs],
+        list(inputs.values()),
+        [gradient for _, gradient in pairs],
+        allow_unused=True,
     )
     return {
         key: gradient for key, gradient in zip(inputs, found, strict=True) if gradient is not None

@@ -25,7 +25,6 @@ from torch import Tensor
 
 ALIGNMENT_ELEMENTS = 128
 ALIGNMENT_BYTES = 256
-PAGE = 4096
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -69,6 +69,8 @@ def scales(rule: Rule, microbatches: list[Microbatch]) -> list[float]:
             "whole batch: it is not a mean over rows or over labels that are not ignored. Pass "
             "loss=(outputs, batch) -> (sum, weight), or let one microbatch hold all rows."
         )
+    if rule is Rule.ROWS and len(microbatches) > 1:
+        _refuse_ignored_rows(microbatches)
     counts = [count(rule, microbatch) for microbatch in microbatches]
     total = sum(counts)
     if total == 0:
@@ -77,6 +79,18 @@ def scales(rule: Rule, microbatches: list[Microbatch]) -> list[float]:
             "Expected at least one label to learn from."
         )
     return [number / total for number in counts]
+
+
+def _refuse_ignored_rows(microbatches: list[Microbatch]) -> None:
+    for microbatch in microbatches:
+        for name, value in microbatch.items():
+            integers = isinstance(value, Tensor) and not value.is_floating_point()
+            if integers and bool((value == IGNORED).any()):
+                raise ValueError(
+                    f"{name!r} contains {IGNORED}, which losses ignore, but only targets called "
+                    "'labels' are counted. Rename it, pass loss=(outputs, batch) -> (sum, weight), "
+                    "or let one microbatch hold all rows."
+                )
 
 
 def loss_of(outputs: Any) -> Tensor | None:
@@ -108,15 +122,17 @@ def require_loss(outputs: Any) -> Tensor:
     return found
 
 
-def trial_batch(microbatch: Mapping[str, Any]) -> Microbatch:
-    """Two rows of a microbatch; of a language model, with few tokens."""
+def trial_batch(microbatch: Mapping[str, Any], *, cut: bool) -> Microbatch:
+    """Two rows of a microbatch; `cut`: of a language model, with few tokens."""
     tensors = {n: v for n, v in microbatch.items() if isinstance(v, Tensor) and v.dim() > 0}
     rows = take_rows(microbatch, 0, 2)
     if num_rows(rows) == 1:
         rows = {n: torch.cat([v, v]) if n in tensors else v for n, v in rows.items()}
     lengths = {value.shape[1] for value in tensors.values() if value.dim() == 2}
-    if len(lengths) == 1 and all(
-        v.dim() == 2 and not v.is_floating_point() for v in tensors.values()
+    if (
+        cut
+        and len(lengths) == 1
+        and all(v.dim() == 2 and not v.is_floating_point() for v in tensors.values())
     ):
         rows = {n: v[:, :TRIAL_TOKENS] if n in tensors else v for n, v in rows.items()}
     return rows

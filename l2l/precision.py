@@ -28,6 +28,8 @@ in `_keep_in_fp32_modules`. There is no autocast.
 from __future__ import annotations
 
 import re
+import warnings
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import final
 
@@ -78,6 +80,25 @@ class PrecisionPolicy:
         kept = any(re.search(rf"(^|\.){re.escape(word)}(\.|$)", name) for word in self.keep_float32)
         return torch.float32 if kept else self.link
 
+    def warn_of_rounding(self, model: nn.Module, *, trained: Container[str]) -> None:
+        """Say that frozen parameters which do not fit the link dtype come back rounded.
+
+        A trained parameter has a master; a frozen one is kept in the link dtype alone.
+        """
+        rounded = [
+            name
+            for name, parameter in model.named_parameters()
+            if name not in trained
+            and self.link_dtype(name, parameter.dtype).itemsize < parameter.dtype.itemsize
+        ]
+        if rounded:
+            warnings.warn(
+                f"{len(rounded)} frozen parameters, the first {rounded[0]!r}, are kept in "
+                f"{str(self.link).removeprefix('torch.')} and come back rounded to it. Load the "
+                "model in that dtype, or use precision='float32', to avoid this.",
+                stacklevel=4,
+            )
+
 
 def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Write a float32 master as bfloat16 `weight` and int16 `remainder` ([Note: split master])."""
@@ -105,7 +126,7 @@ class LossScale:
     def observe(self, *, finite: bool) -> None:
         """Adapt to how a step went."""
         if not finite:
-            self.value, self.num_good_steps = max(self.value / 2, 1.0), 0
+            self.value, self.num_good_steps = self.value / 2, 0
             return
         self.num_good_steps += 1
         if self.num_good_steps == self.growth_interval:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from l2l.batch import Microbatch
-from l2l.carving import CarvedModel
+from l2l.carving import CarvedModel, CutError
 from l2l.device import Device
 from l2l.loss import Rule, find_rule, require_loss, trial_batch
 from l2l.parameter_server import ParameterServer
@@ -55,20 +55,28 @@ class Rehearsal:
         wants_rule = needs_loss and not self.rule_is_final
         if self.done and not wants_rule:
             return
-        trial = {
-            name: value.to(self._device.torch_device) if isinstance(value, Tensor) else value
-            for name, value in trial_batch(microbatch).items()
-        }
         self._server.settle_all()
         self._transfer.fetch(OUTER, "SO")
         with self._device.private_random_state(), torch.no_grad():
             self._carved.skeleton.bind(self._transfer.weights(OUTER, "SO"))
-            if not self.done:
-                self._learn_layers(trial)
-            if wants_rule:
-                self.rule, self.rule_is_final = self._learn_rule(trial)
+            try:
+                self._learn(trial_batch(microbatch, cut=True), wants_rule=wants_rule)
+            except CutError:
+                raise
+            except Exception:  # a model of fixed length cannot run a few tokens
+                self._learn(trial_batch(microbatch, cut=False), wants_rule=wants_rule)
         self._transfer.release(OUTER, "SO")
         self.done = True
+
+    def _learn(self, trial: Microbatch, *, wants_rule: bool) -> None:
+        trial = {
+            name: value.to(self._device.torch_device) if isinstance(value, Tensor) else value
+            for name, value in trial.items()
+        }
+        if not self.done:
+            self._learn_layers(trial)
+        if wants_rule:
+            self.rule, self.rule_is_final = self._learn_rule(trial)
 
     def present_buffers(self) -> dict[str, Tensor]:
         """Buffers on the device, as training has left them."""

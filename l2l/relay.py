@@ -74,6 +74,13 @@ class Step:
         """Whether this run ends in updates."""
         return self.settings is not None
 
+    def forget_inputs(self) -> None:
+        """Let go of what only the passes need; a report keeps the rest of a step alive."""
+        for kept in (self.microbatches, self.calls, self.through, self.gathered):
+            kept.clear()
+        self.hidden_requires.clear()
+        self.buffers_before.clear()
+
     def following(self, layer: int) -> str:
         """What comes after a layer: the next one's number, or E for the epilogue."""
         after = self.layers.index(layer) + 1
@@ -91,6 +98,8 @@ class Step:
     def plain_factor(self, *, scaled: bool) -> float:
         """What sums over the batch must be multiplied with; `scaled`: the loss scale is in them."""
         weight = float(self.losses[:, 1].sum()) if self.divide_by_weight else 1.0
+        if weight == 0.0:  # nothing to average over: a loss of 0/0
+            return math.nan
         return 1.0 / (weight * self.loss_scale) if scaled else 1.0 / weight
 
     def gradient_norm(self) -> float:
@@ -110,7 +119,8 @@ class Step:
             return None
         factor = self.plain_factor(scaled=True)
         if self.clip_norm is not None:
-            factor *= min(1.0, self.clip_norm / (self.gradient_norm() + 1e-6))
+            ratio = self.clip_norm / (self.gradient_norm() + 1e-6)
+            factor *= 1.0 if ratio >= 1.0 else ratio  # as torch: NaN stays NaN
         received = frozenset(self.received.get(unit, ()))
         return UpdateOrder(settings=self.settings, received=received, factor=factor)
 
@@ -158,6 +168,8 @@ class Relay:
         transfer: Transfer,
         stash: Stash,
         seed: int,
+        loss_function: LossFunction | None,
+        scale_of: Callable[[Step], float] | None,
     ) -> None:
         self._carved = carved
         self._server = server
@@ -165,8 +177,8 @@ class Relay:
         self._transfer = transfer
         self._stash = stash
         self._seed = seed
-        self.loss_function: LossFunction | None = None
-        self.scale_of: Callable[[Step], float] | None = None  # the loss scale of a step
+        self.loss_function = loss_function
+        self.scale_of = scale_of  # the loss scale of a float16 step
         self.outer_changing: frozenset[str] = frozenset()  # buffers that the prologue changes
         self.layer_buffers: dict[int, dict[str, Tensor]] = {}  # those that layers change
         self._perform: dict[str, Callable[..., None]] = {
@@ -186,6 +198,10 @@ class Relay:
             "stash": lambda _, value, m, cell: self._stash.stash(f"{value} {m}", cell),
             "unstash": lambda _, value, m, cell: self._stash.unstash(f"{value} {m}", cell),
         }
+
+    def close(self) -> None:
+        """Give the buffers that layers change back."""
+        self.layer_buffers.clear()
 
     def run(self, schedule: Schedule, step: Step) -> None:
         """Submit every line of a schedule. Device work may go on when this returns."""
@@ -208,16 +224,19 @@ class Relay:
         self._stash.end_step()
         for unit in schedule.shape.late_units:
             assert step.drained is not None
-            self._server.waiting[unit] = WaitingUpdate(
-                unit=unit,
-                gradient=self._transfer.staging[late_staging(unit)],
-                order=partial(step.order, unit),
-                drained=step.drained,
+            self._server.leave(
+                WaitingUpdate(
+                    unit=unit,
+                    gradient=self._transfer.staging[late_staging(unit)],
+                    order=partial(step.order, unit),
+                    drained=step.drained,
+                )
             )
+        step.forget_inputs()
 
     def _work(self, action: Action, step: Step) -> Work:
         if action.verb == "settle":  # an update of the step before, with that step's numbers
-            waiting = self._server.waiting.pop(action.operands[0])
+            waiting = self._server.take_waiting(action.operands[0])
             self._device.wait(Lane.UPDATE, waiting.drained)
             return partial(self._server.perform, waiting)
         return partial(self._perform[action.verb], step, *action.operands)
@@ -228,7 +247,9 @@ class Relay:
         elif action.verb == "drain":
             step.drained = self._device.record(Lane.DRAIN)
         elif action.verb in ("update", "settle"):
-            self._server.units[action.operands[0]].pending = self._device.record(Lane.UPDATE)
+            self._server.note_pending(action.operands[0], self._device.record(Lane.UPDATE))
+        elif action.verb == "return":
+            self._server.note_pending(action.operands[0], self._device.record(Lane.DRAIN))
         if action.verb in ("update", "return"):
             step.updates_submitted = True
 
@@ -267,7 +288,7 @@ class Relay:
             loss = self._loss(step, m, hidden, outer)
             if self.scale_of is not None:
                 step.loss_scale = self.scale_of(step)
-                loss = loss * step.loss_scale
+                loss = loss.float() * step.loss_scale  # a float16 cannot hold the product
             inputs: dict[Any, Tensor] = {name: outer[name] for name in self._trained(OUTER)}
             if gradient_cell != NOTHING:
                 inputs["hidden", 0] = hidden
@@ -331,15 +352,9 @@ class Relay:
         recording = self._run_prologue(step, m, outer)
         assert recording.hidden is not None
         outputs = [recording.hidden, *(recording.tensors[i] for i in step.gathered[m])]
-        pairs = [
-            (output, gradient.to(output.dtype))
-            for output, gradient in zip(outputs, gradients, strict=True)
-            if output.requires_grad
-        ]
-        if pairs:
-            inputs = {name: outer[name] for name in self._trained(OUTER)}
-            found = take_gradients([o for o, _ in pairs], [g for _, g in pairs], inputs)
-            self._accumulate(step, OUTER, "GO", found)
+        matching = [g.to(o.dtype) for o, g in zip(outputs, gradients, strict=True)]
+        inputs = {name: outer[name] for name in self._trained(OUTER)}
+        self._accumulate(step, OUTER, "GO", take_gradients(outputs, matching, inputs))
         self._restore_buffers(after)  # only now: the graph has used them
 
     # ----------------------------------------------------------------------------------------------
@@ -412,6 +427,7 @@ class Relay:
             hidden_requires_gradient=step.training and (below or step.hidden_requires[m]),
             recorded=self._stash.get(recorded, f"r m{m}"),
             through=step.through[m],
+            changes_input=self._carved.structures[index] in self._carved.changing_input,
         )
 
     @staticmethod
@@ -453,7 +469,8 @@ class Relay:
         assert settings is not None
         weights = self._transfer.weights(unit, slot)
         gradients = self._transfer.gradients(unit, gradient_slot)
-        finite = step.device_losses[:, 0].sum().isfinite()
+        loss, weight = step.device_losses.sum(0)
+        finite = (loss / weight if step.divide_by_weight else loss).isfinite()
         position = PROLOGUE_SEED if unit == OUTER else int(unit[1:])
         generator = torch.Generator(self._device.torch_device)
         generator.manual_seed(mix_seed(self._seed, step.number, position, REVISE_SEED))
@@ -462,7 +479,7 @@ class Relay:
                 continue
             gradient = gradients[owner]
             if step.divide_by_weight:
-                gradient = gradient / step.device_losses[:, 1].sum()
+                gradient = gradient / weight
             shape = tuple(weights[owner].shape)
             state = {n: weights[state_name(owner, n)] for n in optimizer.state_shapes(shape)}
             optimizer.revise(

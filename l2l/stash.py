@@ -31,9 +31,9 @@ from typing import Literal, final, get_args
 import torch
 from torch import Tensor
 
-from l2l.device import Device
+from l2l.device import PAGE_BYTES, Device
 from l2l.host_memory import Arena
-from l2l.layout import PAGE, FlatLayout, round_up
+from l2l.layout import FlatLayout, round_up
 
 StashPolicy = Literal["host", "device"]
 
@@ -72,6 +72,15 @@ class Form:
             flat[str(index)].permute(sorted(range(len(order)), key=order.__getitem__))
             for index, order in enumerate(self.orders)
         ]
+
+
+def pool_size(nbytes: int) -> int:
+    """Bytes to take for a value: rounded up to an eighth of a power of two, at least a page.
+
+    So batches of many lengths share few sizes, and memory is reused between them.
+    """
+    granule = max(PAGE_BYTES, 1 << max(0, nbytes.bit_length() - 4))
+    return round_up(max(nbytes, 1), granule)
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:
@@ -138,12 +147,12 @@ class Stash:
         self._cells.clear()
         self._pool.clear()
 
-    def bytes_by_place(self) -> dict[str, int]:
-        """Bytes in cells and outside of them."""
+    def cell_bytes(self) -> int:
+        """Bytes of all cells, and of a stash on the device."""
         pooled = sum(b.numel() for buffers in self._pool.values() for b in buffers)
         kept = sum(buffer.numel() for buffer in self._kept.values())
-        cells = sum(cell.numel() for cell in self._cells.values())
-        return {"cells": cells, self.policy: pooled + kept}
+        outside = pooled + kept if self.policy == "device" else 0
+        return sum(cell.numel() for cell in self._cells.values()) + outside
 
     def _cell(self, cell: str, nbytes: int) -> Tensor:
         held = self._cells.get(cell)
@@ -162,10 +171,10 @@ class Stash:
         return self._take(nbytes)
 
     def _take(self, nbytes: int) -> Tensor:
-        size = round_up(max(nbytes, 1), PAGE)
-        free = self._pool.get(size)
-        if free:
-            return free.pop()
+        for size in sorted(self._pool):  # few sizes: see `pool_size`
+            if size >= nbytes and self._pool[size]:
+                return self._pool[size].pop()
+        size = pool_size(nbytes)
         if self.policy == "host":
             return self._arena.take("stash", size, torch.uint8, registered=True)
         return self._device.empty(size)

@@ -160,7 +160,6 @@ class Transfer:
             "outer gradients": sum(
                 slots["GO"].numel() for slots in (self._gradients, self._narrow) if "GO" in slots
             ),
-            "staging": sum(buffer.numel() for buffer in self.staging.values()),
         }
 
     def gradients(self, unit: str, slot: str) -> dict[str, Tensor]:

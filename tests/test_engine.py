@@ -698,7 +698,8 @@ def test_an_engine_that_failed_between_updates_says_so() -> None:
         engine.step(batch)
     with pytest.raises(RuntimeError, match="weights are of two steps"):
         engine.step(batch)
-    engine.close()
+    with pytest.warns(UserWarning, match="of two steps"):
+        engine.close()
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 

@@ -401,7 +401,8 @@ def test_a_step_that_fails_after_an_update_began_tears_the_engine(monkeypatch):
     engine._relay._perform["regress"] = regress
     with pytest.raises(RuntimeError, match="two steps"):
         engine.step(family.batch(ROWS))
-    engine.close()
+    with pytest.warns(UserWarning, match="two steps"):
+        engine.close()
 
 
 def test_a_step_that_fails_before_any_update_leaves_everything_as_it_was():

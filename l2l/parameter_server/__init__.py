@@ -10,16 +10,19 @@ from l2l.parameter_server.optimizer import Lion as Lion
 from l2l.parameter_server.optimizer import Optimizer as Optimizer
 from l2l.parameter_server.optimizer import RecordGradients as RecordGradients
 from l2l.parameter_server.policy import UpdatePolicy as UpdatePolicy
+from l2l.parameter_server.sizing import NUM_STAGING as NUM_STAGING
+from l2l.parameter_server.sizing import alternatives as alternatives
+from l2l.parameter_server.sizing import host_bytes as host_bytes
 from l2l.parameter_server.store import ParameterServer as ParameterServer
 from l2l.parameter_server.store import UnitForm as UnitForm
 from l2l.parameter_server.store import UpdateOrder as UpdateOrder
 from l2l.parameter_server.store import WaitingUpdate as WaitingUpdate
 from l2l.parameter_server.store import state_name as state_name
 from l2l.parameter_server.torch_optimizer import ServerOptimizer as ServerOptimizer
-from l2l.parameter_server.torch_optimizer import adopt as adopt
-from l2l.parameter_server.torch_optimizer import make_groups as make_groups
+from l2l.parameter_server.torch_optimizer import groups_of as groups_of
 
 __all__ = [
+    "NUM_STAGING",
     "SGD",
     "Adafactor",
     "AdamW",
@@ -34,8 +37,9 @@ __all__ = [
     "UpdateOrder",
     "UpdatePolicy",
     "WaitingUpdate",
-    "adopt",
+    "alternatives",
+    "groups_of",
+    "host_bytes",
     "load_kernel",
-    "make_groups",
     "state_name",
 ]

@@ -291,7 +291,7 @@ class SGD(HostOptimizer):
             ),
             weight=update.native_weight(),
             gradient=update.gradient,
-            momentum=update.state.get("momentum_buffer"),
+            momentum=update.state["momentum_buffer"] if settings["momentum"] else None,
             num_threads=num_threads,
         )
 

@@ -31,7 +31,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from l2l.device import Device, Event
+from l2l.device import Event
 from l2l.host_memory import Arena
 from l2l.layout import ALIGNMENT_ELEMENTS, FlatLayout
 from l2l.parameter_server.adafactor import Adafactor
@@ -70,6 +70,11 @@ class UnitForm:
         """How gradients arrive on the host."""
         return self.trained.astype(DRAINED)
 
+    @property
+    def companion_name(self) -> str:
+        """What the companion is called in a ledger."""
+        return "remainders" if self.companion_dtype is torch.int16 else "masters"
+
     def state_numel(self, kind: StateKind) -> int:
         """Elements of a state buffer."""
         numel = self.trained.padded_numel
@@ -79,10 +84,7 @@ class UnitForm:
         """Host bytes, by what they hold."""
         found = {"weights": self.weight_layout.nbytes}
         if self.companion_dtype is not None:
-            companion_bytes = self.trained.padded_numel * self.companion_dtype.itemsize
-            found["remainders" if self.companion_dtype is torch.int16 else "masters"] = (
-                companion_bytes
-            )
+            found[self.companion_name] = self.trained.padded_numel * self.companion_dtype.itemsize
         for name, kind in self.state_kinds.items():
             found[name] = self.state_numel(kind) * kind.dtype.itemsize
         return found
@@ -148,16 +150,12 @@ class ParameterServer:
     def __init__(
         self,
         *,
-        device: Device,
         arena: Arena,
-        precision: PrecisionPolicy,
         optimizer: Optimizer,
         kernel: HostKernel | None,
         seed: int,
     ) -> None:
-        self._device = device
         self._arena = arena
-        self._precision = precision
         self.optimizer = optimizer
         self._kernel = kernel
         self._seed = seed
@@ -221,7 +219,7 @@ class ParameterServer:
             weights=take("weights", form.weight_layout.nbytes, torch.uint8, registered=True),
             companion=None
             if form.companion_dtype is None
-            else take("companions", numel, form.companion_dtype, registered=False),
+            else take(form.companion_name, numel, form.companion_dtype, registered=False),
             state={
                 name: take(name, form.state_numel(kind), kind.dtype, registered=False)
                 for name, kind in form.state_kinds.items()
@@ -229,12 +227,14 @@ class ParameterServer:
             steps=dict.fromkeys(form.trained.names, 0),
         )
         unit.weights.zero_()
+        # Nothing of the model has been touched so far; from here on nothing can fail for memory.
         self.units[form.name] = unit
         self._unit_of.update(dict.fromkeys(parameters, unit))
         for key, value in buffers.items():
             unit.weight_of(key).copy_(value)
         for owner, parameter in parameters.items():
             self.set_weight(owner, parameter.data)
+        for parameter in parameters.values():
             nothing = torch.full((), torch.nan, device=parameter.device).to(parameter.dtype)
             parameter.data = nothing.expand(parameter.shape)
 
@@ -349,6 +349,18 @@ class ParameterServer:
                     f"the settings of {owner!r} now need {sorted(missing)}, which was not set up "
                     "when the engine was made. Make the engine with these settings."
                 )
+
+    def note_pending(self, name: str, event: Event) -> None:
+        """A unit's weights are being changed until the event."""
+        self.units[name].pending = event
+
+    def leave(self, update: WaitingUpdate) -> None:
+        """Keep an update for later; updates are left in the order of need."""
+        self.waiting[update.unit] = update
+
+    def take_waiting(self, name: str) -> WaitingUpdate:
+        """The update that was left for a unit; the caller performs it."""
+        return self.waiting.pop(name)
 
     def perform(self, waiting: WaitingUpdate) -> None:
         """Do an update that was left."""

@@ -7,6 +7,7 @@ begins (`settings`), so a scheduler may run while updates of the last step still
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -35,6 +36,11 @@ def adopt(optimizer: torch.optim.Optimizer) -> tuple[Optimizer, list[dict[str, A
         raise ValueError(
             f"optimizer of type {kind.__module__}.{kind.__qualname__} cannot run in the parameter "
             "server. Expected one of l2l's optimizers, torch.optim.AdamW or torch.optim.SGD."
+        )
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise ValueError(
+            f"a learning-rate scheduler holds the {kind.__name__} that is handed over; it would "
+            "drive nothing. Make the scheduler on engine.optimizer instead."
         )
     if optimizer.state:
         raise ValueError(
@@ -97,11 +103,10 @@ class ServerOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         *,
         names: Mapping[nn.Parameter, str],
-        state_of: Callable[[str], dict[str, Any]],
     ) -> None:
         """Wrap groups whose parameters live in the server under `names`."""
         self._names = names
-        self._state_of = state_of
+        self.state_of: Callable[[str], dict[str, Any]] = lambda _: {}  # the server's, once it is
         super().__init__(groups, defaults)
 
     @override
@@ -124,7 +129,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         for group in self.param_groups:
             for parameter in group["params"]:
-                state = self._state_of(self._names[parameter])
+                state = self.state_of(self._names[parameter])
                 if state:
                     self.state[parameter] = state
         return super().state_dict()
@@ -135,3 +140,45 @@ class ServerOptimizer(torch.optim.Optimizer):
             "the optimizer's state belongs to the engine's parameter server and is not loaded "
             "through engine.optimizer."
         )
+
+
+def groups_of(
+    optimizer: Optimizer | torch.optim.Optimizer | None, model: nn.Module
+) -> tuple[Optimizer, list[dict[str, Any]]]:
+    """The optimizer's description and its groups over the parameters that are trained.
+
+    Raises:
+        ValueError: nothing is trained, or the optimizer does not fit the model.
+    """
+    trained = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.is_floating_point()
+    }
+    if not trained:
+        raise ValueError("no parameter of the model requires a gradient, so nothing is trained.")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        description, groups = adopt(optimizer)
+        known = {id(parameter) for parameter in trained.values()}
+        strangers = [p.shape for g in groups for p in g["params"] if id(p) not in known]
+        if strangers:
+            raise ValueError(
+                f"the optimizer holds {len(strangers)} parameters that the model does not train, "
+                f"the first of shape {tuple(strangers[0])}. Expected an optimizer over "
+                "model.parameters()."
+            )
+        left_out = known - {id(p) for g in groups for p in g["params"]}
+        if left_out:
+            warnings.warn(
+                f"{len(left_out)} parameters require a gradient but are not in the optimizer; "
+                "they stay as they are.",
+                stacklevel=3,
+            )
+        return description, groups
+    description = AdamW() if optimizer is None else optimizer
+    if not isinstance(description, Optimizer):
+        raise ValueError(
+            f"optimizer is {type(optimizer).__name__}. Expected l2l.AdamW(...), SGD, Lion or "
+            "Adafactor, or a torch optimizer over the model's parameters."
+        )
+    return description, make_groups(description, trained)

@@ -1,0 +1,37 @@
+"""How much host memory a parameter server needs, before any is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from l2l.parameter_server.adafactor import Adafactor
+from l2l.parameter_server.optimizer import AdamW, Optimizer
+from l2l.parameter_server.policy import UpdatePolicy
+from l2l.parameter_server.store import UnitForm
+
+NUM_STAGING = 4  # gradients of layers on their way to an eager update
+
+
+def host_bytes(forms: list[UnitForm], policy: UpdatePolicy) -> int:
+    """Bytes of the server with its staging; the stash comes on top. The outer unit is last."""
+    total = sum(sum(form.bytes_by_kind().values()) for form in forms)
+    staging = [form.staging_layout.nbytes for form in forms]
+    if policy is UpdatePolicy.ON_DEVICE:
+        return total
+    if policy is UpdatePolicy.JUST_IN_TIME:
+        return total + sum(staging)
+    return total + staging[-1] + max(staging[:-1]) * min(NUM_STAGING, len(staging) - 1)
+
+
+def alternatives(
+    forms_with: Callable[[Optimizer], list[UnitForm]], policy: UpdatePolicy, link: torch.dtype
+) -> dict[str, int]:
+    """Bytes that other optimizers would need, by the setting that chooses them."""
+    eight_bit = forms_with(AdamW(moments="8bit"))
+    found = {"optimizer=l2l.AdamW(moments='8bit')": host_bytes(eight_bit, policy)}
+    if policy is not UpdatePolicy.JUST_IN_TIME and link is torch.bfloat16:
+        adafactor = forms_with(Adafactor())
+        found["optimizer=l2l.Adafactor()"] = host_bytes(adafactor, UpdatePolicy.ON_DEVICE)
+    return found
