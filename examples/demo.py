@@ -16,7 +16,7 @@ import json
 import math
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import safetensors.torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import l2l
-from l2l.device import plain_peak_bytes
+from l2l.device import Device, plain_peak_bytes
 from l2l.planner import format_bytes
 
 LENGTH, ROWS, MICROBATCH = 128, 16, 4
@@ -113,18 +113,18 @@ def batches(text: bytes, *, seed: int, rows: int = ROWS) -> Iterator[dict[str, T
         yield {"ids": windows[:, :-1].contiguous(), "labels": windows[:, 1:].contiguous()}
 
 
-def plain_step(
-    model: nn.Module, batch: dict[str, Tensor], device: torch.device
-) -> Callable[[], None]:
-    """One step of plain PyTorch on the whole batch, for comparison of memory."""
+def plain_peak(model: nn.Module, batch: dict[str, Tensor], *, device: Device, size: int) -> int:
+    """Device memory of the same step in plain PyTorch, with microbatches of `size` rows."""
+    model = copy.deepcopy(model).to(device.torch_device)
 
-    def work() -> None:
+    def step() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
-        inputs = {name: value.to(device) for name, value in batch.items()}
-        model(**inputs)["loss"].backward()
+        for start in range(0, ROWS, size):
+            part = {k: v[start : start + size].to(device.torch_device) for k, v in batch.items()}
+            (model(**part)["loss"] * (size / ROWS)).backward()
         optimizer.step()
 
-    return work
+    return plain_peak_bytes(step, held=model.parameters(), device=device)
 
 
 class Display:
@@ -208,12 +208,9 @@ def main() -> None:
     relay_bytes = engine.device.peak_bytes()
     plan, device = engine.plan, engine.device
     engine.close()
-    plain_bytes = []
-    for step in (accumulated_step, plain_step):
-        plain = copy.deepcopy(untouched).to(device.torch_device)
-        work = step(plain, batch, device.torch_device)
-        plain_bytes.append(plain_peak_bytes(work, held=plain.parameters(), device=device))
-        del plain, work
+    plain_bytes = [
+        plain_peak(untouched, batch, device=device, size=size) for size in (MICROBATCH, ROWS)
+    ]
     safetensors.torch.save_file(model.state_dict(), arguments.folder / "model.safetensors")
     (arguments.folder / "plan.txt").write_text(f"{plan}\n")
 
