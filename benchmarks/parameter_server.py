@@ -86,7 +86,7 @@ def measure(
         losses.append(engine.step(batch).loss)  # the loss of a step comes after its forward
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - mark) / 3
-    stash = engine._stash.bytes_by_place()["host"]
+    stash = engine._arena.bytes_by_name["stash"]
     growth = resident_bytes() - before - stash
     peak = engine.device.peak_bytes()
     with engine.trace() as trace:
