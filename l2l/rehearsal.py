@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from l2l.batch import Microbatch
-from l2l.carving import CarvedModel, CutError
+from l2l.carving import CarvedModel
 from l2l.device import Device
+from l2l.layer_list import CutError
 from l2l.loss import Rule, find_rule, require_loss, trial_batch
 from l2l.parameter_server import ParameterServer
 from l2l.relay import Relay

@@ -378,11 +378,3 @@ class ParameterServer:
             waiting.drained.synchronize()
             self.perform(waiting)
         self.waiting.clear()
-
-    def bytes_by_kind(self) -> dict[str, int]:
-        """Host bytes, by what they hold."""
-        found: dict[str, int] = {}
-        for unit in self.units.values():
-            for kind, nbytes in unit.form.bytes_by_kind().items():
-                found[kind] = found.get(kind, 0) + nbytes
-        return found

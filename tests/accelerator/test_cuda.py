@@ -186,3 +186,72 @@ def test_float16_skips_an_overflow_and_goes_on():
         reports = [engine.step(family.batch(ROWS)) for _ in range(5)]
         assert not any(report.skipped for report in reports)
         assert reports[-1].loss < reports[0].loss
+
+
+def test_microbatches_of_growing_lengths_equal_plain_pytorch():
+    """Cells grow while copies of earlier microbatches are under way."""
+    family = FAMILIES["mpnet"]
+    rows = [family.batch(2, seed=number) for number in range(4)]
+    lengths = [4, 12, 6, 9]
+    microbatches = [
+        {key: value[:, :length] for key, value in one.items()}
+        for one, length in zip(rows, lengths, strict=True)
+    ]
+    model, plain = family.build(), family.build().cuda()
+    recorder = l2l.RecordGradients()
+    with l2l.Engine(model, optimizer=recorder, precision="float32", device="cuda") as engine:
+        for part in (microbatches[:1], microbatches[:2], microbatches):
+            report = engine.step(part)
+        assert not report.skipped
+    numbers = [counts(family.rule, one) for one in microbatches]
+    on_device = [{key: value.cuda() for key, value in one.items()} for one in microbatches]
+    loss, expected = reference_gradients(plain, on_device, numbers)
+    assert report.loss == pytest.approx(float(loss), rel=1e-6)
+    largest = max(float(g.abs().max()) for g in expected.values() if g is not None)
+    for key, gradient in recorder.gradients.items():
+        difference = float((gradient - expected[key].cpu()).abs().max())
+        assert difference <= 1e-5 * float(expected[key].abs().max()) + 1e-7 * largest, key
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"optimizer": l2l.Adafactor(lr=1e-2)}, {"clip_norm": 1.0}, {}],
+    ids=["on the device", "clipped", "eager"],
+)
+def test_closing_at_once_gives_the_weights_of_the_last_step(settings: dict):
+    """The last copies and updates are still under way when `close` is called."""
+    results = []
+    for wait in (False, True):
+        model = build_bert(num_hidden_layers=4, hidden_size=512, intermediate_size=4096)
+        engine = l2l.Engine(model, device="cuda", microbatch_size=2, seed=1, **settings)
+        engine.step(FAMILIES["bert_classification"].batch(ROWS))
+        if wait:
+            torch.cuda.synchronize()
+        engine.close()
+        results.append(model.state_dict())
+    assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
+
+
+def test_evaluation_between_late_updates_changes_nothing():
+    results = []
+    for evaluates in (False, True):
+        model = build_bert()
+        batch = FAMILIES["bert_classification"].batch
+        with l2l.Engine(model, device="cuda", microbatch_size=2, clip_norm=0.1, seed=1) as engine:
+            for number in range(3):
+                engine.step(batch(ROWS, seed=number))
+                if evaluates:
+                    engine.evaluate(batch(ROWS, seed=9))
+                    engine.predict(batch(ROWS, seed=8))
+        results.append(model.state_dict())
+    assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
+
+
+def test_a_trace_has_every_lane():
+    with l2l.Engine(build_bert(), device="cuda", microbatch_size=2) as engine:
+        engine.step(FAMILIES["bert_classification"].batch(ROWS))
+        with engine.trace() as trace:
+            engine.step(FAMILIES["bert_classification"].batch(ROWS))
+        lanes = {span.lane for span in trace.spans}
+        assert {"compute", "fetch", "drain", "update"} <= lanes
+        assert all(span.end >= span.start for span in trace.spans)

@@ -1,0 +1,77 @@
+"""The seam to the hardware: lanes, waits, memory and random numbers of one device.
+
+It offers what the relay needs and no more: submit work to a lane, record an event after it, let a
+lane wait for an event, take device memory, take host memory the device can reach directly, seed the
+generators (seam.py). Two devices implement it: `CudaDevice` (cuda.py), and `CheckingDevice`
+(checking.py), the same engine on the CPU, which runs work as late as the waits allow and so finds
+the waits that are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from l2l.device.checking import ByteCount, CheckingDevice, CountAllocations, QueuedEvent
+from l2l.device.cuda import CudaDevice, busy_link, num_devices, plain_peak
+from l2l.device.seam import PAGE_BYTES, Device, Event, UpdateFailedError, Work
+
+__all__ = [
+    "PAGE_BYTES",
+    "CheckingDevice",
+    "CudaDevice",
+    "Device",
+    "Event",
+    "QueuedEvent",
+    "UpdateFailedError",
+    "Work",
+    "busy_link",
+    "open_device",
+    "plain_peak_bytes",
+]
+
+
+def plain_peak_bytes(work: Work, *, held: Iterable[Tensor], device: Device) -> int:
+    """Most device memory that a piece of plain PyTorch takes, counted as for an engine.
+
+    Args:
+        work: runs on the device.
+        held: tensors that are on the device before (a model's parameters).
+        device: where.
+    """
+    if device.torch_device.type == "cuda":
+        return plain_peak(work, device)
+    count = ByteCount()
+    for tensor in held:
+        count.hold(tensor)
+    with CountAllocations(count):
+        work()
+    return count.peak_bytes
+
+
+def open_device(device: str | torch.device | None) -> Device:
+    """The device named by the user; None is the accelerator if there is one, else the CPU.
+
+    Raises:
+        ValueError: the device is not there, or of a kind this engine does not drive.
+    """
+    if device is None:
+        device = "cuda" if num_devices() else "cpu"
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device={device!r} is not a torch device. Try 'cuda' or 'cpu'."
+        ) from error
+    if wanted.type == "cpu":
+        return CheckingDevice()
+    if wanted.type != "cuda":
+        raise ValueError(f"device={str(wanted)!r} is not supported. Expected 'cuda' or 'cpu'.")
+    if (wanted.index or 0) >= num_devices():
+        raise ValueError(
+            f"device={str(wanted)!r} is not there: this process sees {num_devices()} CUDA "
+            "device(s). Use device='cpu', or check the driver and CUDA_VISIBLE_DEVICES."
+        )
+    return CudaDevice(wanted)

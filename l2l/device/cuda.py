@@ -1,0 +1,297 @@
+"""Streams of one CUDA device; the only file of the package that knows `torch.cuda`.
+
+A lane is a stream, an event a CUDA event, work is launched as it is submitted. The update lane is a
+host thread (worker.py): it waits for drains by blocking itself, and a stream waits for an update by
+watching a number in host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from l2l.device.seam import PAGE_BYTES, Device, Event, Work, anonymous_pages
+from l2l.device.worker import WAITING, Worker, WorkerEvent, worker_spans
+from l2l.schedule import Lane
+from l2l.trace import Span, Trace
+
+COPIES_AHEAD = 16
+
+
+@final
+class CudaEvent(Event):
+    """An event on a stream."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(blocking=True)  # who waits on the host, sleeps
+
+    @override
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+@final
+class StreamCounter:
+    """A number in host memory that a stream can wait for: how the device waits for the host.
+
+    The worker thread writes the number of each event it completes; a stream that waits for an
+    event holds until the number is that large. So a lane can wait for an update without the thread
+    that submits work having to block. Where the driver does not offer this, that thread blocks.
+    """
+
+    def __init__(self) -> None:
+        self._memory, self._pages = anonymous_pages(PAGE_BYTES)
+        cudart = torch.cuda.cudart()
+        self._registered = not int(cudart.cudaHostRegister(self._memory.data_ptr(), PAGE_BYTES, 0))
+        self._word = ctypes.c_uint32.from_address(self._memory.data_ptr())
+        self._wait_value = _driver_function("cuStreamWaitValue32_v2") if self._registered else None
+
+    def advance(self, number: int) -> None:
+        """All events up to this number are complete."""
+        self._word.value = number
+
+    def wait(self, stream: torch.cuda.Stream, event: WorkerEvent) -> None:
+        """Hold a stream until an event is complete."""
+        if self._wait_value is not None:
+            error = self._wait_value(
+                ctypes.c_void_p(stream.cuda_stream),
+                ctypes.c_uint64(self._memory.data_ptr()),
+                ctypes.c_uint32(event.number),
+                ctypes.c_uint(0),  # until the word is equal or greater
+            )
+            if error == 0:
+                return
+            self._wait_value = None
+        event.synchronize()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            self._registered = False
+
+
+def _unregister(buffers: list[tuple[int, mmap.mmap]]) -> None:
+    for address, _ in buffers:
+        torch.cuda.cudart().cudaHostUnregister(address)
+    buffers.clear()
+
+
+def _driver_function(name: str) -> Any:
+    try:
+        return getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError):
+        return None
+
+
+@final
+class CudaDevice(Device):
+    """Streams of one CUDA device."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        index: int | None = torch_device.index  # None for plain "cuda"
+        super().__init__(
+            torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        )
+        self._counter = StreamCounter()
+        self._worker = Worker(on_event=self._counter.advance)
+        # The compute lane is the caller's stream: libraries keep a workspace for every stream they
+        # ever saw. Copies are short and the kernels that wait for them long: copies go first.
+        self._streams: dict[Lane, torch.cuda.Stream] = {
+            lane: torch.cuda.Stream(self.torch_device, priority=-1)
+            for lane in Lane
+            if lane not in (Lane.COMPUTE, Lane.UPDATE)
+        }
+        self._streams[Lane.COMPUTE] = torch.cuda.current_stream(self.torch_device)
+        self._host_buffers: list[tuple[int, mmap.mmap]] = []
+        self._marks: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] | None = None
+        # For a device that is dropped without `close`.
+        weakref.finalize(self, self._worker.dismiss).atexit = False
+        weakref.finalize(self, _unregister, self._host_buffers).atexit = False
+
+    @override
+    def submit(self, lane: Lane, text: str, work: Work) -> None:
+        if lane is Lane.UPDATE:
+            self._worker.submit(text, work)
+            return
+        stream = self._streams[lane]
+        with torch.cuda.stream(stream), torch.profiler.record_function(text):
+            if self._marks is None:
+                work()
+                return
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record(stream)
+            work()
+            end.record(stream)
+            self._marks.append((lane, text, start, end))
+
+    @override
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[Trace]:
+        trace = Trace()
+        torch.cuda.synchronize(self.torch_device)
+        origin, began = torch.cuda.Event(enable_timing=True), time.perf_counter()
+        origin.record(self._streams[Lane.COMPUTE])
+        marks = self._marks = []
+        times = self._worker.times = []
+        try:
+            yield trace
+            torch.cuda.synchronize(self.torch_device)
+            self._worker.record().synchronize()
+        finally:
+            self._marks, self._worker.times = None, None
+        for lane, text, *events in marks:
+            start, end = (origin.elapsed_time(event) / 1e3 for event in events)
+            trace.spans.append(Span(lane.value, text, start, end))
+        trace.spans += worker_spans(times, began)
+
+    @override
+    def record(self, lane: Lane) -> Event:
+        if lane is Lane.UPDATE:
+            return self._worker.record()
+        event = CudaEvent()
+        event.event.record(self._streams[lane])
+        return event
+
+    @override
+    def wait(self, lane: Lane, event: Event) -> None:
+        if lane is Lane.UPDATE:
+            self._worker.submit(WAITING, event.synchronize)
+        elif isinstance(event, CudaEvent):
+            self._streams[lane].wait_event(event.event)
+        else:
+            assert isinstance(event, WorkerEvent), type(event)
+            self._counter.wait(self._streams[lane], event)
+
+    @override
+    def begin(self) -> None:
+        self._worker.raise_failure()
+        current = torch.cuda.current_stream(self.torch_device)
+        for stream in self._streams.values():
+            stream.wait_stream(current)
+
+    @override
+    def finish(self) -> None:
+        current = torch.cuda.current_stream(self.torch_device)
+        for stream in self._streams.values():
+            current.wait_stream(stream)
+
+    @override
+    def empty(self, nbytes: int) -> Tensor:
+        # From the pool of the stream that asks, which is the first to write the memory.
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    @override
+    def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
+        """Anonymous memory with huge pages, touched by all cores."""
+        buffer, pages = anonymous_pages(nbytes)
+        if not registered or pages is None:
+            return buffer
+        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
+        if int(error) != 0:
+            raise RuntimeError(
+                f"the driver refused to register {nbytes} bytes of host memory (error "
+                f"{int(error)}). Expected enough lockable memory: see 'ulimit -l'."
+            )
+        self._host_buffers.append((buffer.data_ptr(), pages))
+        return buffer
+
+    @override
+    def host_record(self, *shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, pin_memory=True)
+
+    @override
+    def pinned(self, tensor: Tensor) -> Tensor:
+        if tensor.is_cuda:
+            return tensor
+        # The step may still read it when the caller fills a pinned batch anew.
+        return tensor.clone().pin_memory() if tensor.is_pinned() else tensor.pin_memory()
+
+    @override
+    def abort(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    @override
+    def poison(self, buffer: Tensor) -> None:
+        pass
+
+    @override
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        torch.cuda.default_generators[self.torch_device.index].manual_seed(seed)
+
+    @override
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    @override
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self.torch_device)
+
+    @override
+    def close(self) -> None:
+        self._worker.close()
+        torch.cuda.synchronize(self.torch_device)
+        self._counter.close()
+        _unregister(self._host_buffers)
+
+
+@contextlib.contextmanager
+def busy_link(nbytes: int = 256 << 20) -> Iterator[bool]:
+    """Copy both ways without pause meanwhile; yields whether there is a link to keep busy."""
+    if not torch.cuda.is_available():
+        yield False
+        return
+    device = CudaDevice(torch.device("cuda"))
+    lanes = {Lane.FETCH: True, Lane.DRAIN: False}
+    buffers = {
+        lane: (device.host_empty(nbytes, registered=True), device.empty(nbytes)) for lane in lanes
+    }
+    stop = threading.Event()
+
+    def copy() -> None:
+        # Many copies are queued ahead, so that the link stays busy while this thread cannot run.
+        queued: deque[Event] = deque()
+        while not stop.is_set():
+            for lane, inwards in lanes.items():
+                host, on_device = buffers[lane]
+                target, source = (on_device, host) if inwards else (host, on_device)
+                for _ in range(COPIES_AHEAD):
+                    device.submit(lane, "copy", partial(target.copy_, source, non_blocking=True))
+                queued.append(device.record(lane))
+            while len(queued) > 2 * len(lanes):
+                queued.popleft().synchronize()
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    try:
+        yield True
+    finally:
+        stop.set()
+        thread.join()
+        device.close()
+
+
+def num_devices() -> int:
+    """How many CUDA devices this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def plain_peak(work: Work, device: Device) -> int:
+    """Most device memory in use at once while a piece of plain PyTorch runs."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device.torch_device)
+    work()
+    return torch.cuda.max_memory_reserved(device.torch_device)

@@ -1,0 +1,121 @@
+"""What the relay needs of a device, and no more: the interface that both devices implement."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from l2l.schedule import Lane
+from l2l.trace import Trace
+
+Work = Callable[[], object]
+PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
+
+
+class UpdateFailedError(RuntimeError):
+    """Work on the update lane failed; what it was to change is not as it should be."""
+
+
+class Event(ABC):
+    """The end of some submitted work."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the calling thread until the work is done."""
+
+
+class Device(ABC):
+    """Lanes, waits, memory and random numbers of one device."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    @abstractmethod
+    def submit(self, lane: Lane, text: str, work: Work) -> None:
+        """Append work to a lane. `text` is the schedule's line, for traces and errors."""
+
+    @abstractmethod
+    def record(self, lane: Lane) -> Event:
+        """An event that completes with the work submitted to the lane so far."""
+
+    @abstractmethod
+    def wait(self, lane: Lane, event: Event) -> None:
+        """Hold what is submitted to the lane from now on until the event is complete."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Start a schedule: every lane but the update lane goes on after all earlier work."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """End a schedule: later work of every lane but the update lane follows all of it."""
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> Tensor:
+        """Device memory, as bytes; NaN in every floating dtype on the checking device."""
+
+    @abstractmethod
+    def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
+        """Host memory, as bytes; lanes copy from and to registered memory without the host."""
+
+    @abstractmethod
+    def host_record(self, *shape: int) -> Tensor:
+        """A few float32 numbers on the host for a lane to write; NaN until it does."""
+
+    @abstractmethod
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """A host tensor as one that can be copied to the device without the host's help."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Drop or finish what was submitted to all lanes but the update lane, after an error."""
+
+    @abstractmethod
+    def poison(self, buffer: Tensor) -> None:
+        """Declare the contents of device memory dead."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Start a new peak measurement."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Most device memory in use at once since `reset_peak`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish all work and give back threads and host memory."""
+
+    @abstractmethod
+    def tracing(self) -> contextlib.AbstractContextManager[Trace]:
+        """Collect a span for every action inside the block; they are there when it ends."""
+
+    @contextlib.contextmanager
+    def private_random_state(self) -> Iterator[None]:
+        """Leave the caller's random generators as they were."""
+        devices = [self.torch_device] if self.torch_device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            yield
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators that the layers' own code draws from."""
+        torch.default_generator.manual_seed(seed)
+
+
+def anonymous_pages(nbytes: int) -> tuple[Tensor, mmap.mmap | None]:
+    """Zeros in fresh pages, huge ones where that pays, written by all cores at once."""
+    if nbytes < PAGE_BYTES:
+        return torch.zeros(nbytes, dtype=torch.uint8), None
+    # Private: shared anonymous memory is a file to the kernel, and gets no huge pages.
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= HUGE_PAGE_BYTES:
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    buffer.zero_()
+    return buffer, pages

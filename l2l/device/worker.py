@@ -1,0 +1,109 @@
+"""The host thread of the update lane: performs work in order, beside whatever submits it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import final
+
+from typing_extensions import override
+
+from l2l.device.seam import Event, UpdateFailedError, Work
+from l2l.schedule import Lane
+from l2l.trace import Span
+
+WAITING = "wait"  # what the thread does between updates
+
+
+@final
+class WorkerEvent(Event):
+    """Completion of work on the worker thread."""
+
+    def __init__(self, worker: Worker, number: int) -> None:
+        self._worker = worker
+        self.number = number
+        self._done = threading.Event()
+
+    def set(self) -> None:
+        """Mark the work as done."""
+        self._done.set()
+
+    @override
+    def synchronize(self) -> None:
+        self._done.wait()
+        self._worker.raise_failure()
+
+
+@final
+class Worker:
+    """One host thread that performs work in order; a failure is raised to whoever waits."""
+
+    def __init__(self, *, on_event: Callable[[int], None] | None = None) -> None:
+        """Start the thread; `on_event` is told the number of every event that completes."""
+        self._on_event = on_event
+        self._num_events = 0
+        self._queue: queue.SimpleQueue[tuple[str, Work] | WorkerEvent | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self.times: list[tuple[str, float, float]] | None = None  # of each work, while tracing
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="l2l-update", daemon=True)
+        self._thread.start()
+
+    def submit(self, text: str, work: Work) -> None:
+        """Append work. After a failure later work is dropped."""
+        self._queue.put((text, work))
+
+    def record(self) -> WorkerEvent:
+        """An event after the work submitted so far."""
+        self._num_events += 1
+        event = WorkerEvent(self, self._num_events)
+        self._queue.put(event)
+        return event
+
+    def raise_failure(self) -> None:
+        """Raise what broke on the thread, if anything did."""
+        if self._failure is not None:
+            raise UpdateFailedError(
+                f"an update on the host failed: {self._failure!r}"
+            ) from self._failure
+
+    def dismiss(self) -> None:
+        """Let the thread end after what it has, without waiting for that."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._queue.put(None)
+
+    def close(self) -> None:
+        """Let the thread end after what it has, and wait for it."""
+        self.dismiss()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, WorkerEvent):
+                item.set()
+                if self._on_event is not None:
+                    self._on_event(item.number)
+            elif self._failure is None:
+                self._perform(*item)
+            del item  # work refers to the whole engine: an idle thread must not keep it alive
+
+    def _perform(self, text: str, work: Work) -> None:
+        start = time.perf_counter()
+        try:
+            work()
+        except BaseException as failure:  # handed to the waiting thread
+            self._failure = failure
+        if self.times is not None:
+            self.times.append((text, start, time.perf_counter()))
+
+
+def worker_spans(times: list[tuple[str, float, float]], began: float) -> list[Span]:
+    """What the thread did, as spans since a trace began."""
+    return [
+        Span(Lane.UPDATE.value, text, start - began, end - began)
+        for text, start, end in times
+        if text != WAITING
+    ]
