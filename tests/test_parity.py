@@ -464,3 +464,31 @@ def test_gradients_with_dropout_belong_to_the_loss_that_was_drawn(name: str) -> 
 
     slope = (loss_at(0.02) - loss_at(-0.02)) / 0.04
     assert slope == pytest.approx(float(norm), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: build_llama(attention_dropout=0.1),
+        lambda: build_gpt2(resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1),
+        lambda: build_bert(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1),
+    ],
+    ids=["llama", "gpt2", "bert"],
+)
+def test_a_recomputed_layer_gives_the_bits_of_its_forward(build: Callable[[], nn.Module]) -> None:
+    model = build()
+    batch = classification_batch(6) if "Classification" in type(model).__name__ else causal_batch(6)
+    with make_engine(model, microbatch_size=2, seed=1) as engine:
+        outputs: list[list[Tensor]] = [[] for _ in engine._carved.layers]
+        engine.step(batch)  # the first step rehearses too
+        for part, kept in zip(engine._carved.layers, outputs, strict=True):
+            part.module.register_forward_hook(
+                lambda _module, _inputs, value, kept=kept: kept.append(
+                    (value[0] if isinstance(value, tuple) else value).detach().clone()
+                )
+            )
+        engine.step(batch)
+    for kept in outputs:
+        assert len(kept) == 6  # three microbatches forward, then again
+        assert all(torch.equal(a, b) for a, b in zip(kept[:3], kept[3:], strict=True))
+        assert not torch.equal(kept[0], kept[1])

@@ -1,5 +1,6 @@
 """When and how the parameter server updates: policies, clipping, precisions, optimizers."""
 
+import dataclasses
 import itertools
 import warnings
 
@@ -422,3 +423,21 @@ def test_a_step_that_fails_before_any_update_leaves_everything_as_it_was():
 
 def test_the_kernel_is_built_here():
     assert host_kernel.load() is not None
+
+
+@pytest.mark.parametrize("num_late", [1, 2, 3])
+def test_some_updates_may_be_late_and_the_others_eager(num_late: int):
+    """The policy between the two that have a name: the lowest layers wait for the next step."""
+    expected = train("llama_untied", update="eager")
+    family = FAMILIES["llama_untied"]
+    model = family.build()
+    with make_engine(model, family, update="eager") as engine:
+        plain_shape = engine._shape
+        engine._shape = lambda number, *, training: dataclasses.replace(
+            plain_shape(number, training=training), num_late=num_late if training else 0
+        )
+        for number in range(4):
+            engine.step(family.batch(ROWS, seed=number))
+            late = ["O", "L0", "L1"][:num_late]
+            assert list(engine._server.waiting) == late
+    assert_equal(model.state_dict(), expected)

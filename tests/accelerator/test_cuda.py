@@ -194,7 +194,7 @@ def test_microbatches_of_growing_lengths_equal_plain_pytorch():
     rows = [family.batch(2, seed=number) for number in range(4)]
     lengths = [4, 12, 6, 9]
     microbatches = [
-        {key: value[:, :length] for key, value in one.items()}
+        {key: value[:, :length].contiguous() for key, value in one.items()}
         for one, length in zip(rows, lengths, strict=True)
     ]
     model, plain = family.build(), family.build().cuda()
