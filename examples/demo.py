@@ -5,7 +5,7 @@ the accelerator if there is one, else on the CPU. Only one of its layers and the
 device at a time. At the end it prints what was learnt, how much device memory the step took and how
 much the same step takes in plain PyTorch, and lets the trained model write a few lines.
 
-    python examples/demo.py [--steps 120] [--folder runs/demo] [--device cpu]
+    python examples/demo.py [--steps 150] [--folder runs/demo] [--device cpu]
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Display:
 def main() -> None:
     """Train, compare, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps (default: 120)")
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps (default: 150)")
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="for the results")
     parser.add_argument("--device", default=None, help="default: the accelerator, else the CPU")
     arguments = parser.parse_args()
