@@ -3,7 +3,7 @@
 The second moment is factored into row and column means, there is no first moment, and the update
 is clipped per tensor: the arithmetic and the argument names of `torch.optim.Adafactor`. So little
 state rides in the unit's flat buffer beside the weights: it is fetched with them, and after the
-update in the slot both are copied back ([Note: device updates] in schedule.py). No gradient leaves
+update in the slot both are copied back ([Note: device updates] in schedule/). No gradient leaves
 the device, which is why clipping by the global norm is impossible: when the norm is known, the
 gradients are gone.
 

@@ -1,0 +1,132 @@
+"""The vocabulary of schedules: lanes, verbs, and the two kinds of line, as text and as data."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+OUTER: Final = "O"
+NOTHING: Final = "-"
+
+
+class Lane(enum.Enum):
+    """What runs in order with itself and at the same time as the others."""
+
+    COMPUTE = "compute"
+    """The device computes."""
+    FETCH = "fetch"
+    """Weights, host to device."""
+    DRAIN = "drain"
+    """Gradients and losses, device to host."""
+    STASH = "stash"
+    """Boundary tensors out of the device's cells; never queues behind a drain."""
+    UNSTASH = "unstash"
+    """Boundary tensors back into cells; never queues behind a weight fetch."""
+    UPDATE = "update"
+    """The host optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verb:
+    """Lane and operands of a kind of line.
+
+    `operands` has one word per operand: the leading letter it must have, then `<` if the line reads
+    that place, `>` if it writes it, nothing if the operand is only a name. `also` lists the places
+    the line touches without naming them.
+    """
+
+    lane: Lane
+    operands: tuple[str, ...]
+    also: tuple[str, ...] = ()
+
+
+VERBS: Final[Mapping[str, Verb]] = {
+    "fetch": Verb(lane=Lane.FETCH, operands=("LO", "S>")),
+    "release": Verb(lane=Lane.COMPUTE, operands=("LO", "S>")),
+    "prologue": Verb(lane=Lane.COMPUTE, operands=("m", "R>", "C>"), also=("SO<",)),
+    "forward": Verb(lane=Lane.COMPUTE, operands=("L", "m", "S<", "R<", "C<", "C>")),
+    "score": Verb(lane=Lane.COMPUTE, operands=("m", "C<"), also=("SO<", "loss>")),
+    "epilogue": Verb(lane=Lane.COMPUTE, operands=("m", "C<", "C>"), also=("SO<", "GO>", "loss>")),
+    "backward": Verb(lane=Lane.COMPUTE, operands=("L", "m", "S<", "G>", "R<", "C<", "C<", "C>")),
+    "regress": Verb(lane=Lane.COMPUTE, operands=("m", "C<"), also=("SO<", "GO>")),
+    "report": Verb(lane=Lane.DRAIN, operands=(), also=("loss<", "host loss>")),
+    "drain": Verb(lane=Lane.DRAIN, operands=("LO", "G<", "H>")),
+    "update": Verb(lane=Lane.UPDATE, operands=("LO", "H<"), also=("host loss<",)),
+    "settle": Verb(lane=Lane.UPDATE, operands=("LO", "H<")),
+    "revise": Verb(lane=Lane.COMPUTE, operands=("LO", "S>", "G<"), also=("loss<",)),
+    "return": Verb(lane=Lane.DRAIN, operands=("LO", "S>")),
+    "stash": Verb(lane=Lane.STASH, operands=("rhg", "m", "CR<")),
+    "unstash": Verb(lane=Lane.UNSTASH, operands=("rhg", "m", "CR>")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One line that does something."""
+
+    verb: str
+    operands: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join((self.verb, *self.operands))
+
+    @property
+    def lane(self) -> Lane:
+        """The lane the action runs on."""
+        return VERBS[self.verb].lane
+
+    def accesses(self) -> Iterator[tuple[str, bool]]:
+        """Places the action touches, each with whether it writes ([Note: places])."""
+        verb = VERBS[self.verb]
+        for operand, kind in zip(self.operands, verb.operands, strict=True):
+            if kind[-1] in "<>" and operand != NOTHING:
+                yield operand, kind[-1] == ">"
+        for place in verb.also:
+            yield place[:-1], place[-1] == ">"
+        if self.verb in ("stash", "unstash"):
+            yield " ".join(self.operands[:2]), self.verb == "stash"
+        elif self.verb in ("fetch", "update", "settle", "return"):
+            yield f"weights {self.operands[0]}", self.verb != "fetch"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A lane goes on only when an earlier line of another lane is done."""
+
+    lane: Lane
+    action: Action
+
+    def __str__(self) -> str:
+        return f"{self.lane.value} waits {self.action}"
+
+
+Line = Action | Wait
+
+
+def parse_line(text: str) -> Line:
+    """The line that prints as `text`.
+
+    Raises:
+        ValueError: unknown verb or lane, or operands that do not fit the verb.
+    """
+    words = text.split()
+    if len(words) > 2 and words[1] == "waits":
+        lanes = {lane.value: lane for lane in Lane}
+        if words[0] not in lanes:
+            raise ValueError(f"{text!r}: no lane {words[0]!r}; lanes are {', '.join(lanes)}")
+        action = parse_line(" ".join(words[2:]))
+        if not isinstance(action, Action):
+            raise ValueError(f"{text!r}: a wait names an action, not another wait")
+        return Wait(lanes[words[0]], action)
+    if not words or words[0] not in VERBS:
+        raise ValueError(f"{text!r}: unknown verb; verbs are {', '.join(VERBS)}")
+    kinds, operands = VERBS[words[0]].operands, tuple(words[1:])
+    fits = len(kinds) == len(operands) and all(
+        operand[0] in kind or operand == NOTHING
+        for kind, operand in zip(kinds, operands, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{text!r}: {words[0]!r} takes operands like {' '.join(kinds)!r}")
+    return Action(words[0], operands)
