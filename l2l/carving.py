@@ -343,7 +343,7 @@ class CarvedModel:
         self.returns: dict[str, Returns] = {}
         self.changing_input: set[str] = set()  # structures that write into their hidden state
         self._modes_as_given = model.training
-        self._takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self._takes_use_cache = _takes_use_cache(model)
 
     def set_training(self, training: bool) -> None:  # noqa: FBT001
         """Put every part in training or evaluation mode.
@@ -552,6 +552,22 @@ def _structure(layer: nn.Module) -> str:
             for name, module in layer.named_modules()
         ]
         + [f"{name}:{tuple(tensor.shape)}" for name, tensor in tensors]
+    )
+
+
+def _takes_use_cache(model: nn.Module) -> bool:
+    """Whether the model makes a cache unless told not to; both passes would append to it.
+
+    A wrapper, such as an adapter's, hands the argument on to the module inside that takes it.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    if "use_cache" in parameters:
+        return True
+    hands_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return (
+        hands_on
+        and bool(getattr(getattr(model, "config", None), "use_cache", False))
+        and any("use_cache" in inspect.signature(m.forward).parameters for m in model.modules())
     )
 
 

@@ -361,3 +361,26 @@ def test_a_trace_is_written_for_a_viewer(tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert any(event["name"].startswith("backward L0 m0") for event in events)
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+class Wrapper(nn.Module):
+    """Hands everything on, as adapters do; says nothing of a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = FAMILIES["llama_untied"].build()
+        self.config = self.inner.config
+
+    def forward(self, input_ids: Tensor, **others):
+        return self.inner(input_ids=input_ids, **others)
+
+
+def test_a_wrapped_model_makes_no_cache_that_both_passes_append_to():
+    batch = FAMILIES["llama_untied"].batch(6)
+    losses = []
+    for build in (FAMILIES["llama_untied"].build, Wrapper):
+        model = build()
+        assert model.config.use_cache
+        with make(model) as engine:
+            losses.append([engine.step(batch).loss for _ in range(2)])
+    assert losses[0] == losses[1]
