@@ -15,7 +15,7 @@ from l2l.batch import Microbatch, join_outputs, split_batch
 from l2l.carving import CarvedModel, UnitTensors, refuse_without_weights
 from l2l.device import Device, Event, UpdateFailedError, open_device
 from l2l.host_memory import Arena, HostBudget
-from l2l.loss import LossFunction, Rule, scales
+from l2l.loss import LossFunction, Rule, output_shares, scales
 from l2l.parameter_server import (
     NUM_STAGING,
     HostKernel,
@@ -176,10 +176,9 @@ class Engine:
     def predict(self, batch: Batches) -> Any:
         """The model's outputs for a batch, on the host; forward only, in evaluation mode."""
         microbatches = self._prepare(batch, training=False)
-        shares = [1.0 / len(microbatches)] * len(microbatches)
         if any("labels" in one for one in microbatches):  # then the outputs have a loss
             self._rehearsal.run(microbatches[0], needs_loss=True)
-            shares = scales(self._rehearsal.rule or Rule.ROWS, microbatches)
+        shares = output_shares(self._rehearsal.rule, microbatches)
         step = self._new_step(microbatches, settings=None, keep_outputs=True)
         self._run(self._schedule(len(microbatches), training=False), step)
         return join_outputs([step.outputs[m] for m in range(len(microbatches))], shares)

@@ -81,6 +81,16 @@ def scales(rule: Rule, microbatches: list[Microbatch]) -> list[float]:
     return [number / total for number in counts]
 
 
+def output_shares(rule: Rule | None, microbatches: list[Microbatch]) -> list[float]:
+    """What each microbatch's own loss counts in the outputs of a prediction.
+
+    Where no rule makes it the loss of the whole batch, the loss of several microbatches is NaN.
+    """
+    if rule in (None, Rule.UNKNOWN, Rule.SUM_AND_WEIGHT):
+        return [1.0 if len(microbatches) == 1 else math.nan] * len(microbatches)
+    return scales(rule, microbatches)
+
+
 def _refuse_ignored_rows(microbatches: list[Microbatch]) -> None:
     for microbatch in microbatches:
         for name, value in microbatch.items():
