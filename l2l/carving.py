@@ -583,27 +583,3 @@ def _refuse_router_losses(model: nn.Module, batch: Batch) -> None:
             "(output_router_logits). The relay does not keep what single layers return; set "
             "output_router_logits=False."
         )
-
-
-def refuse_without_weights(model: nn.Module) -> None:
-    """Refuse a model whose parameters have no values.
-
-    Raises:
-        ValueError: they are in another engine, or on the meta device.
-    """
-    hollow = [
-        name
-        for name, p in model.named_parameters()
-        if p.numel() > 1 and not p.is_meta and p.untyped_storage().nbytes() < p.nbytes
-    ]
-    if hollow:
-        raise ValueError(
-            f"the model's parameters are hollow ({hollow[0]!r} and others): its weights are in "
-            "another engine. Close that one first."
-        )
-    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if on_meta:
-        raise ValueError(
-            f"{len(on_meta)} parameters are on the meta device, the first {on_meta[0]!r}. Expected "
-            "a model with weights, on the CPU."
-        )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from l2l.batch import Microbatch, join_outputs, split_batch
-from l2l.carving import CarvedModel, UnitTensors, refuse_without_weights
+from l2l.carving import CarvedModel, UnitTensors
 from l2l.device import Device, Event, UpdateFailedError, open_device
 from l2l.host_memory import Arena, HostBudget
 from l2l.loss import LossFunction, Rule, output_shares, scales
@@ -29,6 +29,7 @@ from l2l.parameter_server import (
     groups_of,
     host_bytes,
     load_kernel,
+    refuse_without_weights,
 )
 from l2l.planner import LedgerLine, Plan
 from l2l.precision import PrecisionPolicy

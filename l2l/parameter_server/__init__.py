@@ -17,6 +17,7 @@ from l2l.parameter_server.store import ParameterServer as ParameterServer
 from l2l.parameter_server.store import UnitForm as UnitForm
 from l2l.parameter_server.store import UpdateOrder as UpdateOrder
 from l2l.parameter_server.store import WaitingUpdate as WaitingUpdate
+from l2l.parameter_server.store import refuse_without_weights as refuse_without_weights
 from l2l.parameter_server.store import state_name as state_name
 from l2l.parameter_server.torch_optimizer import ServerOptimizer as ServerOptimizer
 from l2l.parameter_server.torch_optimizer import groups_of as groups_of
@@ -41,5 +42,6 @@ __all__ = [
     "groups_of",
     "host_bytes",
     "load_kernel",
+    "refuse_without_weights",
     "state_name",
 ]

@@ -703,21 +703,6 @@ int64_t host_kernel_check_split(int32_t num_threads) {
   return int64_t(sum_of_chunks(chunk_function<CheckSplit>(), Job{}, int64_t(1) << 32, num_threads));
 }
 
-void host_kernel_zero(void* memory, int64_t num_bytes, int32_t num_threads) {
-  char* const bytes = static_cast<char*>(memory);
-  run_ranges(num_bytes, num_threads, [bytes](int64_t begin, int64_t end) {
-    std::memset(bytes + begin, 0, size_t(end - begin));
-  });
-}
-
-// One zero byte in every page: makes fresh memory real, for less than zeroing it twice.
-void host_kernel_touch(void* memory, int64_t num_bytes, int32_t num_threads) {
-  volatile char* const bytes = static_cast<char*>(memory);
-  run_ranges(num_bytes, num_threads, [bytes](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i += 4096) bytes[i] = 0;
-  });
-}
-
 void host_kernel_copy(void* to, const void* from, int64_t num_bytes, int32_t num_threads) {
   run_ranges(num_bytes, num_threads, [to, from](int64_t begin, int64_t end) {
     std::memcpy(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin,

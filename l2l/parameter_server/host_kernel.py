@@ -379,8 +379,6 @@ class HostKernel:
             "split": (None, [pointer, pointer, pointer, int64, int32]),
             "join": (None, [pointer, pointer, pointer, int64, int32]),
             "check_split": (int64, [int32]),
-            "zero": (None, [pointer, int64, int32]),
-            "touch": (None, [pointer, int64, int32]),
             "copy": (None, [pointer, pointer, int64, int32]),
         }
         for name, (result, arguments) in signatures.items():
@@ -522,14 +520,6 @@ class HostKernel:
     def check_split_all(self, *, num_threads: int) -> int:
         """Try the split master on all 2^32 patterns; the number that fail."""
         return int(self._call("check_split", num_threads=num_threads))
-
-    def zero(self, address: int, *, num_bytes: int, num_threads: int) -> None:
-        """Fill memory with zeros."""
-        self._call("zero", address, num_bytes, num_threads=num_threads)
-
-    def touch(self, address: int, *, num_bytes: int, num_threads: int) -> None:
-        """Write a zero into every page of fresh memory, so that the system provides it."""
-        self._call("touch", address, num_bytes, num_threads=num_threads)
 
     def copy(self, address: int, *, source: int, num_bytes: int, num_threads: int) -> None:
         """Copy memory to `address` from `source`, which must not overlap."""

@@ -328,8 +328,7 @@ class ParameterServer:
         """Threads for a unit's update.
 
         Layers are updated under device compute, where a quarter of the cores is left to the thread
-        that launches it (with all of them the step took 1% longer on 16 cores). The outer
-        parameters are updated while the device waits for them.
+        that launches it. The outer parameters are updated while the device waits for them.
         """
         every = torch.get_num_threads()
         return every if name == OUTER else max(1, every * 3 // 4)
@@ -378,3 +377,27 @@ class ParameterServer:
             waiting.drained.synchronize()
             self.perform(waiting)
         self.waiting.clear()
+
+
+def refuse_without_weights(model: nn.Module) -> None:
+    """Refuse a model whose parameters have no values.
+
+    Raises:
+        ValueError: they are in another engine, or on the meta device.
+    """
+    hollow = [
+        name
+        for name, p in model.named_parameters()
+        if p.numel() > 1 and not p.is_meta and p.untyped_storage().nbytes() < p.nbytes
+    ]
+    if hollow:
+        raise ValueError(
+            f"the model's parameters are hollow ({hollow[0]!r} and others): its weights are in "
+            "another engine. Close that one first."
+        )
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"{len(on_meta)} parameters are on the meta device, the first {on_meta[0]!r}. Expected "
+            "a model with weights, on the CPU."
+        )
