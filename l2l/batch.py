@@ -16,8 +16,6 @@ from torch.utils import _pytree as pytree
 
 Microbatch = dict[str, Any]
 
-TOKENS_PER_MICROBATCH = 8192
-
 
 def num_rows(batch: Mapping[str, Any]) -> int:
     """The common first dimension of a batch's tensors.
@@ -46,12 +44,10 @@ def num_rows(batch: Mapping[str, Any]) -> int:
     return count
 
 
-def planned_rows(batch: Mapping[str, Any]) -> int:
-    """Rows of a microbatch when the user does not say: about `TOKENS_PER_MICROBATCH` tokens."""
-    length = max(
-        (v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.dim() == 2), default=1
-    )
-    return max(1, TOKENS_PER_MICROBATCH // max(1, length))
+def token_length(batch: Mapping[str, Any]) -> int:
+    """Positions in a row: the second dimension of the batch's tensors of two."""
+    lengths = [v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.dim() == 2]
+    return max(1, *lengths, 1)
 
 
 def take_rows(batch: Mapping[str, Any], start: int, end: int) -> Microbatch:
@@ -62,7 +58,7 @@ def take_rows(batch: Mapping[str, Any], start: int, end: int) -> Microbatch:
     }
 
 
-def split_batch(batch: Any, *, microbatch_size: int | None) -> list[Microbatch]:
+def split_batch(batch: Any, *, microbatch_size: int) -> list[Microbatch]:
     """The microbatches of a batch, in order; the last of a dict may be smaller.
 
     Raises:
@@ -70,8 +66,10 @@ def split_batch(batch: Any, *, microbatch_size: int | None) -> list[Microbatch]:
     """
     if isinstance(batch, Mapping):
         rows = num_rows(batch)
-        size = microbatch_size if microbatch_size is not None else planned_rows(batch)
-        return [take_rows(batch, start, min(start + size, rows)) for start in range(0, rows, size)]
+        return [
+            take_rows(batch, start, min(start + microbatch_size, rows))
+            for start in range(0, rows, microbatch_size)
+        ]
     if not isinstance(batch, list | tuple) or not batch:
         raise ValueError(
             f"the batch is {'an empty ' if batch == [] else ''}{type(batch).__name__}. Expected a "

@@ -53,7 +53,7 @@ class LayersDone(BaseException):
 # What the stubs hand on
 
 
-_METADATA = {
+METADATA = {
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_cpu")
 } | {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.stride, Tensor.__len__, Tensor.numel}
@@ -68,7 +68,7 @@ class HandedOn(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer questions about shape, refuse everything else."""
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise CutError(
@@ -301,6 +301,27 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """The one module that runs all layers of a structure, and what is a layer's own in it.
+
+    A compiler sees the same module whatever the layer, so it compiles once for any depth. Where
+    modules know the number of their layer, that is set before each call; compiled code looks at it
+    only if the layer's code does.
+    """
+
+    module: nn.Module
+    names: Mapping[str, str]  # name in the module -> owner
+    index: int
+    numbers: tuple[tuple[nn.Module, str], ...]
+
+    def tensors(self, by_owner: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A layer's tensors by their names in the module; sets the layer's number."""
+        for module, name in self.numbers:
+            module.__dict__[name] = self.index
+        return {name: by_owner[owner] for name, owner in self.names.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitTensors:
     """The user's tensors that belong to one unit, by owner."""
 
@@ -330,15 +351,18 @@ class CarvedModel:
         copies.update({id(layer): stub for layer, stub in zip(originals, self.stubs, strict=True)})
         skeleton = copy_tree(model, copies)
         self.outer_tensors = _tensors_of(skeleton, owners)
+        self.tables = _tables(skeleton, owners)
         self.skeleton = Part(skeleton, _bindings(skeleton, owners))
         self.layers: list[Part] = []
         self.layer_tensors: list[UnitTensors] = []
         self.structures: list[str] = []
+        numbering = _numbering(originals)
         for layer in originals:
             copy = copy_tree(layer, {})
             self.layers.append(Part(copy, _bindings(copy, owners)))
             self.layer_tensors.append(_tensors_of(copy, owners))
-            self.structures.append(_structure(layer))
+            self.structures.append(_structure(layer, numbering))
+        self.templates = self._make_templates(numbering, owners)
         self._refuse_shared_weights()
         self.returns: dict[str, Returns] = {}
         self.changing_input: set[str] = set()  # structures that write into their hidden state
@@ -359,6 +383,24 @@ class CarvedModel:
         """Let go of all tensors; the parts cannot run any more."""
         for part in (self.skeleton, *self.layers):
             part.unbind()
+
+    def _make_templates(
+        self, numbering: frozenset[tuple[str, str]], owners: Mapping[int, str]
+    ) -> list[Template]:
+        """For every layer, the module that stands for its structure and the names in it."""
+        modules: dict[str, nn.Module] = {}
+        templates = []
+        for index, structure in enumerate(self.structures):
+            part = self.layers[index]
+            module = modules.setdefault(structure, part.module)
+            tensors = [
+                *part.module.named_parameters(remove_duplicate=False),
+                *part.module.named_buffers(remove_duplicate=False),
+            ]
+            names = {name: owners[id(tensor)] for name, tensor in tensors}
+            numbers = tuple((module.get_submodule(path), name) for path, name in sorted(numbering))
+            templates.append(Template(module=module, names=names, index=index, numbers=numbers))
+        return templates
 
     def prologue(self, batch: Batch, *, learn: RunLayer | None = None) -> Recording:
         """Run the model up to its last layer; record what each layer is given.
@@ -395,12 +437,19 @@ class CarvedModel:
             chain.incomplete()
         return recording
 
-    def epilogue(self, batch: Batch, hidden: Tensor) -> Any:
-        """Run the model with `hidden` as the output of its last layer; returns its outputs."""
+    def epilogue(
+        self, batch: Batch, hidden: Tensor, *, on_delivery: Callable[[], None] | None = None
+    ) -> Any:
+        """Run the model with `hidden` as the output of its last layer; returns its outputs.
+
+        `on_delivery` is called when the code after the layers begins.
+        """
 
         def handler(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = chain.receive(index, args, kwargs)
             if index == self.num_layers - 1:
+                if on_delivery is not None:
+                    on_delivery()
                 return self._wrap(index, hidden)
             return chain.hand_on(index, given)
 
@@ -543,7 +592,49 @@ def _tensors_of(tree: nn.Module, owners: Mapping[int, str]) -> UnitTensors:
     )
 
 
-def _structure(layer: nn.Module) -> str:
+def _tables(tree: nn.Module, owners: Mapping[int, str]) -> tuple[str, ...]:
+    """Owners of the weights of embedding modules, each once."""
+    found = [
+        owners[id(module.weight)] for module in tree.modules() if isinstance(module, nn.Embedding)
+    ]
+    return tuple(dict.fromkeys(found))
+
+
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(entry) for pair in value.items() for entry in pair)
+    if isinstance(value, tuple | list | set | frozenset):
+        return all(_is_plain(entry) for entry in value)
+    return isinstance(value, PLAIN)
+
+
+def _attributes(layer: nn.Module) -> dict[tuple[str, str], Any]:
+    """What modules of a layer carry besides tensors and modules: plain values, or identities."""
+    return {
+        (path, name): value if _is_plain(value) else id(value)
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name != "training"
+    }
+
+
+def _numbering(layers: list[nn.Module]) -> frozenset[tuple[str, str]]:
+    """Attributes that hold the layer's own number, in every layer."""
+    attributes = [_attributes(layer) for layer in layers]
+    return frozenset(
+        key
+        for key in attributes[0]
+        if len(layers) > 1
+        and all(
+            type(one.get(key)) is int and one[key] == index for index, one in enumerate(attributes)
+        )
+    )
+
+
+def _structure(layer: nn.Module, numbering: frozenset[tuple[str, str]]) -> str:
     """A text that is equal for layers that run the same code on tensors of the same shapes."""
     tensors = [*layer.named_parameters(), *layer.named_buffers()]
     return "; ".join(
@@ -551,7 +642,8 @@ def _structure(layer: nn.Module) -> str:
             f"{name}:{type(module).__qualname__}:{module.training}"
             for name, module in layer.named_modules()
         ]
-        + [f"{name}:{tuple(tensor.shape)}" for name, tensor in tensors]
+        + [f"{name}:{tuple(tensor.shape)}:{tensor.requires_grad}" for name, tensor in tensors]
+        + [f"{key}={v}" for key, v in _attributes(layer).items() if key not in numbering]
     )
 
 

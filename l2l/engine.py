@@ -11,11 +11,14 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor, nn
 
-from l2l.batch import Microbatch, join_outputs, split_batch
+from l2l.batch import Microbatch, join_outputs, num_rows, split_batch, token_length
 from l2l.carving import CarvedModel, UnitTensors
+from l2l.compiled_layer import Compiler, parse_backend
 from l2l.device import Device, Event, UpdateFailedError, open_device
-from l2l.host_memory import Arena, HostBudget
-from l2l.loss import LossFunction, Rule, output_shares, scales
+from l2l.host_memory import Arena, HostBudget, parse_bytes
+from l2l.lookup import HostRows
+from l2l.loss import LossFunction, Rule, output_shares, total_count
+from l2l.outer_pass import OuterPass
 from l2l.parameter_server import (
     NUM_STAGING,
     HostKernel,
@@ -31,17 +34,20 @@ from l2l.parameter_server import (
     load_kernel,
     refuse_without_weights,
 )
-from l2l.planner import LedgerLine, Plan
+from l2l.planner import Decisions, LedgerLine, Plan
 from l2l.precision import PrecisionPolicy
 from l2l.rehearsal import Rehearsal
-from l2l.relay import Relay, Scaler, Step
+from l2l.relay import Relay, Scaler
 from l2l.report import StepReport
 from l2l.schedule import OUTER, Lane, Schedule, Shape, make_schedule
 from l2l.stash import Stash, parse_policy
+from l2l.step import Step
 from l2l.trace import Trace
 from l2l.transfer import Transfer
+from l2l.updates import Updates
 
 MOST_STEPS_AHEAD = 2  # how far the host may run ahead of the device
+LARGE_UNIT_BYTES = 16 << 20  # a smaller table is not worth a lookup on the host
 
 Batches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -61,6 +67,7 @@ class Engine:
         optimizer: Optimizer | torch.optim.Optimizer | None = None,
         loss: LossFunction | None = None,
         device: str | torch.device | Device | None = None,
+        device_memory: int | str | None = None,
         host_memory: int | str | None = None,
         microbatch_size: int | None = None,
         precision: str | torch.dtype = "bfloat16",
@@ -68,8 +75,11 @@ class Engine:
         layers: str | None = None,
         stash: str = "host",
         update: str | None = None,
+        compile: bool | str | None = None,  # noqa: A002 (torch's name for torch's thing)
+        embedding: str | None = None,
         kernel: str = "native",
         seed: int | None = None,
+        overrides: Mapping[str, Any] | None = None,
     ) -> None:
         """Cut the model and move its weights into the parameter server.
 
@@ -80,9 +90,12 @@ class Engine:
             loss: None is the model's own (`outputs.loss`); or (outputs, batch) -> (sum, weight),
                 or a scalar, taken as a mean over rows.
             device: None is the accelerator if there is one, else the CPU.
+            device_memory: how much of the device may be used: bytes, "8GiB", or None: 90% of what
+                is free. Counts all memory that torch has reserved there. What is left over is used
+                to be faster: layers that stay, results that need not be computed twice.
             host_memory: how much the parameter server may take: bytes, "100GiB", or None: 95% of
                 what is free.
-            microbatch_size: rows that pass a layer at once. None: about 8,192 tokens.
+            microbatch_size: rows that pass a layer at once. None: planned.
             precision: "float32", "bfloat16" or "float16": what crosses the link and runs on the
                 device. The server keeps a float32 master of what is trained on the host.
             clip_norm: clip gradients by their global norm, as torch.nn.utils.clip_grad_norm_.
@@ -90,8 +103,13 @@ class Engine:
             stash: "host" (device memory constant in depth and batch) or "device".
             update: "eager", "just in time", or None: eager unless the whole gradient must be known
                 first (clipping, float16). Both give the same results.
+            compile: whether layers go through torch.compile, or the name of a backend for it. None:
+                on an accelerator. Compiled layers round differently.
+            embedding: "host" gathers the rows of embedding tables there, "device" brings whole
+                tables; None: where fewer bytes move.
             kernel: "native", or "readable" for the slow PyTorch version with the same arithmetic.
             seed: of dropout and of stochastic rounding. None: torch's initial seed.
+            overrides: choices of the plan to be made otherwise, by name: see `l2l.planner`.
 
         Raises:
             ValueError: something above cannot be; nothing has been changed then.
@@ -120,9 +138,14 @@ class Engine:
             alternatives=alternatives(self._forms, self._policy, self._precision.link),
         )
         native = _kernel(kernel, description)
+        self._budget = parse_budget(device_memory)
+        self._embedding = parse_embedding(embedding)
+        self._overrides = dict(overrides or {})
+        Decisions().override(self._overrides)
         seed = torch.initial_seed() if seed is None else seed
         self._scaler = Scaler() if self._precision.link is torch.float16 else None
         self._device = device if isinstance(device, Device) else open_device(device)
+        self._compiler = Compiler(backend=parse_backend(compile, self._device))
         self._arena = Arena(self._device)
         self._server = ParameterServer(
             arena=self._arena, optimizer=description, kernel=native, seed=seed
@@ -130,24 +153,44 @@ class Engine:
         self.optimizer.state_of = self._server.state_of
         self._transfer = Transfer(device=self._device, arena=self._arena, server=self._server)
         self._stash = Stash(device=self._device, arena=self._arena, policy=stash_policy)
+        self._rows = HostRows(arena=self._arena, server=self._server, kernel=native)
+        self._outer = OuterPass(
+            carved=self._carved,
+            device=self._device,
+            server=self._server,
+            transfer=self._transfer,
+            loss_function=loss,
+        )
         self._relay = Relay(
             carved=self._carved,
             server=self._server,
             device=self._device,
             transfer=self._transfer,
             stash=self._stash,
+            outer=self._outer,
+            updates=Updates(
+                server=self._server,
+                device=self._device,
+                transfer=self._transfer,
+                rows=self._rows,
+                seed=seed,
+                compiled=self._compiler.is_on,
+            ),
+            compiler=self._compiler,
             seed=seed,
-            loss_function=loss,
             scale_of=None if self._scaler is None else self._scaler.scale_of,
         )
         self._rehearsal = Rehearsal(
             carved=self._carved,
             server=self._server,
             device=self._device,
-            transfer=self._transfer,
             relay=self._relay,
+            outer=self._outer,
+            compiler=self._compiler,
         )
         self._microbatch_size = microbatch_size
+        self._decisions: Decisions | None = None
+        self._held: frozenset[str] = frozenset()
         self._schedules: dict[Shape, Schedule] = {}
         self._step_ends: deque[Event] = deque()
         self._step_number = 0
@@ -253,8 +296,13 @@ class Engine:
     def _units(self) -> list[tuple[str, UnitTensors]]:
         """What moves into the server; the outer buffers stay with the skeleton, on the device."""
         layers = [(f"L{index}", one) for index, one in enumerate(self._carved.layer_tensors)]
-        outer = UnitTensors(parameters=self._carved.outer_tensors.parameters, buffers={})
-        return [*layers, (OUTER, outer)]
+        outer, tables = self._carved.outer_tensors.parameters, self._carved.tables
+        rest = {owner: value for owner, value in outer.items() if owner not in tables}
+        units = [
+            (f"T{index}", UnitTensors(parameters={owner: outer[owner]}, buffers={}))
+            for index, owner in enumerate(tables)
+        ]
+        return [*layers, *units, (OUTER, UnitTensors(parameters=rest, buffers={}))]
 
     def _move_in(self, forms: list[UnitForm]) -> None:
         """Move every unit into the server; if one does not fit, the model is as it was."""
@@ -291,13 +339,59 @@ class Engine:
                 "an earlier step failed after some layers had been updated, so the weights are of "
                 "two steps. Make a new engine from weights saved before."
             )
-        microbatches = split_batch(batch, microbatch_size=self._microbatch_size)
+        first = batch if isinstance(batch, Mapping) else split_batch(batch, microbatch_size=1)[0]
+        num_rows(first)
+        self._rehearsal.run(dict(first), needs_loss=False)
+        self._decide(batch)
+        microbatches = split_batch(batch, microbatch_size=self._rows_of(batch))
         self._transfer.reserve(self._shape(len(microbatches), training=training))
-        self._rehearsal.run(microbatches[0], needs_loss=False)
         return [
             {k: self._device.pinned(v) if isinstance(v, Tensor) else v for k, v in one.items()}
             for one in microbatches
         ]
+
+    def _rows_of(self, batch: Batches) -> int:
+        """Rows of a microbatch."""
+        if self._microbatch_size is not None or not isinstance(batch, Mapping):
+            return self._microbatch_size or 1
+        assert self._decisions is not None
+        return max(1, self._decisions.microbatch_tokens // token_length(batch))
+
+    def _decide(self, batch: Batches) -> None:
+        """Make the choices for batches like this one, unless they are made."""
+        if self._decisions is not None:
+            return
+        self._decisions = Decisions().override(self._overrides)
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Let everything follow the choices."""
+        decisions = self._decisions
+        assert decisions is not None
+        self._outer_units = self._rehearsal.outer_units(self._is_looked_up)
+        units = {unit.name: unit for unit in self._outer_units}
+        self._rows.lookups = tuple(
+            lookup
+            for name, usage in self._rehearsal.usage.items()
+            if units[name].looked_up
+            for lookup in usage.lookups
+        )
+        self._outer.facts.lookups = self._rows.lookups
+        self._outer.piece_tokens = decisions.piece_tokens
+        self._relay.keep = decisions.keep
+        num_layers = self._carved.num_layers
+        self._on_device = frozenset(
+            layer
+            for layer in range(num_layers - decisions.num_device_states, num_layers)
+            if self._server.units[f"L{layer}"].form.trained.names
+        )
+        for layer in self._on_device:
+            self._server.place_state(f"L{layer}", self._device.torch_device)
+
+    def _is_looked_up(self, unit: str) -> bool:
+        if self._embedding is not None or self._policy is UpdatePolicy.ON_DEVICE:
+            return self._embedding == "host" and self._policy is not UpdatePolicy.ON_DEVICE
+        return self._server.units[unit].form.weight_layout.nbytes >= LARGE_UNIT_BYTES
 
     def _new_step(
         self,
@@ -307,14 +401,14 @@ class Engine:
         keep_outputs: bool = False,
     ) -> Step:
         rule = self._rehearsal.rule or Rule.ROWS
-        weights = [1.0] * len(microbatches) if keep_outputs else scales(rule, microbatches)
         self._carved.set_training(settings is not None)
         device_losses = torch.zeros((len(microbatches), 2), device=self._device.torch_device)
         return Step(
             number=self._step_number,
             layers=tuple(range(self._carved.num_layers)),
             microbatches=list(microbatches),
-            scales=weights,
+            rule=rule,
+            total=1 if keep_outputs else total_count(rule, microbatches),
             device_losses=device_losses,
             losses=self._device.host_record(len(microbatches), 2),
             norms=self._norm_records() if settings is not None else {},
@@ -322,7 +416,8 @@ class Engine:
             clip_norm=self._clip_norm,
             checks_norms=self._scaler is not None,
             keep_outputs=keep_outputs,
-            divide_by_weight=rule is Rule.SUM_AND_WEIGHT and len(microbatches) > 1,
+            divide_by_weight=rule is Rule.SUM_AND_WEIGHT,
+            rows=self._rows.begin(microbatches) if self._rows.lookups else None,
         )
 
     def _norm_records(self) -> dict[str, Tensor]:
@@ -332,19 +427,29 @@ class Engine:
         return dict(zip(counts, torch.split(record, list(counts.values())), strict=True))
 
     def _shape(self, num_microbatches: int, *, training: bool) -> Shape:
+        decisions = self._decisions
+        assert decisions is not None
         trained = {name for name, unit in self._server.units.items() if unit.form.trained.names}
         num_layers = self._carved.num_layers
+        just_in_time = self._policy is UpdatePolicy.JUST_IN_TIME
         return Shape(
             layers=tuple(range(num_layers)),
             num_microbatches=num_microbatches,
-            num_slots=min(2, num_layers),
+            num_slots=max(1, min(decisions.num_slots, num_layers - decisions.num_tail)),
+            num_cells=decisions.num_cells,
+            num_kept_cells=decisions.num_kept_cells,
+            num_gradient_slots=decisions.num_gradient_slots,
             training=training,
             frozen_layers=frozenset(i for i in range(num_layers) if f"L{i}" not in trained),
-            frozen_outer=OUTER not in trained,
-            num_late=len(trained) if self._policy is UpdatePolicy.JUST_IN_TIME else 0,
+            outer=self._outer_units,
+            num_tail=decisions.num_tail,
+            device_state=self._on_device,
+            held=self._held,
+            num_late=len(trained) if just_in_time else decisions.num_late,
             pending=tuple(self._server.waiting),
             num_staging=NUM_STAGING,
             device_updates=self._policy is UpdatePolicy.ON_DEVICE,
+            shares_memory=decisions.shares_memory,
         )
 
     def _schedule(self, num_microbatches: int, *, training: bool) -> Schedule:
@@ -364,6 +469,7 @@ class Engine:
             if step.updates_submitted or isinstance(error, UpdateFailedError):
                 self._state = "torn"
             raise
+        self._held = frozenset(f"L{layer}" for layer in self._on_device)
         self._step_ends.append(self._device.record(Lane.COMPUTE))
         if self._scaler is not None and step.training:
             self._scaler.unobserved = step
@@ -384,6 +490,31 @@ class Engine:
             )
             for name, tensors in self._units()
         ]
+
+
+def parse_budget(device_memory: int | str | None) -> int | None:
+    """The device memory that may be used, in bytes.
+
+    Raises:
+        ValueError: the text is not a size.
+    """
+    if device_memory is None:
+        return None
+    found = parse_bytes(device_memory, name="device_memory")
+    if found < 1:
+        raise ValueError(f"device_memory={device_memory!r}; expected a size above 0, or None.")
+    return found
+
+
+def parse_embedding(word: str | None) -> str | None:
+    """Where embedding rows are looked up.
+
+    Raises:
+        ValueError: the word is not known.
+    """
+    if word not in (None, "host", "device"):
+        raise ValueError(f"embedding={word!r} is not known. Expected 'host', 'device' or None.")
+    return word
 
 
 def _kernel(word: str, optimizer: Optimizer) -> HostKernel | None:

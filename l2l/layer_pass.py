@@ -67,16 +67,42 @@ class LayerInputs:
         args, kwargs = self.call.arguments(given, recorded)
         return Returns.unwrap(self.part.module(*args, **kwargs))
 
-    def marked(self) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-        """Hidden state, recorded tensors and bound tensors as leaves ([Note: flags])."""
+    def leaves(self) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        """Hidden state, recorded tensors and parameters as leaves of a new graph."""
         hidden = self.hidden.detach().requires_grad_(self.hidden_requires_gradient)
         recorded = [
             tensor.detach().requires_grad_() if index in self.through else tensor
             for index, tensor in enumerate(self.recorded)
         ]
-        bound = leaves(self.tensors, self.trained)
+        return hidden, recorded, leaves(self.tensors, self.trained)
+
+    def marked(self) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        """The same, bound to the layer's module ([Note: flags])."""
+        hidden, recorded, bound = self.leaves()
         self.part.bind(bound)
         return hidden, recorded, bound
+
+    def wanted(
+        self, hidden: Tensor, recorded: list[Tensor], bound: Mapping[str, Tensor]
+    ) -> dict[Any, Tensor]:
+        """The leaves whose gradients are asked for."""
+        wanted: dict[Any, Tensor] = {name: bound[name] for name in self.trained}
+        wanted |= {("recorded", index): recorded[index] for index in self.through}
+        if self.hidden_requires_gradient:
+            wanted["hidden", 0] = hidden
+        return wanted
+
+    def result(self, found: Mapping[Any, Tensor]) -> BackwardResult:
+        """Gradients by what they are of."""
+        return BackwardResult(
+            hidden=found.get(("hidden", 0)),
+            parameters={name: found[name] for name in self.trained if name in found},
+            recorded={
+                index: found["recorded", index]
+                for index in self.through
+                if ("recorded", index) in found
+            },
+        )
 
 
 def forward_layer(inputs: LayerInputs) -> Tensor:
@@ -86,25 +112,30 @@ def forward_layer(inputs: LayerInputs) -> Tensor:
         return inputs.run(hidden, recorded)
 
 
-def backward_layer(inputs: LayerInputs, *, gradient: Tensor) -> BackwardResult:
-    """Run the layer again with graph and take its gradients."""
+@dataclass(slots=True)
+class Walked:
+    """A layer's pass with its graph, waiting for its backward pass."""
+
+    output: Tensor
+    wanted: dict[Any, Tensor]
+
+
+def walk_layer(inputs: LayerInputs) -> Walked:
+    """Run the layer with graph."""
     hidden, recorded, bound = inputs.marked()
     with torch.enable_grad():
         output = inputs.run(hidden, recorded)
-    wanted: dict[Any, Tensor] = {name: bound[name] for name in inputs.trained}
-    wanted |= {("recorded", index): recorded[index] for index in inputs.through}
-    if inputs.hidden_requires_gradient:
-        wanted["hidden", 0] = hidden
-    found = take_gradients([output], [gradient], wanted)
-    return BackwardResult(
-        hidden=found.get(("hidden", 0)),
-        parameters={name: found[name] for name in inputs.trained if name in found},
-        recorded={
-            index: found["recorded", index]
-            for index in inputs.through
-            if ("recorded", index) in found
-        },
-    )
+    return Walked(output, inputs.wanted(hidden, recorded, bound))
+
+
+def unwind_layer(inputs: LayerInputs, walked: Walked, *, gradient: Tensor) -> BackwardResult:
+    """Take the gradients of a pass with graph."""
+    return inputs.result(take_gradients([walked.output], [gradient], walked.wanted))
+
+
+def backward_layer(inputs: LayerInputs, *, gradient: Tensor) -> BackwardResult:
+    """Run the layer again with graph and take its gradients."""
+    return unwind_layer(inputs, walk_layer(inputs), gradient=gradient)
 
 
 def take_gradients(

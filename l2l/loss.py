@@ -55,14 +55,14 @@ def count(rule: Rule, microbatch: Mapping[str, Any]) -> int:
     return num_rows(microbatch)
 
 
-def scales(rule: Rule, microbatches: list[Microbatch]) -> list[float]:
-    """What each microbatch's loss counts in the step: n_m / N.
+def total_count(rule: Rule, microbatches: list[Microbatch]) -> int:
+    """What the loss of the whole batch is a mean over.
 
     Raises:
         ValueError: every label is ignored, or the rule is unknown and there is more than one.
     """
     if rule is Rule.SUM_AND_WEIGHT or (rule is Rule.UNKNOWN and len(microbatches) == 1):
-        return [1.0] * len(microbatches)
+        return 1
     if rule is Rule.UNKNOWN:
         raise ValueError(
             f"the model's loss over {len(microbatches)} microbatches cannot be made that of the "
@@ -71,14 +71,19 @@ def scales(rule: Rule, microbatches: list[Microbatch]) -> list[float]:
         )
     if rule is Rule.ROWS and len(microbatches) > 1:
         _refuse_ignored_rows(microbatches)
-    counts = [count(rule, microbatch) for microbatch in microbatches]
-    total = sum(counts)
+    total = sum(count(rule, microbatch) for microbatch in microbatches)
     if total == 0:
         raise ValueError(
             f"every label of the batch is ignored ({IGNORED}), so there is nothing to average. "
             "Expected at least one label to learn from."
         )
-    return [number / total for number in counts]
+    return total
+
+
+def scales(rule: Rule, microbatches: list[Microbatch]) -> list[float]:
+    """What each microbatch's loss counts in the step: n_m / N."""
+    total = total_count(rule, microbatches)
+    return [count(rule, microbatch) / total for microbatch in microbatches]
 
 
 def output_shares(rule: Rule | None, microbatches: list[Microbatch]) -> list[float]:

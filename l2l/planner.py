@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -13,6 +15,43 @@ def format_bytes(nbytes: int) -> str:
     while value >= 1024 and unit < len(UNITS) - 1:
         value, unit = value / 1024, unit + 1
     return f"{nbytes} B" if unit == 0 else f"{value:.2f} {UNITS[unit]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """What a plan decides. The defaults take least memory and need no measurement."""
+
+    microbatch_tokens: int = 8192
+    num_slots: int = 2
+    num_cells: int = 6
+    num_gradient_slots: int = 2
+    num_tail: int = 0
+    """Layers, the last of them, that stay on the device for the whole step."""
+    num_device_states: int = 0
+    """Of these, how many have their optimizer state on the device."""
+    piece_tokens: int | None = None
+    """Positions that pass the epilogue at once; None: all of a microbatch."""
+    keep: float = 0.0
+    """Share of its intermediate results that a streamed layer keeps instead of recomputing."""
+    num_kept_cells: int = 0
+    num_late: int = 0
+    """Units whose update is left to the next step although it could be done in its own."""
+    shares_memory: bool = False
+    """Whether head and layers' gradients take turns in the same memory."""
+
+    def override(self, choices: Mapping[str, Any]) -> Decisions:
+        """The same with some choices made otherwise.
+
+        Raises:
+            ValueError: there is no such choice.
+        """
+        unknown = set(choices) - set(self.__slots__)
+        if unknown:
+            raise ValueError(
+                f"overrides has {sorted(unknown)}, which the plan does not decide. Expected names "
+                f"among {', '.join(self.__slots__)}."
+            )
+        return replace(self, **choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,15 @@
 
 On two rows, with the real weights, on the device:
 
-- how layers of each structure return their hidden state, by running one of each;
+- how layers of each structure return their hidden state, by running one of each, and whether they
+  draw random numbers;
 - which buffers the prologue and the layers change when training;
-- what the model's loss averages over ([Note: counting rule] in loss.py).
+- which units around the layers are read before them, which after, and which tables by lookup of an
+  entry of the batch alone (interception.py);
+- whether the epilogue does without the prologue: it must give the same bits with nothing of the
+  prologue's units there. If it does not, all units around the layers stay for the whole step;
+- what the model's loss averages over ([Note: counting rule] in loss.py), and whether it may be
+  taken over positions of a row, piece by piece ([Note: pieces] in outer_pass.py).
 
 Buffers that layers change stay on the device from then on, in the relay; all other buffers of a
 layer travel with its weights.
@@ -12,20 +18,37 @@ layer travel with its weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from l2l.batch import Microbatch
-from l2l.carving import CarvedModel
+from l2l.carving import CarvedModel, Recording
+from l2l.compiled_layer import Compiler
 from l2l.device import Device
+from l2l.interception import Readers, Reading
 from l2l.layer_list import CutError
-from l2l.loss import Rule, find_rule, require_loss, trial_batch
+from l2l.lookup import TableLookup
+from l2l.loss import IGNORED, Rule, find_rule, require_loss, trial_batch
+from l2l.outer_pass import OuterFacts, OuterPass, Piece, with_shifted_labels
 from l2l.parameter_server import ParameterServer
 from l2l.relay import Relay
-from l2l.schedule import OUTER
-from l2l.transfer import Transfer
+from l2l.schedule import OuterUnit
+
+PROOF_TOLERANCE = 0.02  # of 16-bit losses and gradients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """How one unit around the layers is read."""
+
+    before: bool  # the layers, other than by lookup
+    after: bool
+    lookups: tuple[TableLookup, ...] = ()
 
 
 @final
@@ -38,15 +61,19 @@ class Rehearsal:
         carved: CarvedModel,
         server: ParameterServer,
         device: Device,
-        transfer: Transfer,
         relay: Relay,
+        outer: OuterPass,
+        compiler: Compiler,
     ) -> None:
         self._carved = carved
         self._server = server
         self._device = device
-        self._transfer = transfer
         self._relay = relay
+        self._outer = outer
+        self._compiler = compiler
         self._changing: dict[str, list[int]] = {}  # structure -> positions among buffers
+        self.usage: dict[str, Usage] = {}
+        self.alone = False
         self.done = False
         self.rule: Rule | None = None
         self.rule_is_final = False
@@ -57,27 +84,42 @@ class Rehearsal:
         if self.done and not wants_rule:
             return
         self._server.settle_all()
-        self._transfer.fetch(OUTER, "SO")
         with self._device.private_random_state(), torch.no_grad():
-            self._carved.skeleton.bind(self._transfer.weights(OUTER, "SO"))
             try:
                 self._learn(trial_batch(microbatch, cut=True), wants_rule=wants_rule)
             except CutError:
                 raise
             except Exception:  # a model of fixed length cannot run a few tokens
                 self._learn(trial_batch(microbatch, cut=False), wants_rule=wants_rule)
-        self._transfer.release(OUTER, "SO")
         self.done = True
 
-    def _learn(self, trial: Microbatch, *, wants_rule: bool) -> None:
-        trial = {
-            name: value.to(self._device.torch_device) if isinstance(value, Tensor) else value
-            for name, value in trial.items()
-        }
-        if not self.done:
-            self._learn_layers(trial)
-        if wants_rule:
-            self.rule, self.rule_is_final = self._learn_rule(trial)
+    def record(self, microbatch: Microbatch) -> Recording:
+        """What a prologue run yields for these rows, on the device."""
+        self._server.settle_all()
+        with self._device.private_random_state(), torch.no_grad():
+            self._carved.set_training(True)
+            self._bind(self._weights())
+            return self._carved.prologue(self._on_device(microbatch))
+
+    def outer_units(self, looked_up: Callable[[str], bool]) -> tuple[OuterUnit, ...]:
+        """Units around the layers, with the tables for which `looked_up` says so on the host."""
+        found = []
+        for name, unit in self._server.units.items():
+            if name.startswith("L"):
+                continue
+            trained = bool(unit.form.trained.names)
+            usage = self.usage.get(name, Usage(before=True, after=True))
+            on_host = bool(usage.lookups) and not usage.before and looked_up(name)
+            found.append(
+                OuterUnit(
+                    name=name,
+                    in_prologue=usage.before or (bool(usage.lookups) and not on_host),
+                    in_epilogue=usage.after,
+                    looked_up=on_host,
+                    trained=trained,
+                )
+            )
+        return tuple(found)
 
     def present_buffers(self) -> dict[str, Tensor]:
         """Buffers on the device, as training has left them."""
@@ -90,47 +132,175 @@ class Rehearsal:
         """Bytes of `present_buffers`."""
         return sum(buffer.nbytes for buffer in self.present_buffers().values())
 
+    # ----------------------------------------------------------------------------------------------
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Copies of the weights around the layers, on the device."""
+        found: dict[str, Tensor] = {}
+        for name, unit in self._server.units.items():
+            if not name.startswith("L"):
+                found |= unit.form.weight_layout.views(unit.weights.to(self._device.torch_device))
+        return found
+
+    def _bind(self, weights: Mapping[str, Tensor]) -> None:
+        self._carved.skeleton.bind(weights)
+
+    def _on_device(self, microbatch: Mapping[str, Any]) -> Microbatch:
+        return {
+            name: value.to(self._device.torch_device) if isinstance(value, Tensor) else value
+            for name, value in microbatch.items()
+        }
+
+    def _learn(self, trial: Microbatch, *, wants_rule: bool) -> None:
+        trial = self._on_device(trial)
+        weights = self._weights()
+        self._bind(weights)
+        if not self.done:
+            self._learn_layers(trial)
+            self._learn_usage(trial, weights)
+        if wants_rule:
+            self.rule, self.rule_is_final = self._learn_rule(trial)
+            self._outer.facts.within_rows = self.alone and self._pieces_agree(trial)
+
     def _learn_layers(self, trial: Microbatch) -> None:
         outer = self._carved.skeleton.buffers()
         before = {name: buffer.clone() for name, buffer in outer.items()}
         self._carved.set_training(True)
         self._carved.prologue(trial, learn=self._run_layer)
-        self._relay.outer_changing = frozenset(
+        changing = frozenset(
             name for name, buffer in outer.items() if not torch.equal(buffer, before[name])
         )
-        for name in self._relay.outer_changing:
+        self._outer.facts = OuterFacts(changing=changing)
+        for name in changing:
             outer[name].copy_(before[name])
         for index, structure in enumerate(self._carved.structures):
             tensors = self._carved.layer_tensors[index].buffers
             owners = list(tensors)
-            changing = [owners[position] for position in self._changing.get(structure, [])]
-            if changing:
+            own = [owners[position] for position in self._changing.get(structure, [])]
+            if own:
                 self._relay.layer_buffers[index] = {
                     owner: tensors[owner].detach().to(self._device.torch_device, copy=True)
-                    for owner in changing
+                    for owner in own
                 }
 
     def _run_layer(self, index: int, args: Any, kwargs: Any) -> Any:
-        unit, part = f"L{index}", self._carved.layers[index]
-        self._transfer.fetch(unit, "S0")
-        part.bind({name: t.clone() for name, t in self._transfer.weights(unit, "S0").items()})
+        part, structure = self._carved.layers[index], self._carved.structures[index]
+        unit = self._server.units[f"L{index}"]
+        weights = unit.form.weight_layout.views(unit.weights.to(self._device.torch_device))
+        part.bind(weights)
         before = [buffer.clone() for buffer in part.buffers().values()]
+        given = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
+        self._device.seed(1)
         value = part.module(*args, **kwargs)
-        after = part.buffers().values()
-        self._changing[self._carved.structures[index]] = [
+        changed = [
             position
-            for position, (old, new) in enumerate(zip(before, after, strict=True))
+            for position, (old, new) in enumerate(zip(before, part.buffers().values(), strict=True))
             if not torch.equal(old, new)
         ]
-        self._transfer.release(unit, "S0")
+        self._changing[structure] = changed
+        self._device.seed(2)
+        again = part.module(*given[0], **given[1])
+        pairs = zip(pytree.tree_leaves(value), pytree.tree_leaves(again), strict=True)
+        if not all(_same(first, second) for first, second in pairs):
+            self._compiler.note_random(structure)
+        if changed:
+            self._compiler.refuse(structure)
         return value
+
+    def _learn_usage(self, trial: Microbatch, weights: Mapping[str, Tensor]) -> None:
+        outer = self._carved.skeleton.buffers()
+        before = {name: buffer.clone() for name, buffer in outer.items()}
+        first, second = Readers(weights), Readers(weights)
+        with first:
+            hidden = self._carved.prologue(trial).hidden
+        assert hidden is not None
+
+        def start() -> None:
+            second.watching = True
+
+        second.watching = False
+        self._device.seed(1)
+        with second:
+            expected = self._carved.epilogue(trial, hidden, on_delivery=start)
+        changed = any(not torch.equal(outer[name], value) for name, value in before.items())
+        for name, value in before.items():
+            outer[name].copy_(value)
+        usage = {
+            name: self._usage(unit.form.weight_layout.names, trial, first, second, name)
+            for name, unit in self._server.units.items()
+            if not name.startswith("L")
+        }
+        self.alone = not changed and self._is_alone(trial, hidden, expected, weights, usage)
+        if self.alone:
+            self.usage = usage
+        self._outer.facts = replace(self._outer.facts, alone=self.alone)
+
+    def _usage(
+        self,
+        owners: tuple[str, ...],
+        trial: Microbatch,
+        before: Readers,
+        after: Readers,
+        unit: str,
+    ) -> Usage:
+        lookups: list[TableLookup] = []
+        otherwise = False
+        for owner in owners:
+            reading = before.readings.get(owner, Reading())
+            otherwise |= reading.otherwise
+            for lookup in reading.lookups:
+                names = [
+                    name
+                    for name, value in trial.items()
+                    if isinstance(value, Tensor) and lookup.is_by(value)
+                ]
+                otherwise |= not names
+                lookups += [
+                    TableLookup(unit=unit, owner=owner, name=name, padding_idx=lookup.padding_idx)
+                    for name in names[:1]
+                ]
+        return Usage(
+            before=otherwise,
+            after=any(owner in after.readings for owner in owners),
+            lookups=tuple(lookups),
+        )
+
+    def _is_alone(
+        self,
+        trial: Microbatch,
+        hidden: Tensor,
+        expected: Any,
+        weights: Mapping[str, Tensor],
+        usage: Mapping[str, Usage],
+    ) -> bool:
+        """Whether the epilogue gives the same without the units that only the prologue reads."""
+        present = {
+            owner: weights[owner]
+            for name, one in usage.items()
+            if one.after
+            for owner in self._server.units[name].form.weight_layout.names
+        }
+        self._outer.facts = replace(self._outer.facts, alone=True)
+        self._outer.bind_only(present)
+        self._device.seed(1)
+        try:
+            found = self._outer.run_epilogue(trial, hidden)
+        except CutError:
+            raise
+        except Exception:  # it reads what is not there
+            return False
+        finally:
+            self._bind(weights)
+        mine, theirs = pytree.tree_leaves(found), pytree.tree_leaves(expected)
+        return len(mine) == len(theirs) and all(map(_same, mine, theirs))
 
     def _learn_rule(self, trial: Microbatch) -> tuple[Rule, bool]:
         self._carved.set_training(False)
-        if self._relay.loss_function is not None:
+        function = self._outer.loss_function
+        if function is not None:
             hidden = self._carved.prologue(trial).hidden
             assert hidden is not None
-            found = self._relay.loss_function(self._carved.epilogue(trial, hidden), trial)
+            found = function(self._carved.epilogue(trial, hidden), trial)
             return (Rule.SUM_AND_WEIGHT if isinstance(found, tuple) else Rule.ROWS), True
 
         def loss(batch: Microbatch) -> float:
@@ -139,3 +309,55 @@ class Rehearsal:
             return float(require_loss(self._carved.epilogue(batch, hidden)))
 
         return find_rule(trial, loss)
+
+    def _pieces_agree(self, trial: Microbatch) -> bool:
+        """Whether the loss, and its gradient, may be taken position by position."""
+        labels = trial.get("labels")
+        if self.rule not in (Rule.LABELS, Rule.SHIFTED_LABELS) or self._outer.loss_function:
+            return False
+        assert isinstance(labels, Tensor)
+        self._carved.set_training(False)
+        hidden = self._carved.prologue(trial).hidden
+        if labels.dim() != 2 or hidden is None or hidden.dim() != 3:
+            return False
+        length = labels.shape[1]
+        if length < 4 or hidden.shape[1] != length:
+            return False
+        trial = {**trial, "labels": torch.where(labels == IGNORED, 0, labels)}
+        whole = trial
+        if self.rule is Rule.SHIFTED_LABELS:
+            trial = with_shifted_labels(trial)
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(hidden.shape, generator=generator).to(hidden)
+        try:
+            expected = self._loss_and_gradient(whole, noise)
+            total = int((trial["labels"] != IGNORED).sum())
+            loss, gradient = torch.zeros(()), torch.zeros_like(noise)
+            for row in range(noise.shape[0]):
+                for positions in (slice(0, length // 3), slice(length // 3, length)):
+                    piece = Piece(slice(row, row + 1), positions)
+                    part = piece.cut(trial, length)
+                    share = int((part["labels"] != IGNORED).sum()) / total
+                    one, own = self._loss_and_gradient(part, piece.of(noise))
+                    loss = loss + one.cpu() * share
+                    piece.of(gradient).copy_(own * share)
+        except Exception:  # the model's code does not take such pieces
+            return False
+        near = abs(float(loss) - float(expected[0])) <= PROOF_TOLERANCE * abs(float(expected[0]))
+        difference = (gradient - expected[1]).float().norm()
+        return near and float(difference) <= PROOF_TOLERANCE * float(expected[1].float().norm())
+
+    def _loss_and_gradient(self, batch: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = hidden.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            loss = require_loss(self._outer.run_epilogue(batch, leaf)).float()
+            (gradient,) = torch.autograd.grad([loss], [leaf])
+        return loss.detach(), gradient
+
+
+def _same(first: Any, second: Any) -> bool:
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return isinstance(first, Tensor) == isinstance(second, Tensor)
+    if first.shape != second.shape:
+        return False
+    return bool(torch.equal(torch.nan_to_num(first), torch.nan_to_num(second)))

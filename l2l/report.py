@@ -7,7 +7,7 @@ from typing import final
 
 from typing_extensions import override
 
-from l2l.relay import Step
+from l2l.step import Step
 
 
 @final
@@ -30,10 +30,8 @@ class StepReport:
 
         It is 0 if no gradient left the device: nothing is trained, or the optimizer is there.
         """
-        if self._step.drained is None:
-            return 0.0
-        self._step.drained.synchronize()
-        return self._step.gradient_norm()
+        self._synchronize()
+        return self._step.gradient_norm() if self._has_gradients else 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -43,14 +41,23 @@ class StepReport:
     @property
     def skipped(self) -> bool:
         """Whether the weights were left alone: a loss, or in float16 a gradient, not finite."""
-        if self._step.checks_norms and self._step.drained is not None:
-            self._step.drained.synchronize()
+        if self._step.checks_norms:
+            self._synchronize()
         return not math.isfinite(self.loss) or not self._step.is_finite()
 
     @property
     def loss_scale(self) -> float:
         """What the loss was multiplied with; 1 unless the precision is float16."""
         return self._step.loss_scale
+
+    @property
+    def _has_gradients(self) -> bool:
+        return self._step.drained is not None or self._step.collected is not None
+
+    def _synchronize(self) -> None:
+        for event in (self._step.drained, self._step.collected):
+            if event is not None:
+                event.synchronize()
 
     @override
     def __repr__(self) -> str:

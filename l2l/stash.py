@@ -1,10 +1,12 @@
 """Boundary tensors: what passes from layer to layer, for every microbatch.
 
-Three kinds of value live here, each named by what it is and its microbatch:
+Values live here, each named by what it is and its microbatch:
 
     h2 m0    the hidden state that enters layer 2 (kept for recomputation); hE enters the epilogue
     g2 m0    its gradient, and the gradients of recorded tensors gathered so far
     r m0     the recorded arguments of the layers (masks, rotary tables), once per microbatch
+    k2 m0    what layer 2 keeps from its forward pass for its backward pass
+    e m0     embedding rows gathered by the host; x m0 their gradients (lookup.py owns their memory)
 
 A value is one or more tensors, packed into bytes. On the device values occupy *cells*, a fixed
 number of equal buffers however many layers and microbatches there are; that is what makes device
@@ -33,7 +35,7 @@ from torch import Tensor
 
 from l2l.device import PAGE_BYTES, Device
 from l2l.host_memory import Arena
-from l2l.layout import FlatLayout, round_up
+from l2l.layout import ALIGNMENT_BYTES, FlatLayout, round_up
 
 StashPolicy = Literal["host", "device"]
 
@@ -101,6 +103,7 @@ class Stash:
         self._cells: dict[str, Tensor] = {}
         self._forms: dict[str, Form] = {}
         self._kept: dict[str, Tensor] = {}
+        self._adopted: set[str] = set()
         self._pool: dict[int, list[Tensor]] = {}
         self._outgrown: list[Tensor] = []
 
@@ -114,6 +117,16 @@ class Stash:
     def get(self, cell: str, value: str) -> list[Tensor]:
         """The tensors of a value in a cell, as views."""
         return self._forms[value].views(self._cells[cell])
+
+    def adopt(self, value: str, form: Form, memory: Tensor) -> None:
+        """Let a value have memory outside the cells that somebody else owns."""
+        self._forms[value] = form
+        self._kept[value] = memory
+        self._adopted.add(value)
+
+    def cell(self, cell: str) -> Tensor:
+        """The bytes of a cell."""
+        return self._cells[cell]
 
     def stash(self, value: str, cell: str) -> None:
         """Copy a value out of its cell; the stash lane does this."""
@@ -134,10 +147,12 @@ class Stash:
 
     def end_step(self) -> None:
         """Forget all values; their memory goes back to the pool."""
-        for buffer in self._kept.values():
-            self._device.poison(buffer)
-            self._pool.setdefault(buffer.numel(), []).append(buffer)
+        for value, buffer in self._kept.items():
+            if value not in self._adopted:
+                self._device.poison(buffer)
+                self._pool.setdefault(buffer.numel(), []).append(buffer)
         self._kept.clear()
+        self._adopted.clear()
         self._forms.clear()
         self._outgrown.clear()
 
@@ -159,7 +174,7 @@ class Stash:
         if held is None or held.numel() < nbytes:
             if held is not None:
                 self._outgrown.append(held)  # a lane may still read it; it ends with the step
-            self._cells[cell] = self._device.empty(nbytes)
+            self._cells[cell] = self._device.empty(max(nbytes, ALIGNMENT_BYTES))
         return self._cells[cell]
 
     def _memory_for(self, value: str, nbytes: int) -> Tensor:

@@ -3,16 +3,18 @@
 Nothing else copies weights or gradients. Weights arrive by `fetch`, as one copy of a flat buffer;
 parameters are views into the slot, so there is no copy on the device. Gradients are added up in
 float32 in a gradient slot, over all microbatches, and leave once, by `drain`, into a staging buffer
-of the host. All this memory is taken once (`reserve`), sized for the largest unit that uses it.
+of the host: rounded on the way, piece by piece, through a small buffer (`ROUNDING_BYTES`). Memory
+is taken once (`reserve`), sized for the largest unit that uses it, except where the schedule says
+from when to when a place has any (`take`, `drop`).
 
-Names are the schedule's: S0, S1, .. and SO for weights, G0, G1, .. and GO for gradients, H0, H1, ..
-and HO for staging; O is for the outer parameters, which have their own.
+Names are the schedule's: S0, S1, .. for streamed layers, SL7 for a layer of the tail, SO and ST0
+for outer units; G0, GL7, GO, GT0 for their gradients, H.. for staging.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import final
 
 import torch
@@ -20,8 +22,11 @@ from torch import Tensor
 
 from l2l.device import Device
 from l2l.host_memory import Arena
+from l2l.layout import FlatLayout
 from l2l.parameter_server import ParameterServer
-from l2l.schedule import OUTER, Shape, late_staging
+from l2l.schedule import Shape, late_staging
+
+ROUNDING_BYTES = 32 << 20
 
 
 class SlotState(enum.Enum):
@@ -44,35 +49,79 @@ class Transfer:
         self._slots: dict[str, Tensor] = {}
         self._states: dict[str, tuple[SlotState, str | None]] = {}
         self._gradients: dict[str, Tensor] = {}
-        self._narrow: dict[str, Tensor] = {}
+        self._rounding: Tensor | None = None
+        self._zero: set[str] = set()  # units whose staging was made zero
+        self._sizes: dict[str, int] = {}
         self.staging: dict[str, Tensor] = {}
         self._views: dict[tuple[str, str], dict[str, Tensor]] = {}
 
     def reserve(self, shape: Shape) -> None:
         """Take the memory a schedule of this shape uses, as far as it is not there yet."""
+        taken_later = self._plan_sizes(shape)
+        for name, nbytes in self._sizes.items():
+            memory = self._slots if name.startswith("S") else self._gradients
+            if name not in memory and name not in taken_later:
+                self._take(name, nbytes)
+        if not shape.training or shape.device_updates:
+            return
         units = self._server.units
-        layers = [unit for name, unit in units.items() if name != OUTER]
-        weight_bytes = max(unit.form.weight_layout.nbytes for unit in layers)
-        gradient_bytes = max(unit.form.gradient_layout.nbytes for unit in layers)
-        staging_bytes = max(unit.form.staging_layout.nbytes for unit in layers)
-        outer = units[OUTER].form
-        for index in range(shape.num_slots):
-            self._reserve_slot(f"S{index}", weight_bytes)
-        self._reserve_slot("SO", outer.weight_layout.nbytes)
-        if not shape.training:
-            return
-        narrow_bytes = 0 if shape.device_updates else staging_bytes
-        outer_narrow_bytes = 0 if shape.device_updates else outer.staging_layout.nbytes
-        for index in range(min(shape.num_gradient_slots, len(shape.backward_layers))):
-            self._reserve_gradient(f"G{index}", gradient_bytes, narrow_bytes)
-        self._reserve_gradient("GO", outer.gradient_layout.nbytes, outer_narrow_bytes)
-        if shape.device_updates:
-            return
-        num_eager = sum(f"L{i}" not in shape.late_units for i in shape.backward_layers)
-        for index in range(min(shape.num_staging, num_eager)):
-            self._reserve_staging(f"H{index}", staging_bytes)
-        for name in {OUTER, *shape.late_units}:
+        if self._rounding is None:
+            widest = max(unit.form.gradient_layout.nbytes for unit in units.values())
+            self._rounding = self._device.empty(min(ROUNDING_BYTES, max(256, widest)))
+        staged = [name for name in shape.drained_units if name not in shape.late_units]
+        layers = [name for name in staged if name.startswith("L")]
+        largest = max((units[name].form.staging_layout.nbytes for name in layers), default=0)
+        for index in range(min(shape.num_staging, len(layers))):
+            self._reserve_staging(f"H{index}", largest)
+        on_device = {f"L{layer}" for layer in shape.device_state}
+        for name in {*shape.late_units, *staged} - {*layers} - on_device:
             self._reserve_staging(late_staging(name), units[name].form.staging_layout.nbytes)
+        for unit in shape.outer:
+            if (
+                unit.looked_up
+                and unit.trained
+                and not unit.in_epilogue
+                and unit.name not in self._zero
+            ):
+                self.staging[late_staging(unit.name)].zero_()  # rows are added to it
+                self._zero.add(unit.name)
+
+    def _plan_sizes(self, shape: Shape) -> set[str]:
+        """Note how large every place is; returns the places that the schedule takes itself."""
+        units, sizes = self._server.units, self._sizes
+        streamed = [units[f"L{i}"].form for i in shape.streamed]
+        if streamed:
+            weight_bytes = max(form.weight_layout.nbytes for form in streamed)
+            sizes |= dict.fromkeys((f"S{i}" for i in range(shape.num_slots)), weight_bytes)
+        own = [f"L{i}" for i in shape.tail]
+        own += [unit.name for unit in shape.outer if unit.in_prologue or unit.in_epilogue]
+        sizes |= {f"S{name}": units[name].form.weight_layout.nbytes for name in own}
+        passing = {unit.name for unit in shape.outer if unit.passes and shape.shares_memory}
+        taken_later = {f"{kind}{name}" for name in passing for kind in "SG"}
+        if not shape.training:
+            return taken_later
+        trained = [name for name in own if units[name].form.trained.names]
+        sizes |= {f"G{name}": units[name].form.gradient_layout.nbytes for name in trained}
+        backward = [i for i in shape.backward_layers if i not in shape.frozen_layers]
+        if backward:
+            gradient_bytes = max(units[f"L{i}"].form.gradient_layout.nbytes for i in backward)
+            number = min(shape.num_gradient_slots, len(backward))
+            sizes |= dict.fromkeys((f"G{i}" for i in range(number)), gradient_bytes)
+            if shape.shares_memory:
+                taken_later |= {f"G{i}" for i in range(number)}
+        return taken_later
+
+    def take(self, name: str) -> None:
+        """Take memory for a place; the compute lane does this."""
+        self._take(name, self._sizes[name])
+
+    def drop(self, name: str) -> None:
+        """Give a place's memory back; the compute lane does this."""
+        memory = self._slots if name.startswith("S") else self._gradients
+        found = memory.pop(name, None)
+        if found is not None:
+            self._device.poison(found)
+        self._views = {key: views for key, views in self._views.items() if key[1] != name}
 
     def fetch(self, unit: str, slot: str) -> None:
         """Copy a unit's weights into a slot; the fetch lane does this."""
@@ -85,11 +134,19 @@ class Transfer:
         self._states[slot] = (SlotState.FREE, None)
         self._device.poison(self._slots[slot])
 
-    def give_back(self, unit: str, slot: str) -> None:
-        """Copy a unit's weights from its slot to the host and free the slot; for the drain lane."""
+    def mirror(self, unit: str, slot: str) -> None:
+        """Copy a unit's weights from its slot to the host; the drain lane does this."""
         weights = self._server.units[unit].weights
         weights.copy_(self._slots[slot][: weights.numel()], non_blocking=True)
+
+    def give_back(self, unit: str, slot: str) -> None:
+        """Copy a unit's weights from its slot to the host and free the slot; for the drain lane."""
+        self.mirror(unit, slot)
         self.release(unit, slot)
+
+    def slot(self, name: str) -> Tensor:
+        """The bytes of a weight slot."""
+        return self._slots[name]
 
     def weights(self, unit: str, slot: str) -> dict[str, Tensor]:
         """A unit's tensors as views into the slot that holds it."""
@@ -101,7 +158,7 @@ class Transfer:
 
     def holds(self, unit: str, slot: str) -> bool:
         """Whether a slot holds a unit."""
-        return self._states[slot] == (SlotState.HOLDING, unit)
+        return self._states.get(slot) == (SlotState.HOLDING, unit)
 
     def accumulate(
         self, unit: str, slot: str, gradients: Mapping[str, Tensor], *, received: set[str]
@@ -111,12 +168,26 @@ class Transfer:
         `received` has the parameters that got a gradient earlier in this step, and is extended.
         """
         sums = self.gradients(unit, slot)
-        for name, gradient in gradients.items():
-            if name in received:
-                sums[name].add_(gradient)
-            else:
-                sums[name].copy_(gradient)
-                received.add(name)
+        first = [name for name in gradients if name not in received]
+        later = [name for name in gradients if name in received]
+        if first:
+            torch._foreach_copy_([sums[n] for n in first], [gradients[n] for n in first])
+            received.update(first)
+        if later:
+            torch._foreach_add_([sums[n] for n in later], [gradients[n] for n in later])
+
+    def product_sum(
+        self, unit: str, slot: str, owner: str, *, received: set[str]
+    ) -> Callable[[Tensor, Tensor], None]:
+        """A function that adds the gradient of a linear map's weight, as a product, to its sum."""
+        total = self.gradients(unit, slot)[owner]
+
+        def add(outputs: Tensor, inputs: Tensor) -> None:
+            beta = 1.0 if owner in received else 0.0
+            torch.addmm(total, outputs.t(), inputs, beta=beta, out_dtype=torch.float32, out=total)
+            received.add(owner)
+
+        return add
 
     def drain(self, unit: str, slot: str, staging: str, *, received: set[str]) -> Tensor:
         """Copy a unit's gradients to the host; the drain lane does this.
@@ -126,60 +197,62 @@ class Transfer:
             out, and so is what lies between parameters.
         """
         form = self._server.units[unit].form
-        sums = self._gradients[slot]
-        wide = form.gradient_layout
-        sources = wide.segment_views(sums)
-        if self._narrow[slot].numel():
-            narrow = form.staging_layout.segment_views(self._narrow[slot])
-            for source, rounded in zip(sources, narrow, strict=True):
-                rounded.copy_(source)
-            sources = narrow
+        sources = form.gradient_layout.segment_views(self._gradients[slot])
         targets = form.staging_layout.segment_views(self.staging[staging])
         for source, target in zip(sources, targets, strict=True):
+            self._copy_rounded(source, target)
+        return self.norms(unit, slot, received=received)
+
+    def _copy_rounded(self, source: Tensor, target: Tensor) -> None:
+        if source.dtype is target.dtype:
             target.copy_(source, non_blocking=True)
-        present = [view for name, view in wide.views(sums).items() if name in received]
+            return
+        assert self._rounding is not None
+        rounding = self._rounding.view(target.dtype)
+        for start in range(0, source.numel(), rounding.numel()):
+            piece = source[start : start + rounding.numel()]
+            rounded = rounding[: piece.numel()].copy_(piece)
+            target[start : start + piece.numel()].copy_(rounded, non_blocking=True)
+
+    def norms(self, unit: str, slot: str, *, received: set[str]) -> Tensor:
+        """The norm of each gradient that a unit got, on the device."""
+        sums = self.gradients(unit, slot)
+        present = [view for name, view in sums.items() if name in received]
         if not present:
-            return torch.zeros(1, device=sums.device)
+            return torch.zeros(1, device=self._gradients[slot].device)
         return torch.stack(torch._foreach_norm(present))
 
     def close(self) -> None:
         """Give all memory back."""
-        for memory in (self._slots, self._gradients, self._narrow, self.staging, self._views):
+        for memory in (self._slots, self._gradients, self.staging, self._views):
             memory.clear()
+        self._rounding = None
 
     def bytes_by_place(self) -> dict[str, int]:
         """Bytes reserved, by what for."""
-        return {
-            "weight slots": sum(slot.numel() for name, slot in self._slots.items() if name != "SO"),
-            "gradient slots": sum(
-                self._gradients[name].numel() + self._narrow[name].numel()
-                for name in self._gradients
-                if name != "GO"
-            ),
-            "outer weights": self._slots["SO"].numel() if "SO" in self._slots else 0,
-            "outer gradients": sum(
-                slots["GO"].numel() for slots in (self._gradients, self._narrow) if "GO" in slots
-            ),
-        }
+        kinds = {"weight slots": self._slots, "gradient slots": self._gradients}
+        found: dict[str, int] = {}
+        for kind, memory in kinds.items():
+            for name, buffer in memory.items():
+                owner = {"L": "tail", "O": "outer", "T": "outer"}.get(name[1], "streamed")
+                found[f"{kind}, {owner}"] = found.get(f"{kind}, {owner}", 0) + buffer.numel()
+        if self._rounding is not None:
+            found["rounding"] = self._rounding.numel()
+        return found
 
     def gradients(self, unit: str, slot: str) -> dict[str, Tensor]:
         """A unit's gradients as views into the slot where they are added up."""
         key = (unit, slot)
         if key not in self._views:
-            layout = self._server.units[unit].form.gradient_layout
+            layout: FlatLayout = self._server.units[unit].form.gradient_layout
             self._views[key] = layout.views(self._gradients[slot])
         return self._views[key]
 
-    def _reserve_slot(self, name: str, nbytes: int) -> None:
-        if name not in self._slots:
-            self._slots[name] = self._device.empty(nbytes)
+    def _take(self, name: str, nbytes: int) -> None:
+        memory = self._slots if name.startswith("S") else self._gradients
+        memory[name] = self._device.empty(nbytes)
+        if name.startswith("S"):
             self._states[name] = (SlotState.FREE, None)
-
-    def _reserve_gradient(self, name: str, nbytes: int, narrow_bytes: int) -> None:
-        if name not in self._gradients:
-            self._gradients[name] = self._device.empty(nbytes)
-            # Where gradients leave in 16 bits, they are rounded on the device first.
-            self._narrow[name] = self._device.empty(narrow_bytes if narrow_bytes < nbytes else 0)
 
     def _reserve_staging(self, name: str, nbytes: int) -> None:
         if name not in self.staging:

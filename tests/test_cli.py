@@ -59,3 +59,30 @@ def test_flags_of_the_host_benchmark(capsys: pytest.CaptureFixture[str]):
         "--threads",
         "--level",
     }
+
+
+def test_flags_of_the_step_benchmark(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "step", "--help"])
+    shown = capsys.readouterr().out
+    assert {word for word in shown.replace("[", " ").split() if word.startswith("--")} >= {
+        "--shape",
+        "--layers",
+        "--tokens",
+        "--length",
+        "--microbatch-size",
+        "--device-memory",
+        "--clip-norm",
+        "--moments",
+        "--steps",
+        "--warm-up",
+        "--systems",
+        "--plain-variants",
+        "--folder",
+        "--time-limit",
+    }
+
+
+def test_a_workload_that_cannot_be_is_named(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["bench", "step", "--shape", "tiny", "--tokens", "1000"]) == 2
+    assert "--length" in capsys.readouterr().err

@@ -1,15 +1,19 @@
 """The native host kernel: as exact as torch, the same bits on every level and for any threads."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from l2l.parameter_server import host_kernel
+import l2l
+from l2l.device import open_device
+from l2l.host_memory import Arena
+from l2l.parameter_server import ParameterServer, host_kernel
 from l2l.parameter_server.host_kernel import (
     AdamWUpdate,
     EightBitMoments,
@@ -23,6 +27,9 @@ from l2l.parameter_server.host_kernel import (
     Weight,
     correctly_rounded_root,
 )
+from l2l.parameter_server.optimizer import HostOptimizer, Update
+from l2l.parameter_server.store import UpdateOrder
+from l2l.precision import PrecisionPolicy
 
 SIZES = [0, 1, 127, 129, 1025, 100_003]  # around blocks, tiles and chunks, and none a multiple
 GRADIENT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -90,8 +97,11 @@ def tensors_of(*holders: object) -> list[Tensor]:
 Steps = Callable[[HostKernel, str, torch.dtype, int, int], list[Tensor]]
 
 
-def steps_of(optimizer: str) -> Steps:
-    """Three updates of some optimizer: (kernel, form, gradient dtype, numel, threads) -> state."""
+def steps_of(optimizer: str, *, parts: Sequence[Tensor | None] = (None,)) -> Steps:
+    """Three updates of some optimizer: (kernel, form, gradient dtype, numel, threads) -> state.
+
+    Each is made in parts, given as ranges.
+    """
 
     def steps(
         kernel: HostKernel, form: str, dtype: torch.dtype, numel: int, num_threads: int
@@ -100,9 +110,13 @@ def steps_of(optimizer: str) -> Steps:
         moments = Moments(first=torch.zeros(numel), second=torch.zeros(numel))
         eight_bit = EightBitMoments.zeros(numel)
         momentum = torch.zeros(numel)
-        for step in (1, 2, 3):
-            gradient = random(numel, seed=step).to(dtype)
-            common = {"weight": weight, "gradient": gradient, "num_threads": num_threads}
+        for step, ranges in itertools.product((1, 2, 3), parts):
+            common = {
+                "weight": weight,
+                "gradient": random(numel, seed=step).to(dtype),
+                "num_threads": num_threads,
+                "ranges": ranges,
+            }
             adamw = AdamWUpdate(step=step, factor=0.7, **NUMBERS)
             sgd = {"lr": 0.1, "weight_decay": 0.1, "step": step, "factor": 0.7}
             lion = LionUpdate(lr=0.1, betas=(0.9, 0.99), weight_decay=0.1, factor=0.7)
@@ -619,6 +633,360 @@ def test_lion_is_its_formula(kernel: HostKernel) -> None:
         kernel.lion(update, weight=weight, gradient=gradient, momentum=momentum, num_threads=1)
     torch.testing.assert_close(master_of(kernel, weight), expected, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(momentum, expected_momentum, rtol=1e-5, atol=1e-7)
+
+
+# Updates of ranges
+
+
+def blocks_of(numel: int) -> Tensor:
+    """About half of the blocks: runs longer than a chunk, single ones, and the last."""
+    blocks = torch.arange(host_kernel.num_blocks(numel))
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.where(
+        blocks < 300, blocks > 3, torch.rand(len(blocks), generator=generator) < 0.4
+    )
+    chosen[-1:] = True
+    return chosen
+
+
+def ranges_of(blocks: Tensor, numel: int) -> Tensor:
+    """The ranges of some blocks, in no order; the last block of a run has a range of its own."""
+    edges = torch.cat([torch.zeros(1), blocks.float(), torch.zeros(1)]).diff()
+    begins, ends = (edges > 0).nonzero(), (edges < 0).nonzero()
+    last = ends - 1
+    ranges = torch.cat([torch.cat([begins, last], 1), torch.cat([last, ends], 1)])
+    order = torch.randperm(len(ranges), generator=torch.Generator().manual_seed(1))
+    return (ranges[order] * host_kernel.BLOCK_SIZE).clamp(max=numel)
+
+
+def chosen_of(whole: list[Tensor], before: list[Tensor], blocks: Tensor) -> list[Tensor]:
+    """What an update of some blocks gives: those of the whole update, all others as before."""
+    numel = max(len(tensor) for tensor in before)
+    elements = blocks.repeat_interleave(host_kernel.BLOCK_SIZE)[:numel]
+    return [
+        torch.where(elements if len(old) == numel else blocks, new, old)
+        for new, old in zip(whole, before, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("form", FORMS)
+def test_ranges_get_the_bits_of_the_whole_update(
+    kernel: HostKernel, optimizer: str, form: str
+) -> None:
+    numel = 100_003
+    blocks = blocks_of(numel)
+    chosen, others = ranges_of(blocks, numel), ranges_of(~blocks, numel)
+    for dtype in GRADIENT_DTYPES:
+        before = steps_of(optimizer, parts=())(kernel, form, dtype, numel, 1)
+        whole = steps_of(optimizer)(kernel, form, dtype, numel, 1)
+        expected = chosen_of(whole, before, blocks)
+        for level, num_threads in itertools.product(kernel.available_levels, (1, 2)):
+            kernel.set_level(level)
+            only_chosen = steps_of(optimizer, parts=(chosen,))
+            assert_same_bits(only_chosen(kernel, form, dtype, numel, num_threads), expected)
+        in_two_parts = steps_of(optimizer, parts=(chosen, others))
+        assert_same_bits(in_two_parts(kernel, form, dtype, numel, 2), whole)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 128, 130, 40_000])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_range_changes_nothing_and_one_range_may_be_everything(
+    kernel: HostKernel, optimizer: str, numel: int
+) -> None:
+    def steps(*parts: Tensor | None) -> list[Tensor]:
+        return steps_of(optimizer, parts=parts)(kernel, "split", torch.bfloat16, numel, 2)
+
+    nothing = torch.empty(0, 2, dtype=torch.int64)
+    assert_same_bits(steps(nothing, torch.tensor([[0, 0], [numel, numel]])), steps())
+    assert_same_bits(steps(torch.tensor([[0, numel]])), steps(None))
+
+
+def update_of(
+    optimizer: HostOptimizer, dtype: torch.dtype, *, step: int, ranges: Tensor | None
+) -> Update:
+    """An update of 1,925 elements whose numbers are always the same."""
+    numel = 1925
+    settings = optimizer.defaults
+    state = {
+        name: random(host_kernel.num_blocks(numel) if kind.per_block else numel, seed=3)
+        .abs()
+        .mul(10)
+        .clamp(max=100)
+        .to(kind.dtype)
+        for name, kind in optimizer.state_kinds(settings).items()
+    }
+    companions = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
+    master = random(numel, seed=0)
+    return Update(
+        name="table",
+        shape=(275, 7),
+        weight=master.to(dtype),
+        companion=master.to(companions[dtype]) if dtype in companions else None,
+        gradient=random(numel, seed=1).to(dtype),
+        state=state,
+        position=640,
+        step=step,
+        settings=settings,
+        factor=0.7,
+        seed=3,
+        ranges=ranges,
+    )
+
+
+@pytest.mark.parametrize("path", ["readable", "native"])
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        l2l.AdamW(),
+        l2l.AdamW(moments="8bit"),
+        l2l.SGD(weight_decay=0.1),
+        l2l.SGD(momentum=0.9, nesterov=True),
+        l2l.Lion(weight_decay=0.1),
+    ],
+    ids=["adamw", "8-bit adamw", "sgd", "momentum sgd", "lion"],
+)
+def test_optimizers_honour_ranges(
+    kernel: HostKernel, optimizer: HostOptimizer, dtype: torch.dtype, path: str
+) -> None:
+    numel = 1925
+    blocks = torch.arange(host_kernel.num_blocks(numel)) % 3 != 1
+
+    def updated(step: int, *parts: Tensor | None) -> list[Tensor]:
+        update = update_of(optimizer, dtype, step=step, ranges=None)
+        for ranges in parts:
+            part = dataclasses.replace(update, ranges=ranges)
+            if path == "native":
+                optimizer.native(kernel, part, num_threads=2)
+            else:
+                optimizer.readable(part)
+        return tensors_of(update.weight, update.companion, *update.state.values())
+
+    for step in (1, 2):
+        chosen, others = ranges_of(blocks, numel), ranges_of(~blocks, numel)
+        whole = updated(step, None)
+        assert_same_bits(updated(step, chosen), chosen_of(whole, updated(step), blocks))
+        assert_same_bits(updated(step, others, chosen), whole)
+
+
+@pytest.mark.parametrize("path", ["readable", "native"])
+def test_recorded_gradients_are_whole_whatever_the_ranges(kernel: HostKernel, path: str) -> None:
+    optimizer = l2l.RecordGradients()
+    ranges = torch.tensor([[128, 256]])
+    update = update_of(optimizer, torch.float32, step=1, ranges=ranges)
+    before = update.weight.clone()
+    for part in (update, dataclasses.replace(update, ranges=ranges + 128)):
+        if path == "native":
+            optimizer.native(kernel, part, num_threads=1)
+        else:
+            optimizer.readable(part)
+        expected = update.gradient.view(275, 7) * 0.7
+        assert torch.equal(optimizer.gradients["table"], expected)
+    assert torch.equal(update.weight, before)
+
+
+@pytest.mark.parametrize("path", ["readable", "native"])
+def test_the_parameter_server_updates_in_parts_of_one_step(kernel: HostKernel, path: str) -> None:
+    shapes = {"table": (50, 41), "norm": (41,)}
+    order = UpdateOrder(
+        settings=dict.fromkeys(shapes, l2l.AdamW().defaults), received=frozenset(shapes)
+    )
+    blocks = torch.arange(host_kernel.num_blocks(50 * 41)) % 2 == 0
+    chosen, others = ranges_of(blocks, 50 * 41), ranges_of(~blocks, 50 * 41)
+
+    def trained(*, in_parts: bool) -> list[Tensor]:
+        optimizer = l2l.AdamW(moments="8bit")
+        server = ParameterServer(
+            arena=Arena(open_device("cpu")),
+            optimizer=optimizer,
+            kernel=kernel if path == "native" else None,
+            seed=5,
+        )
+        parameters = {
+            name: nn.Parameter(random(math.prod(shape), seed=0).view(shape))
+            for name, shape in shapes.items()
+        }
+        form = ParameterServer.form(
+            "outer",
+            parameters=parameters,
+            buffers={},
+            settings=order.settings,
+            precision=PrecisionPolicy(link=torch.bfloat16),
+            optimizer=optimizer,
+        )
+        server.add(form, parameters=parameters, buffers={})
+        for step in (1, 2):
+            gradient = random(form.staging_layout.nbytes // 2, seed=step).bfloat16()
+            staged = gradient.view(torch.uint8)
+            if in_parts:
+                server.update("outer", staged, order, {"table": chosen})
+                only_table = dataclasses.replace(order, received=frozenset({"table"}))
+                server.update("outer", staged, only_table, {"table": others}, count_step=False)
+            else:
+                server.update("outer", staged, order)
+        unit = server.units["outer"]
+        assert unit.steps == {"table": 2, "norm": 2}
+        return tensors_of(unit.weights, unit.companion, *unit.state.values())
+
+    assert_same_bits(trained(in_parts=True), trained(in_parts=False))
+
+
+def test_ranges_that_do_not_fit_are_refused(kernel: HostKernel) -> None:
+    def refused(ranges: Tensor, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            kernel.sgd(
+                SGDUpdate(lr=0.1, step=1),
+                weight=Float32Weight(weight=torch.ones(300)),
+                gradient=torch.ones(300),
+                ranges=ranges,
+                num_threads=1,
+            )
+
+    refused(torch.tensor([0, 128]), r"ranges must have shape \[n, 2\], found \(2,\)")
+    refused(torch.tensor([[0, 128]]).int(), r"ranges must be torch.int64")
+    refused(torch.tensor([[0, 128], [64, 128]]), r"whole blocks of 128 .* found \[64, 128\]")
+    refused(torch.tensor([[0, 200]]), r"within 300 elements, found \[0, 200\]")
+    refused(torch.tensor([[0, 384]]), r"found \[0, 384\]")
+    refused(torch.tensor([[-128, 128]]), r"found \[-128, 128\]")
+    refused(torch.tensor([[128, 0]]), r"found \[128, 0\]")
+    refused(torch.tensor([[128, 300], [0, 256]]), r"overlap, found \[\[0, 256\], \[128, 300\]\]")
+
+
+# Rows of tables
+
+
+def repeated_ids(count: int, *, rows: int) -> Tensor:
+    """Ids of which few come often (more than half are the last one) and many never."""
+    generator = torch.Generator().manual_seed(0)
+    ids = (torch.rand(count, generator=generator).pow(4) * rows).long()
+    ids[torch.rand(count, generator=generator) < 0.6] = rows - 1
+    return ids
+
+
+@pytest.mark.parametrize("width", [0, 1, 7, 515])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+)
+def test_gather_copies_rows(kernel: HostKernel, dtype: torch.dtype, width: int) -> None:
+    table = (random(50 * width, seed=0) * 100).abs().to(dtype).view(50, width)
+    for count, num_threads in itertools.product((0, 1, 700), (1, 2)):
+        ids = repeated_ids(count, rows=50)
+        found = torch.ones(count, width, dtype=dtype)
+        kernel.gather(table, ids, found, num_threads=num_threads)
+        readable = torch.ones(count, width, dtype=dtype)
+        host_kernel.gather(table, ids, readable)
+        assert torch.equal(found, table[ids])
+        assert torch.equal(readable, table[ids])
+
+
+def in_native_and_readable(
+    kernel: HostKernel, name: str, num_threads: int = 2
+) -> list[Callable[..., float | None]]:
+    def native(*arguments: Tensor) -> float | None:
+        result: float | None = getattr(kernel, name)(*arguments, num_threads=num_threads)
+        return result
+
+    return [native, getattr(host_kernel, name)]
+
+
+@pytest.mark.parametrize("name", ["gather", "add_rows"])
+@pytest.mark.parametrize("wrong", [-1, 50, 2**40])
+def test_ids_that_are_not_there_are_refused_before_anything_is_written(
+    kernel: HostKernel, name: str, wrong: int
+) -> None:
+    for function in in_native_and_readable(kernel, name):
+        table, rows = torch.zeros(50, 7), torch.ones(9, 7)
+        ids = torch.arange(9)
+        ids[6] = wrong
+        with pytest.raises(ValueError, match=rf"ids must lie in \[0, 50\), found {wrong}"):
+            function(table, ids, rows)
+        assert not table.any()
+        assert rows.all()
+
+
+def test_rows_that_do_not_fit_are_refused(kernel: HostKernel) -> None:
+    ids = torch.arange(3)
+    for gather in in_native_and_readable(kernel, "gather"):
+        with pytest.raises(ValueError, match=r"out must have shape \(3, 7\), found \(3, 8\)"):
+            gather(torch.zeros(5, 7), ids, torch.zeros(3, 8))
+        with pytest.raises(ValueError, match=r"out must be torch.float32, found torch.float16"):
+            gather(torch.zeros(5, 7), ids, torch.zeros(3, 7).half())
+        with pytest.raises(ValueError, match=r"ids must be torch.int64"):
+            gather(torch.zeros(5, 7), ids.int(), torch.zeros(3, 7))
+        with pytest.raises(ValueError, match=r"table must have two dimensions, found \(35,\)"):
+            gather(torch.zeros(35), ids, torch.zeros(3, 7))
+        with pytest.raises(ValueError, match=r"table must be contiguous"):
+            gather(torch.zeros(7, 5).T, ids, torch.zeros(3, 7))
+    for add_rows in in_native_and_readable(kernel, "add_rows"):
+        with pytest.raises(ValueError, match=r"target must be .* found torch.float16"):
+            add_rows(torch.zeros(5, 7).half(), ids, torch.zeros(3, 7))
+        with pytest.raises(ValueError, match=r"source must have shape \(3, 7\), found \(4, 7\)"):
+            add_rows(torch.zeros(5, 7), ids, torch.zeros(4, 7))
+        with pytest.raises(ValueError, match=r"ids must have one dimension, found \(3, 1\)"):
+            add_rows(torch.zeros(5, 7), ids[:, None], torch.zeros(3, 7))
+
+
+@pytest.mark.parametrize("width", [0, 1, 7, 1037])
+@pytest.mark.parametrize("source_dtype", GRADIENT_DTYPES)
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
+def test_add_rows_is_the_readable_one_bit_by_bit(
+    kernel: HostKernel, target_dtype: torch.dtype, source_dtype: torch.dtype, width: int
+) -> None:
+    table = random(50 * width, seed=0).to(target_dtype).view(50, width)
+    table[3] = -0.0
+    for count in (0, 1, 300):  # more than 64 source rows for one target row are shared by columns
+        ids = repeated_ids(count, rows=50)
+        source = random(count * width, seed=1).to(source_dtype).view(count, width)
+        expected = table.clone()
+        expected_gain = host_kernel.add_rows(expected, ids, source)
+        size = expected.float().square().sum() + table.float().square().sum()
+        gains = set()
+        for level, num_threads in itertools.product(kernel.available_levels, (1, 2)):
+            kernel.set_level(level)
+            found = table.clone()
+            gains.add(kernel.add_rows(found, ids, source, num_threads=num_threads))
+            assert_same_bits(tensors_of(found), tensors_of(expected))
+        assert len(gains) == 1
+        assert gains.pop() == pytest.approx(expected_gain, rel=1e-12, abs=1e-13 * float(size))
+
+
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
+def test_add_rows_is_its_formula(kernel: HostKernel, target_dtype: torch.dtype) -> None:
+    """Sums in the order of the ids, then added to the target, then rounded."""
+    target = random(6 * 9, seed=0).to(target_dtype).view(6, 9)
+    source = random(40 * 9, seed=1).bfloat16().view(40, 9)
+    ids = repeated_ids(40, rows=6)
+    ids[ids == 2] = 3
+    expected, gain = target.clone(), 0.0
+    for row in set(ids.tolist()):
+        total = torch.zeros(9)
+        for position in (ids == row).nonzero().flatten().tolist():
+            total = total + source[position].float()
+        after = target[row].float() + total
+        gain += float(after.double().square().sum() - target[row].double().square().sum())
+        expected[row] = after.to(target_dtype)
+    for add_rows in in_native_and_readable(kernel, "add_rows"):
+        found = target.clone()
+        assert add_rows(found, ids, source) == pytest.approx(gain, rel=1e-12)
+        assert_same_bits(tensors_of(found), tensors_of(expected))
+
+
+def test_added_rows_are_rounded_as_torch_rounds_and_show_what_is_not_finite(
+    kernel: HostKernel,
+) -> None:
+    halves = torch.arange(2**16, dtype=torch.int32) << 16
+    ties = halves[:, None] + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    source = ties.int().view(torch.float32)
+    expected = source.bfloat16()
+    number = ~expected.isnan()
+    for level in kernel.available_levels:
+        kernel.set_level(level)
+        target = torch.zeros(2**16, 6, dtype=torch.bfloat16)
+        gain = kernel.add_rows(target, torch.arange(2**16), source, num_threads=2)
+        assert math.isnan(gain)
+        assert torch.equal(target.isnan(), ~number)
+        assert torch.equal(target[number], expected[number])
 
 
 # Sums, copies, and what is refused

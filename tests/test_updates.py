@@ -239,7 +239,7 @@ def test_adafactor_keeps_weights_and_state_when_the_loss_is_not_finite():
     with make_engine(family.build(), family, optimizer=l2l.Adafactor()) as engine:
         engine.step(family.batch(ROWS))
         before = state_of(engine)
-        engine._relay.loss_function = lambda outputs, batch: outputs.loss * torch.nan
+        engine._outer.loss_function = lambda outputs, batch: outputs.loss * torch.nan
         assert engine.step(family.batch(ROWS)).skipped
         assert_equal(state_of(engine), before)
 

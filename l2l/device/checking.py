@@ -13,12 +13,15 @@ lane tries, for every missing wait, an order in which it matters.
 from __future__ import annotations
 
 import contextlib
+import platform
+import re
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -192,6 +195,23 @@ class CheckingDevice(Device):
     def poison(self, buffer: Tensor) -> None:
         buffer.fill_(0xFF)  # all bits set is NaN in every floating dtype
 
+    @property
+    @override
+    def name(self) -> str:
+        return platform.processor() or platform.machine() or "CPU"
+
+    @override
+    def total_bytes(self) -> int:
+        return _host_bytes("MemTotal")
+
+    @override
+    def free_bytes(self) -> int:
+        return _host_bytes("MemAvailable")
+
+    @override
+    def give_back(self) -> None:
+        pass
+
     @override
     def reset_peak(self) -> None:
         self._reserved.start()
@@ -206,6 +226,13 @@ class CheckingDevice(Device):
             self._advance(lane, self._queues[lane].num_submitted)
         if self._worker is not None:
             self._worker.close()
+
+
+def _host_bytes(entry: str) -> int:
+    """An entry of the system's account of memory; without one, more than any machine has."""
+    account = Path("/proc/meminfo")
+    found = re.search(rf"{entry}:\s+(\d+) kB", account.read_text()) if account.exists() else None
+    return int(found[1]) * 1024 if found else 2**62
 
 
 def _timed(work: Work, lane: str, text: str, trace: Trace, began: float) -> None:

@@ -100,6 +100,8 @@ def _driver_function(name: str) -> Any:
 class CudaDevice(Device):
     """Streams of one CUDA device."""
 
+    sums_products = True
+
     def __init__(self, torch_device: torch.device) -> None:
         index: int | None = torch_device.index  # None for plain "cuda"
         super().__init__(
@@ -231,6 +233,25 @@ class CudaDevice(Device):
     def seed(self, seed: int) -> None:
         super().seed(seed)
         torch.cuda.default_generators[self.torch_device.index].manual_seed(seed)
+
+    @property
+    @override
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
+
+    @override
+    def total_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.torch_device)[1]
+
+    @override
+    def free_bytes(self) -> int:
+        free = torch.cuda.mem_get_info(self.torch_device)[0]
+        reserved = torch.cuda.memory_reserved(self.torch_device)
+        return free + reserved - torch.cuda.memory_allocated(self.torch_device)
+
+    @override
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
 
     @override
     def reset_peak(self) -> None:

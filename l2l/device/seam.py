@@ -33,6 +33,8 @@ class Event(ABC):
 class Device(ABC):
     """Lanes, waits, memory and random numbers of one device."""
 
+    sums_products = False  # whether a product of 16-bit matrices can be added to a float32 one
+
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
 
@@ -79,6 +81,23 @@ class Device(ABC):
     @abstractmethod
     def poison(self, buffer: Tensor) -> None:
         """Declare the contents of device memory dead."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What the maker calls it."""
+
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Memory of the device."""
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Device memory that could be taken now; what torch keeps for itself unused counts too."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Give device memory that torch keeps unused back to the driver."""
 
     @abstractmethod
     def reset_peak(self) -> None:

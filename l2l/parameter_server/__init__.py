@@ -1,5 +1,7 @@
 """The parameter server: model, optimizer and waiting gradients in host memory."""
 
+from l2l.parameter_server import device_update as device_update
+from l2l.parameter_server import host_kernel as host_kernel
 from l2l.parameter_server.adafactor import Adafactor as Adafactor
 from l2l.parameter_server.host_kernel import HostKernel as HostKernel
 from l2l.parameter_server.host_kernel import load as load_kernel
@@ -39,8 +41,10 @@ __all__ = [
     "UpdatePolicy",
     "WaitingUpdate",
     "alternatives",
+    "device_update",
     "groups_of",
     "host_bytes",
+    "host_kernel",
     "load_kernel",
     "refuse_without_weights",
     "state_name",

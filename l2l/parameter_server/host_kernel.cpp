@@ -1,4 +1,5 @@
-// The native host kernel: optimizer updates on flat buffers, one pass over memory each.
+// The native host kernel: optimizer updates on flat buffers, one pass over memory each; and rows of
+// tables that stay on the host, gathered and added.
 //
 // Build, with nothing but g++ (libhost_kernel.so belongs beside host_kernel.py):
 //
@@ -64,6 +65,7 @@
 // [Note: subnormals] A moment below the smallest normal float32 is stored as 0. The first moments
 // of embedding rows that are not used end there after some 800 steps, and arithmetic on subnormals
 // is many times slower; no weight can feel the difference.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -163,6 +165,18 @@ INLINE uint16_t half_of_float(float value) {
   return uint16_t((sign >> 16) | (rest > 0x7f800000u ? 0x7e00u : finite));
 }
 
+// To nearest, ties to even.
+INLINE uint16_t bfloat16_of_float(float value) {
+  const uint32_t bits = bits_with_one_nan(value);
+  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Rows lie anywhere, and a processor foresees only the rest of one.
+INLINE void prefetch(const void* base, int64_t begin_byte, int64_t num_bytes) {
+  const char* const begin = static_cast<const char*>(base) + begin_byte;
+  for (int64_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch(begin + byte, 0, 2);
+}
+
 // Gradients, as a load of one tile. Apart from the updates, or there would be three of each of
 // them and the build three times as long; the tile stays in cache, so this costs next to nothing.
 
@@ -209,6 +223,14 @@ struct Float32Weight {
   }
   static INLINE void store(const Job& job, int64_t i, float value) {
     static_cast<float*>(job.weight)[i] = value;
+  }
+};
+struct BFloat16Weight {  // without a remainder: in sums of rows, not in updates
+  static INLINE float load(const Job& job, int64_t i) {
+    return float_of(uint32_t(static_cast<const uint16_t*>(job.weight)[i]) << 16);
+  }
+  static INLINE void store(const Job& job, int64_t i, float value) {
+    static_cast<uint16_t*>(job.weight)[i] = bfloat16_of_float(value);
   }
 };
 struct Float16Weight {  // the master is the companion
@@ -505,6 +527,102 @@ struct SumOfSquares {
   }
 };
 
+// Which source rows are added to which target row. A group is what goes to one target row: the
+// source rows positions[starts[group]] up to positions[starts[group + 1]], in this order.
+struct RowGroups {
+  const int64_t* rows;  // target row of each group, all different
+  const int64_t* starts;
+  const int64_t* positions;
+  int64_t num_groups;
+  int64_t width;
+  int64_t source_bytes;  // of one element
+  int64_t target_bytes;
+};
+
+struct Piece {
+  int64_t first_group;
+  int64_t end_group;
+  int64_t first_column;
+  int64_t end_column;
+};
+
+// Source rows are summed first, in float32, and added to the target once. Also the sum of squares
+// that the target gains, before it is rounded, in running sums as above.
+template <class Target>
+struct AddRows {
+  static INLINE void run(const Job& shared, const RowGroups* groups, const Piece* piece,
+                         double* gain) {
+    constexpr int64_t lanes = 16;
+    const Job job = shared;
+    const RowGroups g = *groups;
+    const Piece p = *piece;
+    double gains[lanes] = {};
+    alignas(64) float sums[tile_size];
+    alignas(64) float values[tile_size];
+    for (int64_t group = p.first_group; group < p.end_group; ++group) {
+      for (int64_t column = p.first_column; column < p.end_column; column += tile_size) {
+        const int64_t count = smaller(tile_size, p.end_column - column);
+        for (int64_t j = 0; j < tile_size; ++j) sums[j] = 0.0f;
+        for (int64_t k = g.starts[group]; k < g.starts[group + 1]; ++k) {
+          if (k + 2 < g.starts[g.num_groups]) {
+            const int64_t ahead = g.positions[k + 2] * g.width + column;
+            prefetch(job.gradient, ahead * g.source_bytes, count * g.source_bytes);
+          }
+          job.load_gradient(job, g.positions[k] * g.width + column, count, values);
+#pragma omp simd
+          for (int64_t j = 0; j < count; ++j) sums[j] += values[j];
+        }
+        if (group + 1 < p.end_group) {
+          const int64_t ahead = g.rows[group + 1] * g.width + column;
+          prefetch(job.weight, ahead * g.target_bytes, count * g.target_bytes);
+        }
+        const int64_t start = g.rows[group] * g.width + column;
+#pragma omp simd
+        for (int64_t j = 0; j < count; ++j) {
+          values[j] = Target::load(job, start + j);
+          sums[j] = values[j] + sums[j];
+          Target::store(job, start + j, sums[j]);
+        }
+        for (int64_t j = count; j % lanes; ++j) values[j] = sums[j] = 0.0f;
+        for (int64_t j = 0; j < count; j += lanes) {
+#pragma omp simd
+          for (int64_t lane = 0; lane < lanes; ++lane) {
+            gains[lane] += double(sums[j + lane]) * double(sums[j + lane]) -
+                           double(values[j + lane]) * double(values[j + lane]);
+          }
+        }
+      }
+    }
+    *gain = 0.0;
+    for (const double lane_gain : gains) *gain += lane_gain;
+  }
+};
+
+// Pieces of similar work, which depend on the groups alone, so that sums over them do not depend on
+// threads: several groups of few source rows, or some columns of a group of many (every text has a
+// word that fills a tenth of it).
+std::vector<Piece> pieces_of(const RowGroups& groups) {
+  std::vector<Piece> pieces;
+  int64_t work = chunk_size;  // in the last piece; at a chunk, nothing more goes into it
+  for (int64_t group = 0; group < groups.num_groups; ++group) {
+    const int64_t num_rows = groups.starts[group + 1] - groups.starts[group] + 2;  // target: twice
+    if (num_rows * tile_size > chunk_size) {
+      for (int64_t column = 0; column < groups.width; column += tile_size) {
+        pieces.push_back({group, group + 1, column, smaller(column + tile_size, groups.width)});
+      }
+      work = chunk_size;
+      continue;
+    }
+    if (work >= chunk_size) {
+      pieces.push_back({group, group, 0, groups.width});
+      work = 0;
+    }
+    pieces.back().end_group = group + 1;
+    work += num_rows * groups.width;
+  }
+  return pieces;
+}
+
 struct Split {
   static INLINE void run(const Job& shared, int64_t begin, int64_t end) {
     const Job job = shared;
@@ -615,14 +733,44 @@ ChunkFunction update_function(int32_t weight_form) {
   }
 }
 
-// Chunks are handed out as threads come, so that one which shares its core delays no other.
+// Pieces are handed out as threads come, so that one which shares its core delays no other.
+template <class Function>
+void run_pieces(int64_t num_pieces, int32_t num_threads, const Function& function) {
+  const int32_t team = num_pieces > num_threads ? num_threads : int32_t(num_pieces);
+#pragma omp parallel for num_threads(team > 0 ? team : 1) schedule(dynamic)
+  for (int64_t piece = 0; piece < num_pieces; ++piece) function(piece);
+}
+
 void run_chunks(ChunkFunction function, const Job& job, int64_t num_elements, int32_t num_threads) {
   const int64_t num_chunks = (num_elements + chunk_size - 1) / chunk_size;
-  const int32_t team = num_chunks > num_threads ? num_threads : int32_t(num_chunks);
-#pragma omp parallel for num_threads(team > 0 ? team : 1) schedule(dynamic)
-  for (int64_t begin = 0; begin < num_elements; begin += chunk_size) {
-    function(job, begin, smaller(begin + chunk_size, num_elements));
+  run_pieces(num_chunks, num_threads, [&](int64_t chunk) {
+    function(job, chunk * chunk_size, smaller((chunk + 1) * chunk_size, num_elements));
+  });
+}
+
+// Pairs (begin, end), each of whole blocks unless it ends with the last element. They are laid end
+// to end and cut into chunks: a thread takes a part of a long range at a time, or many short ones.
+void run_chunks_of_ranges(ChunkFunction function, const Job& job, const int64_t* ranges,
+                          int64_t num_ranges, int32_t num_threads) {
+  constexpr int64_t blocks_per_chunk = chunk_size / block_size;
+  std::vector<int64_t> starts = {0};  // of each range laid so, in blocks, and their number
+  starts.reserve(size_t(num_ranges) + 1);
+  for (int64_t range = 0; range < num_ranges; ++range) {
+    const int64_t num_elements = ranges[2 * range + 1] - ranges[2 * range];
+    starts.push_back(starts.back() + (num_elements + block_size - 1) / block_size);
   }
+  const int64_t num_chunks = (starts.back() + blocks_per_chunk - 1) / blocks_per_chunk;
+  run_pieces(num_chunks, num_threads, [&](int64_t chunk) {
+    const int64_t first = chunk * blocks_per_chunk;
+    const int64_t last = smaller(first + blocks_per_chunk, starts.back());
+    int64_t range = std::upper_bound(starts.begin(), starts.end(), first) - starts.begin() - 1;
+    for (; range < num_ranges && starts[range] < last; ++range) {
+      const int64_t skipped = first > starts[range] ? first - starts[range] : 0;
+      const int64_t begin = ranges[2 * range] + skipped * block_size;
+      const int64_t end = ranges[2 * range] + (last - starts[range]) * block_size;
+      function(job, begin, smaller(end, ranges[2 * range + 1]));
+    }
+  });
 }
 
 double sum_of_chunks(ChunkFunction function, Job job, int64_t num_elements, int32_t num_threads) {
@@ -657,9 +805,10 @@ void host_kernel_set_level(int32_t wanted) { level = wanted; }
 
 // Optimizers: 0 AdamW, 1 AdamW with 8-bit moments, 2 SGD, 3 SGD with momentum, 4 Lion.
 // Weights: 0 split, 1 float32, 2 float16 with a float32 master. Gradients: 0 float32, 1 bfloat16,
-// 2 float16.
+// 2 float16. Ranges: see `run_chunks_of_ranges`; no two may overlap.
 void host_kernel_update(int32_t optimizer, int32_t weight_form, int32_t gradient_form,
-                        const Job* arguments, int64_t num_elements, int32_t num_threads) {
+                        const Job* arguments, const int64_t* ranges, int64_t num_ranges,
+                        int32_t num_threads) {
   Job job = *arguments;
   job.load_gradient = load_function(gradient_form);
   ChunkFunction function = nullptr;
@@ -670,7 +819,7 @@ void host_kernel_update(int32_t optimizer, int32_t weight_form, int32_t gradient
     case 3: function = update_function<MomentumSGD>(weight_form); break;
     default: function = update_function<Lion>(weight_form); break;
   }
-  run_chunks(function, job, num_elements, num_threads);
+  run_chunks_of_ranges(function, job, ranges, num_ranges, num_threads);
 }
 
 double host_kernel_sum_of_squares(int32_t gradient_form, const void* gradient,
@@ -708,6 +857,47 @@ void host_kernel_copy(void* to, const void* from, int64_t num_bytes, int32_t num
     std::memcpy(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin,
                 size_t(end - begin));
   });
+}
+
+void host_kernel_gather(const void* table, const int64_t* ids, void* out, int64_t num_ids,
+                        int64_t row_bytes, int32_t num_threads) {
+  constexpr int64_t piece_bytes = 65536;
+  const int64_t rows_per_piece = row_bytes > 0 ? piece_bytes / row_bytes + 1 : piece_bytes;
+  const int64_t num_pieces = (num_ids + rows_per_piece - 1) / rows_per_piece;
+  run_pieces(num_pieces, num_threads, [=](int64_t piece) {
+    const int64_t begin = piece * rows_per_piece;
+    for (int64_t i = begin; i < smaller(begin + rows_per_piece, num_ids); ++i) {
+      std::memcpy(static_cast<char*>(out) + i * row_bytes,
+                  static_cast<const char*>(table) + ids[i] * row_bytes, size_t(row_bytes));
+    }
+  });
+}
+
+// Targets: 0 float32, 1 bfloat16. Sources as gradients.
+double host_kernel_add_rows(int32_t target_form, int32_t source_form, void* target,
+                            const void* source, const int64_t* rows, const int64_t* starts,
+                            const int64_t* positions, int64_t num_groups, int64_t width,
+                            int32_t num_threads) {
+  Job job = {};
+  job.weight = target;
+  job.gradient = source;
+  job.load_gradient = load_function(source_form);
+  const int64_t source_bytes = source_form == 0 ? 4 : 2;
+  const int64_t target_bytes = target_form == 0 ? 4 : 2;
+  const RowGroups groups = {rows,  starts,       positions,   num_groups,
+                            width, source_bytes, target_bytes};
+  const std::vector<Piece> pieces = pieces_of(groups);
+  std::vector<double> gains(pieces.size());
+  const auto function =
+      target_form == 0
+          ? at_level<AddRows<Float32Weight>, const RowGroups*, const Piece*, double*>()
+          : at_level<AddRows<BFloat16Weight>, const RowGroups*, const Piece*, double*>();
+  run_pieces(int64_t(pieces.size()), num_threads, [&](int64_t piece) {
+    function(job, &groups, &pieces[size_t(piece)], &gains[size_t(piece)]);
+  });
+  double gain = 0.0;
+  for (const double piece_gain : gains) gain += piece_gain;
+  return gain;
 }
 
 }  // extern "C"

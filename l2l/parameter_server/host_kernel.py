@@ -1,5 +1,8 @@
 """The native host kernel, called from Python: updates of flat buffers, one pass over memory each.
 
+Also rows of tables that stay on the host: `HostKernel.gather` and `.add_rows`, with the functions
+`gather` and `add_rows` to say in PyTorch what they do, and to do it where the kernel was not built.
+
 `host_kernel.cpp` holds the arithmetic and its reasons ([Note: split master], [Note: 8-bit moments]
 and [Note: subnormals] are there); this module checks tensors, turns an optimizer's numbers into
 coefficients (in float64, rounded to float32 once) and calls the library. The interpreter's lock is
@@ -35,6 +38,7 @@ LEVELS = ("portable", "avx2", "avx512")
 BLOCK_SIZE = 128  # elements that share a unit, in 8-bit moments
 
 _GRADIENT_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_TARGET_FORMS = {torch.float32: 0, torch.bfloat16: 1}
 _LARGEST_FIRST_CODE = 127
 _LARGEST_SECOND_CODE = 255
 _SMALLEST_SECOND_CODE = 4
@@ -217,6 +221,87 @@ class EightBitMoments:
         self.second.copy_(second_code)
 
 
+def checked_ranges(ranges: Tensor, *, numel: int) -> Tensor:  # int64 [n, 2]
+    """Ranges of elements in increasing order.
+
+    Args:
+        ranges: int64 [n, 2], begin and end of each, in any order.
+        numel: what they are ranges of.
+
+    Raises:
+        ValueError: two overlap, or one is not made of whole blocks of `numel` elements (the last
+            block may be a part of one).
+    """
+    if ranges.dim() != 2 or ranges.shape[1] != 2:
+        raise ValueError(f"ranges must have shape [n, 2], found {tuple(ranges.shape)}")
+    _check(ranges, name="ranges", dtypes=(torch.int64,))
+    begins, ends = ranges.unbind(1)
+    at_block = ((ranges % BLOCK_SIZE == 0) | (ranges == numel)).all(1)
+    wrong = ~(at_block & (begins >= 0) & (begins <= ends) & (ends <= numel))
+    if wrong.any():
+        raise ValueError(
+            f"ranges must be of whole blocks of {BLOCK_SIZE} within {numel} elements, found "
+            f"{ranges[wrong][0].tolist()}"
+        )
+    if (begins[1:] >= ends[:-1]).all():  # as they usually come
+        return ranges
+    ranges = ranges[begins < ends]
+    ranges = ranges[ranges[:, 0].argsort()]
+    overlapping = (ranges[:-1, 1] > ranges[1:, 0]).nonzero()
+    if len(overlapping):
+        first = int(overlapping[0])
+        raise ValueError(f"ranges must not overlap, found {ranges[first : first + 2].tolist()}")
+    return ranges
+
+
+def _check_rows(table: Tensor, ids: Tensor, rows: Tensor, *, names: tuple[str, str]) -> None:
+    """Raise ValueError unless `rows` are like those of `table` and it has the ids."""
+    table_name, rows_name = names
+    if table.dim() != 2:
+        raise ValueError(f"{table_name} must have two dimensions, found {tuple(table.shape)}")
+    if ids.dim() != 1:
+        raise ValueError(f"ids must have one dimension, found {tuple(ids.shape)}")
+    _check(ids, name="ids", dtypes=(torch.int64,))
+    expected = (len(ids), table.shape[1])
+    if tuple(rows.shape) != expected:
+        raise ValueError(f"{rows_name} must have shape {expected}, found {tuple(rows.shape)}")
+    if len(ids):
+        smallest, largest = (int(limit) for limit in ids.aminmax())
+        if smallest < 0 or largest >= len(table):
+            raise ValueError(
+                f"ids must lie in [0, {len(table)}), found {smallest if smallest < 0 else largest}"
+            )
+
+
+def _check_gather(table: Tensor, ids: Tensor, out: Tensor) -> None:
+    _check(table, name="table", dtypes=(table.dtype,))
+    _check(out, name="out", dtypes=(table.dtype,))
+    _check_rows(table, ids, out, names=("table", "out"))
+
+
+def _check_add_rows(target: Tensor, ids: Tensor, source: Tensor) -> None:
+    _check(target, name="target", dtypes=tuple(_TARGET_FORMS))
+    _check(source, name="source", dtypes=tuple(_GRADIENT_FORMS))
+    _check_rows(target, ids, source, names=("target", "source"))
+
+
+def gather(table: Tensor, ids: Tensor, out: Tensor) -> None:
+    """`HostKernel.gather` in PyTorch."""
+    _check_gather(table, ids, out)
+    torch.index_select(table, 0, ids, out=out)
+
+
+def add_rows(target: Tensor, ids: Tensor, source: Tensor) -> float:
+    """`HostKernel.add_rows` in PyTorch: the same target, and the same result but for rounding."""
+    _check_add_rows(target, ids, source)
+    distinct, group = torch.unique(ids, return_inverse=True)
+    sums = torch.zeros(len(distinct), target.shape[1]).index_add_(0, group, source.float())
+    before = target[distinct].float()
+    after = before + sums
+    target[distinct] = after.to(target.dtype)
+    return float((after.double().square() - before.double().square()).sum())
+
+
 def num_blocks(numel: int) -> int:
     """Number of units that 8-bit moments of `numel` elements need, for each moment."""
     return -(-numel // BLOCK_SIZE)
@@ -374,12 +459,14 @@ class HostKernel:
             "level": (int32, []),
             "highest_level": (int32, []),
             "set_level": (None, [int32]),
-            "update": (None, [int32, int32, int32, ctypes.POINTER(_Job), int64, int32]),
+            "update": (None, [int32, int32, int32, ctypes.POINTER(_Job), pointer, int64, int32]),
             "sum_of_squares": (ctypes.c_double, [int32, pointer, int64, int32]),
             "split": (None, [pointer, pointer, pointer, int64, int32]),
             "join": (None, [pointer, pointer, pointer, int64, int32]),
             "check_split": (int64, [int32]),
             "copy": (None, [pointer, pointer, int64, int32]),
+            "gather": (None, [pointer, pointer, pointer, int64, int64, int32]),
+            "add_rows": (ctypes.c_double, [int32, int32, *[pointer] * 5, int64, int64, int32]),
         }
         for name, (result, arguments) in signatures.items():
             function = self._function(name)
@@ -421,8 +508,9 @@ class HostKernel:
         gradient: Tensor,  # float32, bfloat16 or float16 [numel]
         moments: Moments | EightBitMoments,
         num_threads: int,
+        ranges: Tensor | None = None,  # as `checked_ranges` takes them
     ) -> None:
-        """One step of AdamW, in place."""
+        """One step of AdamW, in place; of the elements in `ranges` only, if given."""
         numel = weight.weight.numel()
         if moments.first.numel() != numel:
             raise ValueError(
@@ -438,7 +526,7 @@ class HostKernel:
             job.second_unit = moments.second_unit.data_ptr()
             job.first_block = moments.position // BLOCK_SIZE
         optimizer = 1 if isinstance(moments, EightBitMoments) else 0
-        self._update(optimizer, job, weight=weight, gradient=gradient, num_threads=num_threads)
+        self._update(optimizer, job, weight, gradient, ranges, num_threads=num_threads)
 
     def sgd(
         self,
@@ -448,8 +536,9 @@ class HostKernel:
         gradient: Tensor,  # float32, bfloat16 or float16 [numel]
         momentum: Tensor | None = None,  # float32 [numel], if update.momentum is not 0
         num_threads: int,
+        ranges: Tensor | None = None,  # as `checked_ranges` takes them
     ) -> None:
-        """One step of gradient descent, in place."""
+        """One step of gradient descent, in place; of the elements in `ranges` only, if given."""
         if (momentum is not None) != (update.momentum != 0):
             raise ValueError(
                 f"update.momentum is {update.momentum}: a momentum tensor must be given if and "
@@ -461,7 +550,7 @@ class HostKernel:
             _check(momentum, name="momentum", dtypes=(torch.float32,), numel=numel)
             job.first = momentum.data_ptr()
         optimizer = 2 if momentum is None else 3
-        self._update(optimizer, job, weight=weight, gradient=gradient, num_threads=num_threads)
+        self._update(optimizer, job, weight, gradient, ranges, num_threads=num_threads)
 
     def lion(
         self,
@@ -471,15 +560,23 @@ class HostKernel:
         gradient: Tensor,  # float32, bfloat16 or float16 [numel]
         momentum: Tensor,  # float32 [numel]
         num_threads: int,
+        ranges: Tensor | None = None,  # as `checked_ranges` takes them
     ) -> None:
-        """One step of Lion, in place."""
+        """One step of Lion, in place; of the elements in `ranges` only, if given."""
         numel = weight.weight.numel()
         _check(momentum, name="momentum", dtypes=(torch.float32,), numel=numel)
         job = _Job(first=momentum.data_ptr(), coefficients=update._coefficients())
-        self._update(4, job, weight=weight, gradient=gradient, num_threads=num_threads)
+        self._update(4, job, weight, gradient, ranges, num_threads=num_threads)
 
     def _update(
-        self, optimizer: int, job: _Job, *, weight: Weight, gradient: Tensor, num_threads: int
+        self,
+        optimizer: int,
+        job: _Job,
+        weight: Weight,
+        gradient: Tensor,
+        ranges: Tensor | None,
+        *,
+        num_threads: int,
     ) -> None:
         numel = weight.weight.numel()
         _check(gradient, name="gradient", dtypes=tuple(_GRADIENT_FORMS), numel=numel)
@@ -492,9 +589,12 @@ class HostKernel:
                 form, job.companion = 2, weight.master.data_ptr()
         job.weight = weight.weight.data_ptr()
         job.gradient = gradient.data_ptr()
-        gradient_form = _GRADIENT_FORMS[gradient.dtype]
-        arguments = (optimizer, form, gradient_form, ctypes.byref(job), numel)
-        self._call("update", *arguments, num_threads=num_threads)
+        given = (
+            torch.tensor([[0, numel]]) if ranges is None else checked_ranges(ranges, numel=numel)
+        )
+        forms = (optimizer, form, _GRADIENT_FORMS[gradient.dtype])
+        arguments = (ctypes.byref(job), given.data_ptr(), len(given))
+        self._call("update", *forms, *arguments, num_threads=num_threads)
 
     def sum_of_squares(self, gradient: Tensor, *, num_threads: int) -> float:
         """Sum of squares in float64, in an order that does not depend on the threads."""
@@ -524,6 +624,55 @@ class HostKernel:
     def copy(self, address: int, *, source: int, num_bytes: int, num_threads: int) -> None:
         """Copy memory to `address` from `source`, which must not overlap."""
         self._call("copy", address, source, num_bytes, num_threads=num_threads)
+
+    def gather(
+        self,
+        table: Tensor,  # [rows, width], any dtype
+        ids: Tensor,  # int64 [n]
+        out: Tensor,  # [n, width], dtype of the table
+        *,
+        num_threads: int,
+    ) -> None:
+        """Copy the rows `ids` of a table to `out`.
+
+        Raises:
+            ValueError: the table has no such row; nothing was written then.
+        """
+        _check_gather(table, ids, out)
+        pointers = (table.data_ptr(), ids.data_ptr(), out.data_ptr())
+        row_bytes = table.shape[1] * table.element_size()
+        self._call("gather", *pointers, len(ids), row_bytes, num_threads=num_threads)
+
+    def add_rows(
+        self,
+        target: Tensor,  # float32 or bfloat16 [rows, width]
+        ids: Tensor,  # int64 [n], a row may come several times
+        source: Tensor,  # float32, bfloat16 or float16 [n, width]
+        *,
+        num_threads: int,
+    ) -> float:
+        """Add each row of `source` to the row of `target` that `ids` says.
+
+        The source rows of one target row are summed in float32 first, in their order, and the sum
+        is added to the target, in float32, and rounded to the target's dtype: to nearest, ties to
+        even.
+
+        Returns:
+            The sum of squares that the target gained, in float64, as if it had not been rounded;
+            the same bits for any number of threads.
+
+        Raises:
+            ValueError: the target has no such row; nothing was written then.
+        """
+        _check_add_rows(target, ids, source)
+        ordered, positions = ids.sort(stable=True)
+        rows, counts = torch.unique_consecutive(ordered, return_counts=True)
+        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        forms = (_TARGET_FORMS[target.dtype], _GRADIENT_FORMS[source.dtype])
+        tensors = (target, source, rows, starts, positions)
+        pointers = (tensor.data_ptr() for tensor in tensors)
+        sizes = (len(rows), target.shape[1])
+        return float(self._call("add_rows", *forms, *pointers, *sizes, num_threads=num_threads))
 
 
 def load(library: Path = LIBRARY) -> HostKernel | None:

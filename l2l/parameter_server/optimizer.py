@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final
 
 import torch
@@ -54,6 +54,7 @@ class Update:
     settings: Settings
     factor: float  # what the gradient is multiplied with
     seed: int  # of rounding
+    ranges: Tensor | None = None  # the only elements to update (`host_kernel.checked_ranges`)
 
     def native_weight(self) -> host_kernel.Weight:
         """The weight as the native kernel takes it."""
@@ -96,6 +97,9 @@ class HostOptimizer(Optimizer):
 
     def readable(self, update: Update) -> None:
         """The same update in PyTorch: join the master, do the arithmetic, split it again."""
+        if update.ranges is not None:
+            self._readable_ranges(update, update.ranges)
+            return
         gradient = update.gradient.to(torch.float32)
         if update.factor != 1.0:
             gradient = gradient * update.factor
@@ -110,6 +114,36 @@ class HostOptimizer(Optimizer):
         else:
             self.arithmetic(update.companion, gradient, update)
             update.weight.copy_(update.companion)
+
+    def _readable_ranges(self, update: Update, ranges: Tensor) -> None:
+        """Update a copy of everything and keep what lies in the ranges.
+
+        Arithmetic on parts of tensors would be cheaper, but torch does not promise the same bits:
+        it may round differently in a vector loop and in the loop over what that leaves.
+        """
+        numel = update.weight.numel()
+        edges = torch.zeros(host_kernel.num_blocks(numel) + 1, dtype=torch.int64)
+        begins, ends = host_kernel.checked_ranges(ranges, numel=numel).unbind(1)
+        one = torch.ones_like(begins)
+        edges.index_add_(0, begins // host_kernel.BLOCK_SIZE, one)
+        edges.index_add_(0, -(-ends // host_kernel.BLOCK_SIZE), -one)
+        blocks = edges.cumsum(0)[:-1] > 0
+        elements = blocks.repeat_interleave(host_kernel.BLOCK_SIZE)[:numel]
+        copy = replace(
+            update,
+            ranges=None,
+            weight=update.weight.clone(),
+            companion=None if update.companion is None else update.companion.clone(),
+            state={name: tensor.clone() for name, tensor in update.state.items()},
+        )
+        self.readable(copy)
+        pairs = [(update.weight, copy.weight)]
+        pairs += [(tensor, copy.state[name]) for name, tensor in update.state.items()]
+        if update.companion is not None and copy.companion is not None:
+            pairs.append((update.companion, copy.companion))
+        for kept, updated in pairs:
+            chosen = elements if kept.numel() == numel else blocks
+            kept[chosen] = updated[chosen]
 
 
 def check(condition: bool, message: str) -> None:  # noqa: FBT001 (a guard reads best this way)
@@ -212,6 +246,7 @@ class AdamW(HostOptimizer):
                 first=update.state["exp_avg"], second=update.state["exp_avg_sq"]
             ),
             num_threads=num_threads,
+            ranges=update.ranges,
         )
 
     @staticmethod
@@ -293,6 +328,7 @@ class SGD(HostOptimizer):
             gradient=update.gradient,
             momentum=update.state["momentum_buffer"] if settings["momentum"] else None,
             num_threads=num_threads,
+            ranges=update.ranges,
         )
 
 
@@ -344,6 +380,7 @@ class Lion(HostOptimizer):
             gradient=update.gradient,
             momentum=update.state["exp_avg"],
             num_threads=num_threads,
+            ranges=update.ranges,
         )
 
 
@@ -366,6 +403,10 @@ class RecordGradients(HostOptimizer):
     @override
     def arithmetic(self, weight: Tensor, gradient: Tensor, update: Update) -> None:
         self.gradients[update.name] = gradient.view(update.shape).clone()
+
+    @override
+    def readable(self, update: Update) -> None:
+        super().readable(replace(update, ranges=None))
 
     @override
     def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:

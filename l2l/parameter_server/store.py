@@ -133,14 +133,17 @@ class UpdateOrder:
     factor: float = 1.0  # what gradients are multiplied with
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class WaitingUpdate:
     """An update left to a later step."""
 
     unit: str
-    gradient: Tensor  # staging bytes
     order: Callable[[], UpdateOrder | None]  # None: the step is skipped
     drained: Event
+    gradient: Tensor | None = None  # staging bytes; None: it is on the device
+    finish: Callable[[WaitingUpdate], None] | None = None
+    """Called when the update is done; for one on the device, does it."""
+    refreshed: Tensor | None = None  # rows that are done already
 
 
 @final
@@ -253,6 +256,7 @@ class ParameterServer:
         weight, companion = unit.weight_of(owner), unit.companion_of(owner)
         if companion is None:
             return weight
+        companion = companion.to(weight.device)
         return join_master(weight, companion) if weight.dtype is torch.bfloat16 else companion
 
     def set_weight(self, owner: str, value: Tensor) -> None:
@@ -295,15 +299,33 @@ class ParameterServer:
         }
         return {"step": torch.tensor(float(unit.steps[owner])), **views}
 
-    def update(self, name: str, gradient: Tensor, order: UpdateOrder) -> None:
-        """Apply one step's gradient (staging bytes) to a unit."""
+    def update(
+        self,
+        name: str,
+        gradient: Tensor,
+        order: UpdateOrder,
+        ranges: Mapping[str, Tensor] | None = None,
+        *,
+        count_step: bool = True,
+    ) -> None:
+        """Apply one step's gradient to a unit.
+
+        Args:
+            name: The unit.
+            gradient: Staging bytes.
+            order: The numbers of the step.
+            ranges: By parameter, the only elements to update (`host_kernel.checked_ranges`). A
+                parameter that is not named is updated whole.
+            count_step: Whether this is a step of its own, not another part of the last one.
+        """
         assert isinstance(self.optimizer, HostOptimizer)
         unit = self.units[name]
         num_threads = self._num_threads(name)
         for owner in unit.form.trained.names:
             if owner not in order.received:
                 continue
-            unit.steps[owner] += 1
+            if count_step:
+                unit.steps[owner] += 1
             companion = unit.companion_of(owner)
             update = Update(
                 name=owner,
@@ -317,6 +339,7 @@ class ParameterServer:
                 settings=order.settings[owner],
                 factor=order.factor,
                 seed=self._seed & 0xFFFFFFFF,
+                ranges=None if ranges is None else ranges.get(owner),
             )
             if self._kernel is None:
                 self.optimizer.readable(update)
@@ -361,11 +384,43 @@ class ParameterServer:
         """The update that was left for a unit; the caller performs it."""
         return self.waiting.pop(name)
 
+    def refresh(self, waiting: WaitingUpdate, rows: Tensor) -> None:
+        """Do the part of a table's update that changes these rows; `perform` does the rest."""
+        order, form = waiting.order(), self.units[waiting.unit].form
+        assert waiting.gradient is not None
+        widths = [shape[-1] for shape in _shapes(form)]
+        if order is None or any(width % ALIGNMENT_ELEMENTS for width in widths):
+            return  # rows that do not begin at a block are not updated apart
+        ranges = {
+            name: _row_ranges(rows, shape[-1])
+            for name, shape in zip(form.trained.names, _shapes(form), strict=True)
+        }
+        self.update(waiting.unit, waiting.gradient, order, ranges=ranges)
+        waiting.refreshed = rows
+
     def perform(self, waiting: WaitingUpdate) -> None:
-        """Do an update that was left."""
-        order = waiting.order()
-        if order is not None:
-            self.update(waiting.unit, waiting.gradient, order)
+        """Do an update that was left, or what `refresh` has left of it."""
+        order, form = waiting.order(), self.units[waiting.unit].form
+        if order is not None and waiting.gradient is not None:
+            if waiting.refreshed is None:
+                self.update(waiting.unit, waiting.gradient, order)
+            else:
+                ranges = {
+                    name: _row_ranges(_other_rows(waiting.refreshed, shape[0]), shape[-1])
+                    for name, shape in zip(form.trained.names, _shapes(form), strict=True)
+                }
+                self.update(waiting.unit, waiting.gradient, order, ranges=ranges, count_step=False)
+        if waiting.finish is not None:
+            waiting.finish(waiting)
+
+    def place_state(self, name: str, device: torch.device) -> int:
+        """Move a unit's companion and state to a device; returns the bytes that moved."""
+        unit = self.units[name]
+        before = [t for t in (unit.companion, *unit.state.values()) if t is not None]
+        if unit.companion is not None:
+            unit.companion = unit.companion.to(device)
+        unit.state = {key: state.to(device) for key, state in unit.state.items()}
+        return sum(tensor.nbytes for tensor in before)
 
     def settle_all(self) -> None:
         """Bring every unit to the last step, on the calling thread."""
@@ -377,6 +432,28 @@ class ParameterServer:
             waiting.drained.synchronize()
             self.perform(waiting)
         self.waiting.clear()
+
+
+def _shapes(form: UnitForm) -> list[tuple[int, ...]]:
+    """Shapes of the trained parameters, in order."""
+    return [field.shape for segment in form.trained.segments for field in segment.fields]
+
+
+def _row_ranges(rows: Tensor, width: int) -> Tensor:
+    """Ascending rows as element ranges, neighbours joined."""
+    if not rows.numel():
+        return torch.empty((0, 2), dtype=torch.int64)
+    breaks = torch.nonzero(rows[1:] != rows[:-1] + 1).flatten()
+    first = torch.cat([rows[:1], rows[breaks + 1]])
+    last = torch.cat([rows[breaks], rows[-1:]])
+    return torch.stack([first * width, (last + 1) * width], dim=1)
+
+
+def _other_rows(rows: Tensor, num_rows: int) -> Tensor:
+    """The rows of a table that are not among these."""
+    others = torch.ones(num_rows, dtype=torch.bool)
+    others[rows] = False
+    return torch.nonzero(others).flatten()
 
 
 def refuse_without_weights(model: nn.Module) -> None:

@@ -3,33 +3,53 @@
 A schedule is a list of lines, frozen before it runs; the relay performs them and chooses nothing.
 Three layers, one microbatch, two slots, before waits are added:
 
-    fetch O SO                        regress needs no layer:
-    fetch L0 S0                       O are the outer parameters (prologue and epilogue),
-    fetch L1 S1                       SO, GO, HO their slot, gradient and staging.
-    prologue m0 R0 C0                 R0: recorded arguments of the layers. C0: hidden state.
-    forward L0 m0 S0 R0 C0 C1         reads slot S0 and cell C0, writes cell C1
+    lookup m0                         the host gathers the embedding rows of microbatch 0
+    fetch L0 S0                       weights of layer 0 into slot S0
+    fetch L1 S1
+    unstash e m0 C0                   the rows, into a cell
+    prologue m0 - R0 C0 C1            R0: recorded arguments of the layers. C1: hidden state.
+    forward L0 m0 S0 R0 C1 C2 -       reads slot S0 and cell C1, writes cell C2, keeps nothing
     release L0 S0
     fetch L2 S0
     ...
-    epilogue m0 C3 C4                 hidden state in, its gradient out, loss on the way
+    fetch T0 ST0                      the embedding table, which is the head too
+    fetch O SO                        what else is around the layers (final norm)
+    epilogue m0 SO,ST0 GO,GT0 - C4 C5 hidden state in, its gradient out, loss on the way
     report                            the losses leave the device
-    backward L2 m0 S0 G0 R0 C2 C4 C5  recomputes L2 from C2; gradient in C4, out C5, weights' in G0
-    drain L2 G0 H0                    gradient to the host
+    drain T0 GT0 HT0                  gradient to the host
+    backward L2 m0 S0 G0 R0 C3 - C5 C0  recomputes L2 from C3; gradient in C5, out C0; sums in G0
+    drain L2 G0 H0
     update L2 H0                      the optimizer, on the host
     ...
-    regress m0 C1                     the prologue backward
-    drain O GO HO
-    update O HO
+    regress m0 - - C2 C3 C4           the prologue backward; gradients of the rows C3 into C4
+    stash x m0 C4
+    collect T0 HT0                    the host adds them to the table's gradient
+
+[Note: outer units] Parameters around the layers are units too: `T0`, `T1`, .. are embedding tables,
+`O` is everything else. Each is on the device only in the phases that read it (`OuterUnit`); a table
+that the prologue reads by lookup alone need not be there for it at all.
+
+[Note: tail] The last `num_tail` layers are walked with the epilogue, microbatch by microbatch: they
+run with graph, the loss follows, they run backward, and nothing of them is stashed or recomputed.
+Their weights and gradients have slots of their own (`SL2`, `GL2`) for the whole step. With
+`device_state` their optimizer state is on the device as well: the step after settles them there
+(`order L2` on the host gives the numbers, `renew L2 SL2 GL2` updates, `mirror` copies the weights
+to the host), and they are never fetched again.
 
 [Note: late updates] An update may be left to the next step: the last `num_late` units drained have
 staging of their own (`HL0`, `HO`) and no update line; the next schedule begins with `settle L0 HL0`
 lines for them, in the order in which it fetches. None late is the *eager* policy: every unit is
 updated under the backward passes of the layers before it. All late is *just in time*: nothing is
-updated before the whole gradient is known, so it can be clipped by its global norm.
+updated before the whole gradient is known, so it can be clipped by its global norm. Tables that are
+looked up are always late, and settled in two parts: `refresh` the rows that this step looks up,
+before anything else; `settle` the rest, before the table is fetched.
 
 [Note: device updates] An optimizer with next to no state runs on the device: `revise L2 S0 G0`
 updates the weights in their slot after the last backward pass, and `return L2 S0` copies them to
 the host and frees the slot. No gradient leaves the device.
+
+[Note: sharing] With `shares_memory` the epilogue's units and the layers' gradient slots take turns
+in the same device memory: `take` and `drop` lines say from when to when a place has any.
 
 [Note: lanes] Every verb belongs to a lane (`VERBS`). Lines of one lane happen in order; lines of
 different lanes happen whenever they like, unless a wait line orders them: `fetch waits release L0
@@ -37,11 +57,13 @@ S0` holds the fetch lane until that line of the compute lane is done. On an acce
 stream and a wait is an event.
 
 [Note: places] Every line reads and writes named places: slots `S`, gradient slots `G`, host staging
-`H`, cells `C` (one boundary tensor each), recorded cells `R`, host-side values (`h1 m0`: the hidden
-state entering layer 1 of microbatch 0; `g1 m0` its gradient; `r m0` the recorded arguments). Two
-lines on different lanes that touch one place, at least one writing, must be ordered. `add_waits`
-inserts exactly the waits for which nothing else gives that order, so each of them matters; a test
-deletes each in turn and sees the step fail. `validate` checks the finished text with the same rule.
+`H`, cells `C` (one boundary tensor each), recorded cells `R`, cells `K` for what a forward pass
+keeps for its backward pass, host-side values (`h1 m0`: the hidden state entering layer 1 of
+microbatch 0; `g1 m0` its gradient; `r m0` the recorded arguments; `e m0` looked-up rows, `x m0`
+their gradients). Two lines on different lanes that touch one place, at least one writing, must be
+ordered. `add_waits` inserts exactly the waits for which nothing else gives that order, so each of
+them matters; a test deletes each in turn and sees the step fail. `validate` checks the finished
+text with the same rule.
 
 Lowering: `compute_order` says what is computed; `add_transfers` adds slots, fetches and releases,
 gradient slots, drains and updates; `add_stash` gives every boundary tensor a cell and moves what
@@ -56,6 +78,7 @@ from dataclasses import dataclass
 
 from l2l.schedule.lines import NOTHING, OUTER, VERBS, Action, Lane, Line, Verb, Wait, parse_line
 from l2l.schedule.lowering import (
+    OuterUnit,
     Pass,
     Shape,
     add_stash,
@@ -72,6 +95,7 @@ __all__ = [
     "Action",
     "Lane",
     "Line",
+    "OuterUnit",
     "Pass",
     "Schedule",
     "Shape",
@@ -148,7 +172,8 @@ def validate(schedule: Schedule) -> None:
             orders.perform(line)
         except ValueError as error:
             raise ValueError(f"line {number}, '{line}': {error}") from None
-    occupied = [slot for slot in contents if slot.startswith("S")]
+    stays = {f"SL{layer}" for layer in schedule.shape.device_state}
+    occupied = [place for place in contents if place.startswith("S") and place not in stays]
     if occupied:
         raise ValueError(f"slots are left occupied: {', '.join(sorted(occupied))}")
 
@@ -157,11 +182,18 @@ def _follow(action: Action, contents: dict[str, str], shape: Shape) -> None:
     """Check that places hold what the action expects, then note what it leaves in them."""
     expects, leaves = _contents(action, shape)
     for place, value in expects.items():
-        if place != NOTHING and contents.get(place) != value:
+        held = {f"S{unit}": unit for unit in shape.held}.get(place)
+        if place != NOTHING and contents.get(place, held) != value:
             found = contents.get(place, "nothing")
             raise ValueError(f"{place} must hold {value!r}, found {found!r}")
     if action.verb == "fetch" and action.operands[1] in contents:
         raise ValueError(f"{action.operands[1]} still holds {contents[action.operands[1]]!r}")
+    if (
+        action.verb == "drop"
+        and action.operands[0].startswith("S")
+        and action.operands[0] in contents
+    ):
+        raise ValueError(f"{action.operands[0]} still holds {contents[action.operands[0]]!r}")
     if action.verb in ("release", "return"):
         del contents[action.operands[1]]
     contents.update(leaves)
@@ -170,38 +202,55 @@ def _follow(action: Action, contents: dict[str, str], shape: Shape) -> None:
 def _contents(action: Action, shape: Shape) -> tuple[dict[str, str], dict[str, str]]:
     """What an action expects in places, and what it leaves there."""
     verb, operands = action.verb, action.operands
+    if verb in ("forward", "backward"):
+        return _layer_contents(action, shape)
+    if verb in ("prologue", "epilogue", "score", "regress"):
+        return _outer_contents(action, shape)
     expects: dict[str, str] = {}
     leaves: dict[str, str] = {}
-    if verb in ("fetch", "release", "revise", "return"):
+    if verb in ("fetch", "release", "revise", "return", "renew", "mirror"):
         (leaves if verb == "fetch" else expects)[operands[1]] = operands[0]
-    if verb in ("drain", "update", "revise"):
+    if verb in ("drain", "update", "revise", "measure"):
         expects[operands[2 if verb == "revise" else 1]] = f"gradient {operands[0]}"
         leaves |= {operands[2]: f"gradient {operands[0]}"} if verb == "drain" else {}
     if verb in ("stash", "unstash"):
         value, cell = " ".join(operands[:2]), operands[2]
         out, back = {cell: value}, {f"host {value}": value}
         expects, leaves = (out, back) if verb == "stash" else (back, out)
-    elif verb in ("forward", "backward"):
-        layer, m, slot = operands[:3]
-        if int(layer[1:]) not in shape.layers:
-            raise ValueError(f"{layer} is not among the layers of this step, {shape.layers}")
-        after = shape.layers.index(int(layer[1:])) + 1
-        following = str(shape.layers[after]) if after < len(shape.layers) else "E"
-        recorded, before, *gradient, out_cell = operands[3 if verb == "forward" else 4 :]
-        expects = {slot: layer, recorded: f"r {m}", before: f"h{layer[1:]} {m}"}
-        expects |= dict.fromkeys(gradient, f"g{following} {m}")
-        leaves[out_cell] = f"h{following} {m}" if verb == "forward" else f"g{layer[1:]} {m}"
-        if verb == "backward":
-            leaves[operands[3]] = f"gradient {layer}"
-    elif verb in ("prologue", "epilogue", "score", "regress"):
-        m, first = operands[0], shape.layers[0]
-        expects["SO"] = OUTER
-        if verb == "prologue":
-            leaves = {operands[1]: f"r {m}", operands[2]: f"h{first} {m}"}
-        else:
-            expects[operands[1]] = f"g{first} {m}" if verb == "regress" else f"hE {m}"
-        if verb == "epilogue":
-            leaves[operands[2]] = f"gE {m}"
-        if verb in ("epilogue", "regress"):
-            leaves["GO"] = f"gradient {OUTER}"
+    elif verb == "lookup":
+        leaves[f"host e {operands[0]}"] = f"e {operands[0]}"
     return expects, leaves
+
+
+def _layer_contents(action: Action, shape: Shape) -> tuple[dict[str, str], dict[str, str]]:
+    layer, m, slot = action.operands[:3]
+    if int(layer[1:]) not in shape.streamed:
+        raise ValueError(f"{layer} is not among the layers of this step, {shape.streamed}")
+    after = shape.streamed.index(int(layer[1:])) + 1
+    following = str(shape.streamed[after]) if after < len(shape.streamed) else "E"
+    if action.verb == "forward":
+        recorded, before, out, kept = action.operands[3:]
+        leaves = {out: f"h{following} {m}", kept: f"k{layer[1:]} {m}"}
+        return {slot: layer, recorded: f"r {m}", before: f"h{layer[1:]} {m}"}, leaves
+    sums, recorded, before, kept, gradient, out = action.operands[3:]
+    expects = {slot: layer, recorded: f"r {m}", before: f"h{layer[1:]} {m}"}
+    expects |= {kept: f"k{layer[1:]} {m}", gradient: f"g{following} {m}"}
+    return expects, {out: f"g{layer[1:]} {m}", sums: f"gradient {layer}"}
+
+
+def _outer_contents(action: Action, shape: Shape) -> tuple[dict[str, str], dict[str, str]]:
+    verb, (m, slots, *rest) = action.verb, action.operands
+    expects = {slot: slot[1:] for slot in slots.split(",")}
+    leaves: dict[str, str] = {}
+    first = shape.first_value[1:]
+    if verb == "prologue":
+        recorded, rows, out = rest
+        return expects | {rows: f"e {m}"}, {recorded: f"r {m}", out: f"h{first} {m}"}
+    if verb == "score":
+        return expects | {rest[0]: f"r {m}", rest[1]: f"hE {m}"}, {}
+    leaves = {place: f"gradient {place[1:]}" for place in rest[0].split(",")}
+    if verb == "epilogue":
+        _, recorded, before, out = rest
+        return expects | {recorded: f"r {m}", before: f"hE {m}"}, leaves | {out: f"gE {m}"}
+    _, gradient, rows, out = rest
+    return expects | {gradient: f"g{first} {m}", rows: f"e {m}"}, leaves | {out: f"x {m}"}

@@ -32,9 +32,9 @@ class Lane(enum.Enum):
 class Verb:
     """Lane and operands of a kind of line.
 
-    `operands` has one word per operand: the leading letter it must have, then `<` if the line reads
-    that place, `>` if it writes it, nothing if the operand is only a name. `also` lists the places
-    the line touches without naming them.
+    `operands` has one word per operand: the leading letters it may have, then `<` if the line reads
+    that place, `>` if it writes it, nothing if the operand is only a name. An operand may be some
+    places, parted by commas. `also` lists the places the line touches without naming them.
     """
 
     lane: Lane
@@ -43,22 +43,35 @@ class Verb:
 
 
 VERBS: Final[Mapping[str, Verb]] = {
-    "fetch": Verb(lane=Lane.FETCH, operands=("LO", "S>")),
-    "release": Verb(lane=Lane.COMPUTE, operands=("LO", "S>")),
-    "prologue": Verb(lane=Lane.COMPUTE, operands=("m", "R>", "C>"), also=("SO<",)),
-    "forward": Verb(lane=Lane.COMPUTE, operands=("L", "m", "S<", "R<", "C<", "C>")),
-    "score": Verb(lane=Lane.COMPUTE, operands=("m", "C<"), also=("SO<", "loss>")),
-    "epilogue": Verb(lane=Lane.COMPUTE, operands=("m", "C<", "C>"), also=("SO<", "GO>", "loss>")),
-    "backward": Verb(lane=Lane.COMPUTE, operands=("L", "m", "S<", "G>", "R<", "C<", "C<", "C>")),
-    "regress": Verb(lane=Lane.COMPUTE, operands=("m", "C<"), also=("SO<", "GO>")),
+    "take": Verb(lane=Lane.COMPUTE, operands=("SG>",)),
+    "drop": Verb(lane=Lane.COMPUTE, operands=("SG>",)),
+    "fetch": Verb(lane=Lane.FETCH, operands=("LOT", "S>")),
+    "release": Verb(lane=Lane.COMPUTE, operands=("LOT", "S>")),
+    "refresh": Verb(lane=Lane.UPDATE, operands=("T", "H<")),
+    "lookup": Verb(lane=Lane.UPDATE, operands=("m",)),
+    "prologue": Verb(lane=Lane.COMPUTE, operands=("m", "S<", "R>", "C<", "C>")),
+    "forward": Verb(lane=Lane.COMPUTE, operands=("L", "m", "S<", "R<", "C<", "C>", "K>")),
+    "score": Verb(lane=Lane.COMPUTE, operands=("m", "S<", "R<", "C<"), also=("loss>",)),
+    "epilogue": Verb(
+        lane=Lane.COMPUTE, operands=("m", "S<", "G>", "R<", "C<", "C>"), also=("loss>",)
+    ),
+    "backward": Verb(
+        lane=Lane.COMPUTE, operands=("L", "m", "S<", "G>", "R<", "C<", "K<", "C<", "C>")
+    ),
+    "regress": Verb(lane=Lane.COMPUTE, operands=("m", "S<", "G>", "C<", "C<", "C>")),
     "report": Verb(lane=Lane.DRAIN, operands=(), also=("loss<", "host loss>")),
-    "drain": Verb(lane=Lane.DRAIN, operands=("LO", "G<", "H>")),
-    "update": Verb(lane=Lane.UPDATE, operands=("LO", "H<"), also=("host loss<",)),
-    "settle": Verb(lane=Lane.UPDATE, operands=("LO", "H<")),
-    "revise": Verb(lane=Lane.COMPUTE, operands=("LO", "S>", "G<"), also=("loss<",)),
-    "return": Verb(lane=Lane.DRAIN, operands=("LO", "S>")),
-    "stash": Verb(lane=Lane.STASH, operands=("rhg", "m", "CR<")),
-    "unstash": Verb(lane=Lane.UNSTASH, operands=("rhg", "m", "CR>")),
+    "drain": Verb(lane=Lane.DRAIN, operands=("LOT", "G<", "H>")),
+    "measure": Verb(lane=Lane.DRAIN, operands=("L", "G<")),
+    "collect": Verb(lane=Lane.UPDATE, operands=("T", "H>"), also=("gradient rows<",)),
+    "update": Verb(lane=Lane.UPDATE, operands=("LOT", "H<"), also=("host loss<",)),
+    "settle": Verb(lane=Lane.UPDATE, operands=("LOT", "H<")),
+    "order": Verb(lane=Lane.UPDATE, operands=("L",)),
+    "renew": Verb(lane=Lane.COMPUTE, operands=("L", "S>", "G<")),
+    "revise": Verb(lane=Lane.COMPUTE, operands=("LOT", "S>", "G<"), also=("loss<",)),
+    "mirror": Verb(lane=Lane.DRAIN, operands=("L", "S<")),
+    "return": Verb(lane=Lane.DRAIN, operands=("LOT", "S>")),
+    "stash": Verb(lane=Lane.STASH, operands=("rhgkx", "m", "CRK<")),
+    "unstash": Verb(lane=Lane.UNSTASH, operands=("rhgke", "m", "CRK>")),
 }
 
 
@@ -82,12 +95,19 @@ class Action:
         verb = VERBS[self.verb]
         for operand, kind in zip(self.operands, verb.operands, strict=True):
             if kind[-1] in "<>" and operand != NOTHING:
-                yield operand, kind[-1] == ">"
+                for place in operand.split(","):
+                    yield place, kind[-1] == ">"
         for place in verb.also:
             yield place[:-1], place[-1] == ">"
         if self.verb in ("stash", "unstash"):
             yield " ".join(self.operands[:2]), self.verb == "stash"
-        elif self.verb in ("fetch", "update", "settle", "return"):
+            if self.operands[0] == "x":
+                yield "gradient rows", True
+        elif self.verb == "lookup":
+            yield f"e {self.operands[0]}", True
+        elif self.verb in ("order", "renew"):
+            yield f"numbers {self.operands[0]}", self.verb == "order"
+        elif self.verb in ("fetch", "update", "settle", "return", "mirror"):
             yield f"weights {self.operands[0]}", self.verb != "fetch"
 
 

@@ -8,11 +8,39 @@ fit to the stash and back.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from l2l.schedule.lines import NOTHING, OUTER, Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterUnit:
+    """Parameters around the layers, and where the step reads them."""
+
+    name: str = OUTER
+    in_prologue: bool = True
+    """Read on the device before the layers."""
+    in_epilogue: bool = True
+    looked_up: bool = False
+    """Its rows are gathered on the host before the layers."""
+    trained: bool = True
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is on the device for the whole step."""
+        return self.in_prologue and self.in_epilogue
+
+    @property
+    def before_layers(self) -> bool:
+        """Whether the gradient of the first hidden state reaches it."""
+        return self.in_prologue or self.looked_up
+
+    @property
+    def passes(self) -> bool:
+        """Whether it is on the device for the epilogue only."""
+        return self.in_epilogue and not self.in_prologue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,16 +52,26 @@ class Shape:
     num_slots: int = 2
     num_cells: int = 6
     num_recorded_cells: int = 2
+    num_kept_cells: int = 0
+    """Cells for what forward passes keep for their backward passes; 0: everything is recomputed."""
     num_gradient_slots: int = 2
     num_staging: int = 4
     training: bool = True
     frozen_layers: frozenset[int] = frozenset()
-    frozen_outer: bool = False
+    outer: tuple[OuterUnit, ...] = (OuterUnit(),)
+    num_tail: int = 0
+    """Layers, the last of them, that stay on the device and are walked with the epilogue."""
+    device_state: frozenset[int] = frozenset()
+    """Layers of the tail whose optimizer state is on the device."""
+    held: frozenset[str] = frozenset()
+    """Units that are in their slots before the step begins."""
     num_late: int = 0
     """Units, of those drained last, whose update is left to the next step."""
     pending: tuple[str, ...] = ()
-    """Units whose update the step before has left, in the order of need: O, L0, L1, .."""
+    """Units whose update the step before has left."""
     device_updates: bool = False
+    shares_memory: bool = False
+    """Whether units of the epilogue and the gradients of layers take turns in the same memory."""
 
     def __post_init__(self) -> None:
         if not self.layers or self.num_microbatches < 1:
@@ -46,26 +84,66 @@ class Shape:
             ("num_recorded_cells", 1),
             ("num_gradient_slots", 1),
             ("num_staging", 1),
+            ("num_tail", 0),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, found {getattr(self, name)}")
+        if self.num_tail > len(self.layers):
+            raise ValueError(f"num_tail={self.num_tail}, but there are {len(self.layers)} layers")
 
     @property
-    def late_units(self) -> tuple[str, ...]:
-        """Units whose update this step leaves, in the order of need."""
-        if not self.training or not self.num_late:
-            return ()
-        layers = [f"L{i}" for i in self.backward_layers if i not in self.frozen_layers]
-        drained = layers if self.frozen_outer else [*layers, OUTER]
-        return tuple(drained[-self.num_late :][::-1])
+    def streamed(self) -> tuple[int, ...]:
+        """Layers that come and go."""
+        return self.layers[: len(self.layers) - self.num_tail]
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """Layers that stay for the whole step."""
+        return self.layers[len(self.layers) - self.num_tail :]
+
+    @property
+    def first_value(self) -> str:
+        """The hidden state that the prologue makes."""
+        return f"h{self.streamed[0]}" if self.streamed else "hE"
+
+    @property
+    def trains_prologue(self) -> bool:
+        """Whether anything before the layers is trained."""
+        return any(unit.trained and unit.before_layers for unit in self.outer)
 
     @property
     def backward_layers(self) -> tuple[int, ...]:
-        """Layers that need a backward pass, last first: none below the lowest trained parameter."""
-        if not self.frozen_outer:
-            return self.layers[::-1]
-        trained = [layer for layer in self.layers if layer not in self.frozen_layers]
-        return tuple(layer for layer in self.layers[::-1] if trained and layer >= trained[0])
+        """Streamed layers that need a backward pass, last first: none below what is trained."""
+        if self.trains_prologue:
+            return self.streamed[::-1]
+        trained = [layer for layer in self.streamed if layer not in self.frozen_layers]
+        return tuple(layer for layer in self.streamed[::-1] if trained and layer >= trained[0])
+
+    @property
+    def drained_units(self) -> tuple[str, ...]:
+        """Units whose gradient leaves for the host, first drained first."""
+        outer = [unit for unit in self.outer if unit.trained]
+        layers = [*self.tail[::-1], *self.backward_layers]
+        return (
+            *(unit.name for unit in outer if unit.passes and not unit.looked_up),
+            *(
+                f"L{layer}"
+                for layer in layers
+                if layer not in self.frozen_layers and layer not in self.device_state
+            ),
+            *(unit.name for unit in outer if unit.in_prologue and not unit.looked_up),
+        )
+
+    @property
+    def late_units(self) -> tuple[str, ...]:
+        """Units whose update this step leaves to the next."""
+        if not self.training or self.device_updates:
+            return ()
+        drained = self.drained_units
+        late = drained[len(drained) - min(self.num_late, len(drained)) :]
+        rows = [unit.name for unit in self.outer if unit.trained and unit.looked_up]
+        on_device = [f"L{i}" for i in self.tail if i in self.device_state]
+        return (*on_device, *rows, *late)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,35 +155,49 @@ class Pass:
     layer: int | None = None
     reads: tuple[str, ...] = ()  # boundary values, "h1" or "g1"
     writes: str = NOTHING
+    recorded: bool = False  # whether it reads the recorded arguments
+    kept: bool = False  # whether a forward pass writes, or a backward pass reads, what was kept
 
 
 def compute_order(shape: Shape) -> list[Pass]:
     """What the device computes: for each layer all microbatches, forward, then backward."""
     passes: list[Pass] = []
     microbatches = range(shape.num_microbatches)
-    following = dict(zip(shape.layers, [*(f"h{i}" for i in shape.layers[1:]), "hE"], strict=True))
-    passes += [Pass("prologue", m, writes=f"h{shape.layers[0]}") for m in microbatches]
-    for layer in shape.layers:
+    streamed, kept = shape.streamed, shape.num_kept_cells > 0
+    following = {a: f"h{b}" for a, b in pairwise([*streamed, "E"])}
+    rows = ("e",) if any(unit.looked_up for unit in shape.outer) else ()
+    passes += [Pass("prologue", m, reads=rows, writes=shape.first_value) for m in microbatches]
+    backward_layers = shape.backward_layers if shape.training else ()
+    for layer in streamed:
+        keeps = kept and layer in backward_layers
         passes += [
-            Pass("forward", m, layer, (f"h{layer}",), following[layer]) for m in microbatches
+            Pass("forward", m, layer, (f"h{layer}",), following[layer], recorded=True, kept=keeps)
+            for m in microbatches
         ]
+    walks = shape.num_tail > 0
     if not shape.training:
-        return passes + [Pass("score", m, reads=("hE",)) for m in microbatches]
-    backward_layers = shape.backward_layers
+        return passes + [Pass("score", m, reads=("hE",), recorded=walks) for m in microbatches]
     lowest = backward_layers[-1] if backward_layers else None
-    gradient_out = "gE" if backward_layers else NOTHING
-    passes += [Pass("epilogue", m, reads=("hE",), writes=gradient_out) for m in microbatches]
+    needs_gradient = bool(backward_layers) or shape.trains_prologue
+    passes += [
+        Pass("epilogue", m, None, ("hE",), "gE" if needs_gradient else NOTHING, recorded=walks)
+        for m in microbatches
+    ]
     for layer in backward_layers:
-        out = NOTHING if layer == lowest and shape.frozen_outer else f"g{layer}"
+        out = NOTHING if layer == lowest and not shape.trains_prologue else f"g{layer}"
         reads = (f"h{layer}", "g" + following[layer][1:])
-        passes += [Pass("backward", m, layer, reads, out) for m in microbatches]
-    if not shape.frozen_outer:
-        passes += [Pass("regress", m, reads=(f"g{shape.layers[0]}",)) for m in microbatches]
+        passes += [
+            Pass("backward", m, layer, reads, out, recorded=True, kept=kept) for m in microbatches
+        ]
+    if shape.trains_prologue:
+        gradient = "g" + shape.first_value[1:]
+        out = "x" if any(unit.looked_up and unit.trained for unit in shape.outer) else NOTHING
+        passes += [Pass("regress", m, None, (gradient, *rows), out) for m in microbatches]
     return passes
 
 
 Draft = list[tuple[Pass, str, str] | Action]
-"""Passes with their weight slot and gradient slot, and the actions between them."""
+"""Passes with their weight slots and gradient slots, and the actions between them."""
 
 
 @dataclass(slots=True)
@@ -129,40 +221,200 @@ class _Slots:
 
 
 def add_transfers(passes: Sequence[Pass], shape: Shape) -> Draft:
-    """Fetch each layer before its passes, drain and update after its last, with the slots given.
+    """Fetch each unit before its passes, drain and update after its last, with the slots given.
 
     The next `num_slots` distinct layers are kept or fetched as soon as a slot is free; the others
     are released. Layers at the turn from forward to backward therefore stay, and a step fetches
     2 x layers - slots times.
     """
-    runs = [list(run) for _, run in groupby(passes, key=lambda one: (one.verb, one.layer))]
-    order = [run[0].layer for run in runs if run[0].layer is not None]
-    slots = _Slots([f"S{index}" for index in range(shape.num_slots)])
-    draft: Draft = [Action("settle", (unit, late_staging(unit))) for unit in shape.pending]
-    draft += [Action("fetch", (OUTER, "SO")), *slots.keep_next(order, shape.num_slots)]
-    num_drained = 0
-    for run in runs:
-        verb, layer = run[0].verb, run[0].layer
-        trains = verb == "backward" and layer not in shape.frozen_layers
-        gradient = f"G{num_drained % shape.num_gradient_slots}" if trains else NOTHING
-        slot = slots.resident[layer] if layer is not None else NOTHING
-        draft += [(one, slot, gradient) for one in run]
-        if verb in ("epilogue", "score"):
-            draft.append(Action("report"))
-        if trains and layer is not None:
-            staging = f"H{num_drained % shape.num_staging}"
-            draft += _leave(f"L{layer}", slot, gradient, staging, shape)
+    draft = _Transfers(shape, passes).draft
+    return [*_host_lines(draft, shape), *draft]
+
+
+class _Transfers:
+    """Writes the draft of `add_transfers`, run by run."""
+
+    def __init__(self, shape: Shape, passes: Sequence[Pass]) -> None:
+        self._shape = shape
+        self._slots = _Slots([f"S{index}" for index in range(shape.num_slots)])
+        self._num_drained = 0
+        self._num_staged = 0
+        self.draft: Draft = []
+        runs = [list(run) for _, run in groupby(passes, key=lambda one: (one.verb, one.layer))]
+        self._order = [run[0].layer for run in runs if run[0].layer is not None]
+        self._fetch(unit for unit in shape.outer if unit.in_prologue)
+        self.draft += self._slots.keep_next(self._order, shape.num_slots)
+        for index, run in enumerate(runs):
+            following = runs[index + 1][0].verb if index + 1 < len(runs) else None
+            if following in ("epilogue", "score"):
+                self._prepare_epilogue()
+            elif following == "regress":
+                again = (u for u in shape.outer if u.in_prologue and not u.stays)
+                self._fetch(again)
+            getattr(self, f"_{run[0].verb}")(run)
+            if run[0].layer is not None:
+                self._order = self._order[1:]
+                self.draft += self._slots.keep_next(self._order, shape.num_slots)
+        self._release(unit for unit in shape.outer if unit.stays)
+
+    def _prologue(self, run: list[Pass]) -> None:
+        before = [unit for unit in self._shape.outer if unit.in_prologue]
+        self.draft += [(one, _places("S", before), NOTHING) for one in run]
+        self._release(unit for unit in before if not unit.stays)
+
+    def _forward(self, run: list[Pass]) -> None:
+        assert run[0].layer is not None
+        self.draft += [(one, self._slots.resident[run[0].layer], NOTHING) for one in run]
+
+    def _prepare_epilogue(self) -> None:
+        """Bring what the epilogue needs; it arrives under the passes before."""
+        shape = self._shape
+        passing = [unit for unit in shape.outer if unit.passes]
+        if shape.shares_memory and shape.training:
+            self.draft += [Action("drop", (name,)) for name in self._gradient_slots()]
+        if shape.shares_memory:
+            self.draft += [Action("take", (f"S{unit.name}",)) for unit in passing]
+        self.draft += [
+            Action("fetch", (f"L{layer}", f"SL{layer}"))
+            for layer in shape.tail
+            if f"L{layer}" not in shape.held
+        ]
+        self._fetch(passing)
+
+    def _gradient_slots(self) -> list[str]:
+        trained = [i for i in self._shape.backward_layers if i not in self._shape.frozen_layers]
+        return [f"G{i}" for i in range(min(self._shape.num_gradient_slots, len(trained)))]
+
+    def _renew(self) -> None:
+        """Updates on the device that the step before has left."""
+        for layer in self._shape.tail:
+            unit = f"L{layer}"
+            if layer in self._shape.device_state and unit in self._shape.pending:
+                self.draft.append(Action("renew", (unit, f"SL{layer}", f"GL{layer}")))
+                self.draft.append(Action("mirror", (unit, f"SL{layer}")))
+
+    def _score(self, run: list[Pass]) -> None:
+        self._epilogue(run)
+
+    def _epilogue(self, run: list[Pass]) -> None:
+        shape = self._shape
+        self._renew()
+        units = [unit for unit in shape.outer if unit.in_epilogue]
+        trained = [unit for unit in units if unit.trained]
+        tail = [f"L{layer}" for layer in shape.tail]
+        trained_tail = [f"L{layer}" for layer in shape.tail if layer not in shape.frozen_layers]
+        slots = _join([*(f"S{unit.name}" for unit in units), *(f"S{name}" for name in tail)])
+        gradients = _join(
+            [*(f"G{unit.name}" for unit in trained), *(f"G{name}" for name in trained_tail)]
+        )
+        passing = [unit for unit in units if unit.passes]
+        if shape.training and shape.shares_memory:
+            self.draft += [Action("take", (f"G{unit.name}",)) for unit in passing if unit.trained]
+        self.draft += [(one, slots, gradients) for one in run]
+        self.draft.append(Action("report"))
+        for unit in passing:
+            if shape.training and unit.trained:
+                self._leave(unit.name, f"S{unit.name}", f"G{unit.name}")
+            if not (shape.training and shape.device_updates and unit.trained):
+                self._release([unit])
+        for layer in shape.tail[::-1]:
+            self._leave_tail(layer)
+        if shape.shares_memory:
+            names = [f"S{unit.name}" for unit in passing]
+            if shape.training:
+                names += [f"G{unit.name}" for unit in passing if unit.trained]
+            self.draft += [Action("drop", (name,)) for name in names]
+            if shape.training:
+                self.draft += [Action("take", (name,)) for name in self._gradient_slots()]
+
+    def _leave_tail(self, layer: int) -> None:
+        shape, unit, slot, gradient = self._shape, f"L{layer}", f"SL{layer}", f"GL{layer}"
+        trains = shape.training and layer not in shape.frozen_layers
+        if layer in shape.device_state:
+            if trains:
+                self.draft.append(Action("measure", (unit, gradient)))
+            return
+        if trains:
+            self._leave(unit, slot, gradient)
+        if not (trains and shape.device_updates) and unit not in shape.held:
+            self.draft.append(Action("release", (unit, slot)))
+
+    def _backward(self, run: list[Pass]) -> None:
+        shape, layer = self._shape, run[0].layer
+        assert layer is not None
+        trains = layer not in shape.frozen_layers
+        gradient = f"G{self._num_drained % shape.num_gradient_slots}" if trains else NOTHING
+        slot = self._slots.resident[layer]
+        self.draft += [(one, slot, gradient) for one in run]
+        if trains:
+            self._leave(f"L{layer}", slot, gradient)
             if shape.device_updates:
-                slots.free.append(slots.resident.pop(layer))
-            num_drained += 1
-        if layer is not None:
-            order = order[1:]
-            draft += slots.keep_next(order, shape.num_slots)
-    if shape.training and not shape.frozen_outer:
-        draft += _leave(OUTER, "SO", "GO", "HO", shape)
+                self._slots.free.append(self._slots.resident.pop(layer))
+            self._num_drained += 1
+
+    def _regress(self, run: list[Pass]) -> None:
+        shape = self._shape
+        before = [unit for unit in shape.outer if unit.in_prologue]
+        trained = [unit for unit in before if unit.trained]
+        slots, gradients = _places("S", before), _places("G", trained)
+        self.draft += [(one, slots, gradients) for one in run]
+        for unit in trained:
+            self._leave(unit.name, f"S{unit.name}", f"G{unit.name}")
+        for unit in shape.outer:
+            if unit.looked_up and unit.trained:
+                self.draft.append(Action("collect", (unit.name, late_staging(unit.name))))
+        returned = {unit.name for unit in trained} if shape.device_updates else set()
+        self._release(u for u in before if not u.stays and u.name not in returned)
+
+    def _leave(self, unit: str, slot: str, gradient: str) -> None:
+        """What happens to a unit's gradient once it is complete."""
+        shape = self._shape
         if shape.device_updates:
-            return draft
-    return [*draft, Action("release", (OUTER, "SO"))]
+            self.draft += [Action("revise", (unit, slot, gradient)), Action("return", (unit, slot))]
+        elif unit in shape.late_units:
+            self.draft.append(Action("drain", (unit, gradient, late_staging(unit))))
+        else:
+            own = unit.startswith("L")
+            staging = f"H{self._num_staged % shape.num_staging}" if own else late_staging(unit)
+            self._num_staged += own
+            self.draft += [
+                Action("drain", (unit, gradient, staging)),
+                Action("update", (unit, staging)),
+            ]
+
+    def _fetch(self, units: Iterable[OuterUnit]) -> None:
+        self.draft += [Action("fetch", (unit.name, f"S{unit.name}")) for unit in units]
+
+    def _release(self, units: Iterable[OuterUnit]) -> None:
+        shape = self._shape
+        returned = shape.training and shape.device_updates
+        self.draft += [
+            Action("release", (unit.name, f"S{unit.name}"))
+            for unit in units
+            if not (unit.stays and unit.trained and returned)
+        ]
+
+
+def _host_lines(draft: Draft, shape: Shape) -> list[Action]:
+    """What the host does first: updates that were left, in the order of need, and lookups."""
+    looked_up = [unit.name for unit in shape.outer if unit.looked_up]
+    lines = [
+        Action("order", (f"L{i}",))
+        for i in shape.tail
+        if f"L{i}" in shape.pending and i in shape.device_state
+    ]
+    done = {line.operands[0] for line in lines}
+    lines += [
+        Action("refresh", (unit, late_staging(unit))) for unit in looked_up if unit in shape.pending
+    ]
+    if looked_up:
+        lines += [Action("lookup", (f"m{m}",)) for m in range(shape.num_microbatches)]
+    fetched = [
+        item.operands[0] for item in draft if isinstance(item, Action) and item.verb == "fetch"
+    ]
+    needed = [unit for unit in dict.fromkeys([*fetched, *shape.pending]) if unit in shape.pending]
+    lines += [Action("settle", (unit, late_staging(unit))) for unit in needed if unit not in done]
+    return lines
 
 
 def late_staging(unit: str) -> str:
@@ -170,13 +422,12 @@ def late_staging(unit: str) -> str:
     return f"H{unit}"
 
 
-def _leave(unit: str, slot: str, gradient: str, staging: str, shape: Shape) -> list[Action]:
-    """What happens to a unit's gradient once it is complete."""
-    if shape.device_updates:
-        return [Action("revise", (unit, slot, gradient)), Action("return", (unit, slot))]
-    if unit in shape.late_units:
-        return [Action("drain", (unit, gradient, late_staging(unit)))]
-    return [Action("drain", (unit, gradient, staging)), Action("update", (unit, staging))]
+def _join(places: Sequence[str]) -> str:
+    return ",".join(places) or NOTHING
+
+
+def _places(kind: str, units: Iterable[OuterUnit]) -> str:
+    return _join([f"{kind}{unit.name}" for unit in units])
 
 
 @dataclass(slots=True)
@@ -210,6 +461,7 @@ def add_stash(draft: Draft, shape: Shape) -> list[Action]:
 
     Runs twice: the first round learns which values lose their cell, the second stashes exactly
     those, as soon as they are written, so that the copy out is done long before the cell is reused.
+    Gradients of looked-up rows (`x`) always leave: the host collects them.
     """
     first = _Placing(draft, shape, stashed=frozenset())
     return _Placing(draft, shape, stashed=frozenset(first.evicted)).lines
@@ -223,11 +475,16 @@ class _Placing:
         self.evicted: set[str] = set()
         self._stashed = stashed
         self._pools = {
-            "C": _Cells(OrderedDict((f"C{i}", None) for i in range(shape.num_cells))),
-            "R": _Cells(OrderedDict((f"R{i}", None) for i in range(shape.num_recorded_cells))),
+            kind: _Cells(OrderedDict((f"{kind}{i}", None) for i in range(number)))
+            for kind, number in (
+                ("C", shape.num_cells),
+                ("R", shape.num_recorded_cells),
+                ("K", shape.num_kept_cells),
+            )
         }
         self._uses_left = _count_uses(draft)
         self._busy: set[str] = set()
+        self._written: dict[str, str] = {}
         for item in draft:
             if isinstance(item, Action):
                 self.lines.append(item)
@@ -235,30 +492,37 @@ class _Placing:
                 self._place(*item)
 
     def _place(self, one: Pass, slot: str, gradient: str) -> None:
-        self._busy = set()
-        in_layer = one.layer is not None
-        operands = [f"L{one.layer}"] if in_layer else []
-        operands.append(f"m{one.microbatch}")
-        operands += [slot] if in_layer else []
-        operands += [gradient] if one.verb == "backward" else []
-        written: dict[str, str] = {}
-        recorded = f"r m{one.microbatch}"
+        self._busy, self._written = set(), {}
+        m = f"m{one.microbatch}"
+        operands = [m] if one.layer is None else [f"L{one.layer}", m]
+        operands.append(slot)
+        if one.verb in ("epilogue", "backward", "regress"):
+            operands.append(gradient)
         if one.verb == "prologue":
-            written[recorded] = self._take("R", recorded)
-            operands.append(written[recorded])
-        elif in_layer:
-            operands.append(self._read("R", recorded))
-        operands += [self._read("C", f"{value} m{one.microbatch}") for value in one.reads]
+            operands.append(self._write("R", f"r {m}"))
+        elif one.verb != "regress":
+            operands.append(self._read("R", f"r {m}") if one.recorded else NOTHING)
+        reads = [self._read("C", f"{value} {m}") for value in one.reads]
+        if one.verb == "backward":
+            kept = self._read("K", f"k{one.layer} {m}") if one.kept else NOTHING
+            reads.insert(1, kept)
+        elif one.verb in ("prologue", "regress") and "e" not in one.reads:
+            reads.append(NOTHING)
+        operands += reads
         if one.writes != NOTHING:
-            value = f"{one.writes} m{one.microbatch}"
-            written[value] = self._take("C", value)
-            operands.append(written[value])
-        elif one.verb in ("epilogue", "backward"):
+            operands.append(self._write("C", f"{one.writes} {m}"))
+        elif one.verb in ("epilogue", "backward", "regress"):
             operands.append(NOTHING)
+        if one.verb == "forward":
+            operands.append(self._write("K", f"k{one.layer} {m}") if one.kept else NOTHING)
         self.lines.append(Action(one.verb, tuple(operands)))
-        for value, cell in written.items():
-            if value in self._stashed:
+        for value, cell in self._written.items():
+            if value in self._stashed or value.startswith("x"):
                 self.lines.append(Action("stash", (*value.split(), cell)))
+
+    def _write(self, kind: str, value: str) -> str:
+        cell = self._written[value] = self._take(kind, value)
+        return cell
 
     def _read(self, kind: str, value: str) -> str:
         cell = self._pools[kind].find(value)
@@ -281,9 +545,13 @@ def _count_uses(draft: Draft) -> dict[str, int]:
     """How many passes read each value."""
     uses: dict[str, int] = {}
     for item in draft:
-        if not isinstance(item, Action):
-            one = item[0]
-            for value in [*one.reads, "r"] if one.layer is not None else one.reads:
-                key = f"{value} m{one.microbatch}"
-                uses[key] = uses.get(key, 0) + 1
+        if isinstance(item, Action):
+            continue
+        one = item[0]
+        values = [*one.reads]
+        values += ["r"] if one.recorded else []
+        values += [f"k{one.layer}"] if one.kept and one.verb == "backward" else []
+        for value in values:
+            key = f"{value} m{one.microbatch}"
+            uses[key] = uses.get(key, 0) + 1
     return uses

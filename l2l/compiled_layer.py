@@ -1,0 +1,289 @@
+"""Layers through a compiler: forward, and recomputation with backward as one program.
+
+The compiler traces a layer's forward and backward together and cuts that graph in two: a forward
+program that hands over some tensors, and a backward program that takes them and makes everything
+else again. Which tensors are handed over is decided by operation, in the graph, under a limit:
+
+    keep = 0     only the layer's inputs: the backward program recomputes the layer, and what it
+                 does not need of it (the last matrix product) falls away by itself
+    keep = 1     whatever saves time: nothing heavy is computed twice; for the resident tail
+    between      the operations whose results save most time for their bytes
+
+Handed-over tensors go through hooks. Weights, hidden state and recorded arguments are in slots and
+cells, which will have other contents, or other addresses, when the backward pass comes: of these
+only the place is noted. The rest is *kept*: the relay moves it to the stash and back.
+
+One program serves all layers of a structure ([Template] in carving.py). A second one is compiled if
+the sizes of its inputs change; that one takes any size.
+
+[Note: random numbers] A recomputed layer must draw the random numbers of its forward pass. Layers
+that draw any are compiled so that they use torch's own generator, which the relay seeds alike
+before both passes, and the first backward pass is compared with an uncompiled one. If they differ,
+the structure runs uncompiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.func import functional_call
+
+from l2l.carving import Returns, Template
+from l2l.device import Device
+from l2l.layer_pass import BackwardResult, LayerInputs
+
+CLOSE_ENOUGH = 0.05  # relative difference of two gradients that differ by rounding to 16 bits
+SMALL_BYTES = 1 << 20  # kept on the device beside the stash: statistics, seeds
+DEFAULT_BACKEND = "inductor"
+
+
+def parse_backend(word: bool | str | None, device: Device) -> str | None:  # noqa: FBT001
+    """The compiler's backend for what the user said; None: nothing is compiled."""
+    if word is None:
+        word = device.torch_device.type != "cpu"
+    if isinstance(word, bool):
+        return DEFAULT_BACKEND if word else None
+    return word
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A view of something that is in a slot or cell."""
+
+    anchor: str
+    offset_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, anchors: Mapping[str, Tensor]) -> Tensor:
+        """The same view of what is there now."""
+        base = anchors[self.anchor]
+        whole = base[: base.numel() // 16 * 16].view(self.dtype)
+        start = base.storage_offset() + self.offset_bytes
+        return whole.as_strided(self.shape, self.strides, start // self.dtype.itemsize)
+
+
+@final
+@dataclass(slots=True)
+class Handed:
+    """What a forward pass hands to its backward pass, besides what is in slots and cells."""
+
+    anchors: Mapping[str, Tensor] | None
+    kept: list[Tensor] = field(default_factory=list)
+    edge: GradientEdge | None = None
+    wanted: dict[Any, Tensor] = field(default_factory=dict)
+    program: Program | None = None
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Note the place of a tensor, or keep it."""
+        assert self.anchors is not None
+        address = tensor.data_ptr()
+        for name, base in self.anchors.items():
+            offset = address - base.data_ptr()
+            if tensor.device == base.device and 0 <= offset < base.numel() and tensor.numel():
+                shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+                return _Place(name, offset, shape, strides, tensor.dtype)
+        if tensor.nbytes <= SMALL_BYTES:
+            return tensor
+        self.kept.append(tensor)
+        return len(self.kept) - 1
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The tensor again."""
+        if isinstance(packed, _Place):
+            assert self.anchors is not None
+            return packed.view(self.anchors)
+        found = self.kept[packed] if isinstance(packed, int) else packed
+        assert isinstance(found, Tensor)
+        return found
+
+
+def _call(module: nn.Module, tensors: dict[str, Tensor], args: Any, kwargs: Any) -> Tensor:
+    return Returns.unwrap(functional_call(module, tensors, args, kwargs))
+
+
+@final
+class Program:
+    """One structure's compiled code, for one limit on what is kept."""
+
+    def __init__(self, *, backend: str, keep: float, own_random_numbers: bool) -> None:
+        # The compiler keys what it has compiled by code object: each program needs its own.
+        code = _call.__code__.replace(co_name=f"layer_{id(self)}")
+        function = types.FunctionType(code, _call.__globals__)
+        self._function: Callable[..., Tensor] = torch.compile(
+            function, backend=backend, fullgraph=True
+        )
+        self.num_passes = 0
+        self._keep = keep
+        self._own_random_numbers = own_random_numbers
+
+    @contextlib.contextmanager
+    def _settings(self) -> Iterator[None]:
+        functorch: Any = torch._functorch.config
+        inductor: Any = torch._inductor.config
+        with functorch.patch(activation_memory_budget=self._keep):
+            if not self._own_random_numbers:
+                yield
+                return
+            with inductor.patch(fallback_random=True):
+                yield
+
+    def forward(
+        self, template: Template, inputs: LayerInputs, *, anchors: Mapping[str, Tensor] | None
+    ) -> tuple[Tensor, Handed]:
+        """Run the layer; `anchors` are the slots and cells it reads, None keeps all tensors."""
+        hidden, recorded, bound = inputs.leaves()
+        args, kwargs = inputs.call.arguments(hidden, recorded)
+        handed = Handed(anchors, program=self)
+        hooks = (
+            contextlib.nullcontext()
+            if anchors is None
+            else saved_tensors_hooks(handed.pack, handed.unpack)
+        )
+        with torch.enable_grad(), hooks, self._settings():
+            output = self._function(template.module, template.tensors(bound), args, kwargs)
+        handed.wanted = inputs.wanted(hidden, recorded, bound)
+        if output.requires_grad:
+            handed.edge = get_gradient_edge(output)
+        handed.anchors = None
+        return output.detach(), handed
+
+    def backward(
+        self,
+        inputs: LayerInputs,
+        handed: Handed,
+        *,
+        gradient: Tensor,
+        anchors: Mapping[str, Tensor] | None,
+    ) -> BackwardResult:
+        """Gradients of a layer; `anchors` as in its forward pass, as they are now."""
+        handed.anchors = anchors
+        found: dict[Any, Tensor] = {}
+        if handed.edge is not None and handed.wanted:
+            with self._settings():
+                gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+                    [handed.edge],
+                    list(handed.wanted.values()),
+                    [gradient],
+                    allow_unused=True,
+                )
+            found = {
+                key: value
+                for key, value in zip(handed.wanted, gradients, strict=True)
+                if value is not None
+            }
+        handed.edge, handed.anchors = None, None
+        handed.kept.clear()
+        return inputs.result(found)
+
+
+@final
+class Compiler:
+    """The programs of an engine, one for each structure and limit; knows which do not compile."""
+
+    def __init__(self, *, backend: str | None) -> None:
+        """`backend` None: nothing is compiled."""
+        self._backend = backend
+        self._programs: dict[tuple[str, float], Program] = {}
+        self._uncompiled: set[str] = set()
+        self._unchecked: set[str] = set()  # structures that draw random numbers
+        self.seconds = 0.0
+
+    @property
+    def num_programs(self) -> int:
+        """How many programs there are."""
+        return len(self._programs)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything may be compiled."""
+        return self._backend is not None
+
+    def refuse(self, structure: str) -> None:
+        """Leave a structure uncompiled, without a warning."""
+        self._uncompiled.add(structure)
+
+    def note_random(self, structure: str) -> None:
+        """A structure draws random numbers ([Note: random numbers])."""
+        self._unchecked.add(structure)
+
+    def compiles(self, structure: str) -> bool:
+        """Whether a structure is compiled, as far as is known."""
+        return self._backend is not None and structure not in self._uncompiled
+
+    def program(self, structure: str, *, keep: float) -> Program | None:
+        """The program of a structure; None if it runs uncompiled."""
+        if self._backend is None or structure in self._uncompiled:
+            return None
+        key = (structure, keep)
+        if key not in self._programs:
+            self._programs[key] = Program(
+                backend=self._backend,
+                keep=keep,
+                own_random_numbers=structure in self._unchecked,
+            )
+        return self._programs[key]
+
+    def program_of(self, handed: Handed) -> Program:
+        """The program whose forward pass has handed this over."""
+        assert handed.program is not None
+        return handed.program
+
+    def give_up(self, structure: str, reason: str) -> None:
+        """A structure does not compile: it runs uncompiled from now on, with one warning."""
+        if structure not in self._uncompiled:
+            self._uncompiled.add(structure)
+            name = structure.partition(":")[2].partition(":")[0]
+            warnings.warn(
+                f"layers of type {name} run without torch.compile, more slowly: {reason}. Say "
+                "compile=False to silence this.",
+                stacklevel=2,
+            )
+
+    def must_check(self, structure: str) -> bool:
+        """Whether a structure's next backward pass is to be compared with an uncompiled one."""
+        return structure in self._unchecked and structure not in self._uncompiled
+
+    def check(self, structure: str, found: BackwardResult, expected: BackwardResult) -> bool:
+        """Compare two backward passes; if they differ, the structure runs uncompiled."""
+        self._unchecked.discard(structure)
+        pairs = [(found.hidden, expected.hidden)]
+        pairs += [
+            (found.parameters.get(name), gradient) for name, gradient in expected.parameters.items()
+        ]
+        for mine, theirs in pairs:
+            if (mine is None) != (theirs is None):
+                self.give_up(structure, "its compiled gradients are of other parameters")
+                return False
+            if mine is None or theirs is None:
+                continue
+            scale = float(theirs.float().norm())
+            if float((mine.float() - theirs.float()).norm()) > CLOSE_ENOUGH * scale + 1e-12:
+                self.give_up(structure, "compiled, it does not repeat its random numbers")
+                return False
+        return True
+
+    @contextlib.contextmanager
+    def timed(self, program: Program) -> Iterator[None]:
+        """Count the time of a program's first passes, in which it is compiled."""
+        if program.num_passes >= 2:
+            yield
+            return
+        program.num_passes += 1
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start

@@ -1,0 +1,166 @@
+"""Embedding tables that stay on the host: rows go to the device, their gradients come back.
+
+A step needs the rows of its own tokens only, which are fewer bytes than the table as soon as the
+table has more rows than the step has tokens. The host gathers them (`gather`) into memory that is
+copied to the device like any boundary tensor, as value `e m0`; the gradients of these rows come
+back as value `x m0`, and the host adds them to the table's gradient (`collect`): for a table that
+is the head too, to what the head's backward pass has left there.
+
+[Note: two sets] The host may run ahead of the device by a step, and the thread of the update lane
+behind it by one. So there are two sets of memory, used in turn: before a step begins, the step
+before the last one has ended on the device, and its rows were collected before the last one was
+settled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from l2l.host_memory import Arena
+from l2l.layout import ALIGNMENT_BYTES, round_up
+from l2l.parameter_server import HostKernel, ParameterServer, host_kernel
+from l2l.stash import Form
+
+NUM_SETS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableLookup:
+    """One lookup of the prologue: which table, by which entry of the batch."""
+
+    unit: str
+    owner: str
+    name: str  # of the batch's entry that holds the ids
+    padding_idx: int | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Rows:
+    """The lookups of one microbatch."""
+
+    ids: list[Tensor]  # one for each lookup, int64, flat
+    form: Form
+    rows: Tensor  # bytes, registered
+    gradients: Tensor  # the same form
+
+
+@dataclass(frozen=True, slots=True)
+class RowSet:
+    """The lookups of one step."""
+
+    microbatches: list[Rows]
+
+    def ids(self, lookups: Sequence[TableLookup], unit: str) -> Tensor:
+        """Distinct rows of a table that the step looks up, in order."""
+        found = [
+            ids
+            for one in self.microbatches
+            for lookup, ids in zip(lookups, one.ids, strict=True)
+            if lookup.unit == unit
+        ]
+        distinct: Tensor = torch.unique(torch.cat(found))
+        return distinct
+
+
+@final
+class HostRows:
+    """Gathers rows of tables and collects their gradients, on the thread of the update lane."""
+
+    def __init__(self, *, arena: Arena, server: ParameterServer, kernel: HostKernel | None) -> None:
+        self._arena = arena
+        self._server = server
+        self._kernel = kernel
+        self.lookups: tuple[TableLookup, ...] = ()
+        self._memory: dict[int, Tensor] = {}  # by turn
+        self._turn = 0
+
+    def begin(self, microbatches: Sequence[Mapping[str, Any]]) -> RowSet:
+        """Memory for a step's rows; ids are checked."""
+        self._turn = (self._turn + 1) % NUM_SETS
+        found = [self._rows(one) for one in microbatches]
+        needed = [round_up(one.form.layout.nbytes, ALIGNMENT_BYTES) for one in found]
+        total = 2 * sum(needed)
+        if self._turn not in self._memory or self._memory[self._turn].numel() < total:
+            memory = self._arena.take("rows", total, torch.uint8, registered=True)
+            self._memory[self._turn] = memory
+        whole = self._memory[self._turn][:total]
+        pieces = iter(torch.split(whole, [size for size in needed for _ in range(2)]))
+        for one in found:
+            one.rows, one.gradients = next(pieces), next(pieces)
+        return RowSet(found)
+
+    def _rows(self, microbatch: Mapping[str, Any]) -> Rows:
+        ids, described = [], []
+        for lookup in self.lookups:
+            given = microbatch[lookup.name]
+            table = self._server.units[lookup.unit].weight_of(lookup.owner)
+            flat = given.reshape(-1).to(device="cpu", dtype=torch.int64)
+            if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= table.shape[0]):
+                raise ValueError(
+                    f"{lookup.name!r} has values from {int(flat.min())} to {int(flat.max())}, but "
+                    f"its table {lookup.owner!r} has {table.shape[0]} rows. Expected values from 0 "
+                    f"to {table.shape[0] - 1}."
+                )
+            ids.append(flat)
+            described.append(
+                torch.empty((*given.shape, table.shape[1]), dtype=table.dtype, device="meta")
+            )
+        nothing = torch.empty(0, dtype=torch.uint8)
+        return Rows(ids=ids, form=Form.of(described), rows=nothing, gradients=nothing)
+
+    def gather(self, rows: Rows) -> None:
+        """Copy a microbatch's rows out of the tables."""
+        for lookup, ids, out in zip(
+            self.lookups, rows.ids, rows.form.views(rows.rows), strict=True
+        ):
+            table = self._server.units[lookup.unit].weight_of(lookup.owner)
+            flat = out.view(-1, table.shape[1])
+            if self._kernel is None:
+                host_kernel.gather(table, ids, flat)
+            else:
+                self._kernel.gather(table, ids, flat, num_threads=torch.get_num_threads())
+
+    def collect(self, unit: str, rows: RowSet, staging: Tensor) -> float:
+        """Add the gradients of a step's rows to a table's gradient.
+
+        Returns:
+            what the squared norm of the gradient grows by.
+        """
+        grown = 0.0
+        layout = self._server.units[unit].form.staging_layout
+        for owner in {one.owner for one in self.lookups if one.unit == unit}:
+            target = layout.view(staging, owner)
+            found = [self._gradients(owner, one, target.shape[1]) for one in rows.microbatches]
+            if target.dtype is not torch.float32:  # round once, not for every microbatch
+                ids, gradients = zip(*found, strict=True)
+                found = [(torch.cat(ids), torch.cat(gradients))]
+            grown += sum(self._add(target, ids, gradients) for ids, gradients in found)
+        return grown
+
+    def _gradients(self, owner: str, rows: Rows, width: int) -> tuple[Tensor, Tensor]:
+        """Ids and gradients of one microbatch's lookups in a table."""
+        found: list[tuple[Tensor, Tensor]] = []
+        views = rows.form.views(rows.gradients)
+        for lookup, ids, view in zip(self.lookups, rows.ids, views, strict=True):
+            if lookup.owner == owner:
+                flat = view.view(-1, width)
+                counted = slice(None) if lookup.padding_idx is None else ids != lookup.padding_idx
+                found.append((ids[counted], flat[counted]))
+        return torch.cat([ids for ids, _ in found]), torch.cat([own for _, own in found])
+
+    def _add(self, target: Tensor, ids: Tensor, gradients: Tensor) -> float:
+        if self._kernel is None:
+            return host_kernel.add_rows(target, ids, gradients)
+        return self._kernel.add_rows(target, ids, gradients, num_threads=torch.get_num_threads())
+
+    def clear(self, unit: str, rows: RowSet, staging: Tensor) -> None:
+        """Make the collected rows zero again, in the staging of a table that no head fills."""
+        layout = self._server.units[unit].form.staging_layout
+        ids = rows.ids(self.lookups, unit)
+        for owner in {one.owner for one in self.lookups if one.unit == unit}:
+            layout.view(staging, owner).index_fill_(0, ids, 0)

@@ -1,0 +1,354 @@
+"""How long a schedule takes: its lines walked by the clock, given what each of them costs.
+
+The same steps over and over, as the relay submits them, from event to event:
+
+- each lane does its lines in order; a wait holds its lane until the action it names is done;
+- a copy crosses the link inwards or outwards. Either direction does one copy at a time, in the
+  order in which they become ready, whatever their lanes; while both directions are busy, both are
+  slower ([Note: link]);
+- a step begins when the one before has ended on every lane but the update lane, as between
+  `Device.finish` and `Device.begin`. The update lane goes on in the order of its lines;
+- what the step before has left on the host (`settle`, and whatever else of the update lane reads
+  staging that its own step has not written yet) waits for the last drain of that step;
+- the fetch of a unit waits for the unit's last line on the update lane, of its own step or of the
+  one before.
+
+Nothing else is known of verbs: lines have lanes, and `cost` says the rest.
+
+[Note: link] Real copies of several streams share a direction piece by piece. Served in order they
+end at the same time on the whole, the small one later than it would, which is the safe side.
+
+[Note: steady] The first step has no updates before it. The last of three is one like all that
+follow: what a step leaves to the host is at most its own updates, and the next step's fetches wait
+for those.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from l2l.schedule import Action, Lane, Schedule, Wait
+from l2l.trace import Span, Trace
+
+Direction = Literal["in", "out"]
+BOUNDS: Final = ("compute", "link", "host")
+LANES: Final = tuple(Lane)
+STAGING: Final = "H"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a line costs: time on its lane, then bytes over the link."""
+
+    seconds: float = 0.0
+    link: Direction | None = None
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """How a step goes once steps follow each other."""
+
+    seconds: float
+    """From the beginning of a step to that of the next."""
+    trace: Trace
+    """Its lines; seconds since it began."""
+    bound: str
+    """What is busiest: "compute", "link" or "host"."""
+    busy: dict[str, float]
+    """Share of the step in which each of them is busy."""
+
+
+def simulate(
+    schedule: Schedule,
+    cost: Callable[[Action], Cost],
+    *,
+    fetch_rate: float,
+    drain_rate: float,
+    both_ways_rate: float,
+    num_steps: int = 3,
+) -> Simulation:
+    """Run a schedule several times over by the clock and look at the last.
+
+    Args:
+        schedule: one step, as it is in the middle of a run: with what the one before has left.
+        cost: what a line costs.
+        fetch_rate: bytes/s inwards while nothing goes outwards.
+        drain_rate: bytes/s outwards while nothing comes inwards.
+        both_ways_rate: bytes/s in each direction while both are busy.
+        num_steps: how many steps; three are enough ([Note: steady]).
+
+    Raises:
+        ValueError: the schedule comes to a halt, because a line waits for one that never runs.
+    """
+    run = _Run(
+        schedule,
+        cost,
+        alone={"in": fetch_rate, "out": drain_rate},
+        both_ways_rate=both_ways_rate,
+        num_steps=num_steps,
+    )
+    run.go()
+    return run.result()
+
+
+@dataclass(slots=True)
+class _Program:
+    """What one lane does in every step: waits for lines of this step or an earlier, and lines."""
+
+    items: list[tuple[int, int | None]] = field(default_factory=list)
+    """A line, and how many steps ago it was to be awaited; None: the line is to be done."""
+    position: int = 0
+    step: int = 0
+    began: float = 0.0
+
+
+@dataclass(slots=True)
+class _Server:
+    """One direction of the link."""
+
+    alone_rate: float
+    queue: deque[Lane] = field(default_factory=deque)
+    current: Lane | None = None
+    remaining_bytes: float = 0.0
+    rate: float = 0.0
+    since: float = 0.0
+    began: float = 0.0
+    version: int = 0  # of the foreseen end: it changes with the rate
+    busy_seconds: float = 0.0  # in the last step
+
+
+class _Run:
+    """The state of a simulation."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        cost: Callable[[Action], Cost],
+        *,
+        alone: dict[Direction, float],
+        both_ways_rate: float,
+        num_steps: int,
+    ) -> None:
+        self._lines = schedule.lines
+        self._num_steps = num_steps
+        self._costs = [cost(line) if isinstance(line, Action) else Cost() for line in self._lines]
+        self._programs = {lane: _Program() for lane in LANES}
+        for lane, line, steps_ago in _programs(schedule):
+            self._programs[lane].items.append((line, steps_ago))
+        self._servers = {way: _Server(rate) for way, rate in alone.items()}
+        self._both_ways_rate = both_ways_rate
+        self._now = 0.0
+        self._events: list[tuple[float, int, Lane | None, Direction | None, int]] = []
+        self._num_events = 0
+        self._done = bytearray(len(self._lines) * num_steps)
+        self._waiting: dict[int, list[Lane]] = {}  # line of some step -> lanes it holds
+        self._runnable = deque(LANES)
+        self._arrived = [0] * num_steps  # lanes at the end of each step
+        self._ends: list[float] = []  # of the steps
+        self._spans: list[Span] = []
+
+    def go(self) -> None:
+        """Run to the end."""
+        self._advance_all()
+        while self._events:
+            self._now, _, lane, way, version = heapq.heappop(self._events)
+            if lane is not None:
+                self._worked(lane)
+            elif way is not None and self._servers[way].version == version:
+                self._copied(way)
+            self._advance_all()
+        for lane, program in self._programs.items():
+            if program.step < self._num_steps:
+                line = self._lines[program.items[program.position][0]]
+                raise ValueError(f"the {lane.value} lane comes to a halt at '{line}'")
+
+    def result(self) -> Simulation:
+        """The last step."""
+        start = self._ends[-2] if self._num_steps > 1 else 0.0
+        length = self._ends[-1] - start
+        trace = Trace(
+            [Span(s.lane, s.text, s.start - start, s.end - start) for s in self._spans],
+        )
+        seconds = dict.fromkeys(LANES, 0.0)
+        for span in self._spans:
+            seconds[Lane(span.lane)] += span.end - span.start
+        copying = [seconds[lane] for lane in LANES if lane not in (Lane.COMPUTE, Lane.UPDATE)]
+        copying += [server.busy_seconds for server in self._servers.values()]
+        totals = (seconds[Lane.COMPUTE], max(copying), seconds[Lane.UPDATE])
+        busy = {
+            name: total / length if length > 0 else 0.0
+            for name, total in zip(BOUNDS, totals, strict=True)
+        }
+        bound = max(BOUNDS, key=lambda name: busy[name])
+        return Simulation(seconds=length, trace=trace, bound=bound, busy=busy)
+
+    # ----------------------------------------------------------------------------------------------
+    # Lanes
+
+    def _advance_all(self) -> None:
+        while self._runnable:
+            self._advance(self._runnable.popleft())
+
+    def _advance(self, lane: Lane) -> None:
+        """Let a lane go on to its next action, or to what holds it."""
+        program = self._programs[lane]
+        while program.step < self._num_steps:
+            if program.position == len(program.items):
+                if not self._end_step(lane, program):
+                    return
+                continue
+            line, steps_ago = program.items[program.position]
+            if steps_ago is None:
+                if self._begin(lane, program, self._costs[line]):
+                    return
+                continue
+            step = program.step - steps_ago
+            occurrence = step * len(self._lines) + line
+            if step >= 0 and not self._done[occurrence]:
+                self._waiting.setdefault(occurrence, []).append(lane)
+                return
+            program.position += 1
+
+    def _end_step(self, lane: Lane, program: _Program) -> bool:
+        """A lane has done a step; whether it may go on with the next."""
+        program.position = 0
+        program.step += 1
+        if lane is Lane.UPDATE:
+            return True
+        step = program.step - 1
+        self._arrived[step] += 1
+        if self._arrived[step] < len(LANES) - 1:
+            return False
+        self._ends.append(self._now)
+        self._runnable.extend(one for one in LANES if one not in (lane, Lane.UPDATE))
+        return True
+
+    def _begin(self, lane: Lane, program: _Program, cost: Cost) -> bool:
+        """Begin an action; False if it is done at once."""
+        program.began = self._now
+        if cost.seconds > 0:
+            self._foresee(self._now + cost.seconds, lane=lane)
+            return True
+        if cost.link is not None and cost.nbytes > 0:
+            self._ask(cost.link, lane)
+            return True
+        self._finish(lane, program)
+        return False
+
+    def _worked(self, lane: Lane) -> None:
+        """The time on the lane is over; bytes may follow."""
+        program = self._programs[lane]
+        cost = self._costs[program.items[program.position][0]]
+        if cost.link is not None and cost.nbytes > 0:
+            self._ask(cost.link, lane)
+        else:
+            self._finish(lane, program)
+            self._runnable.append(lane)
+
+    def _finish(self, lane: Lane, program: _Program) -> None:
+        line = program.items[program.position][0]
+        occurrence = program.step * len(self._lines) + line
+        self._done[occurrence] = 1
+        self._runnable.extend(self._waiting.pop(occurrence, ()))
+        if program.step == self._num_steps - 1:
+            text = str(self._lines[line])
+            self._spans.append(Span(lane.value, text, program.began, self._now))
+        program.position += 1
+
+    def _foresee(
+        self, time: float, *, lane: Lane | None = None, way: Direction | None = None
+    ) -> None:
+        self._num_events += 1
+        version = self._servers[way].version if way is not None else 0
+        heapq.heappush(self._events, (time, self._num_events, lane, way, version))
+
+    # ----------------------------------------------------------------------------------------------
+    # Link
+
+    def _ask(self, way: Direction, lane: Lane) -> None:
+        server = self._servers[way]
+        server.queue.append(lane)
+        if server.current is None:
+            self._serve_next(way)
+
+    def _serve_next(self, way: Direction) -> None:
+        server = self._servers[way]
+        server.current = server.queue.popleft() if server.queue else None
+        if server.current is not None:
+            program = self._programs[server.current]
+            cost = self._costs[program.items[program.position][0]]
+            server.remaining_bytes = cost.nbytes
+            server.rate, server.since, server.began = 0.0, self._now, self._now
+            if cost.seconds <= 0:
+                program.began = self._now
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        """Foresee the ends of the copies under way, at the rates from now on."""
+        both = all(server.current is not None for server in self._servers.values())
+        for way, server in self._servers.items():
+            rate = min(server.alone_rate, self._both_ways_rate) if both else server.alone_rate
+            if server.current is None or rate == server.rate:
+                continue
+            server.remaining_bytes -= server.rate * (self._now - server.since)
+            server.rate, server.since = rate, self._now
+            server.version += 1
+            self._foresee(self._now + max(0.0, server.remaining_bytes) / rate, way=way)
+
+    def _copied(self, way: Direction) -> None:
+        server = self._servers[way]
+        assert server.current is not None
+        lane = server.current
+        program = self._programs[lane]
+        if program.step == self._num_steps - 1:
+            server.busy_seconds += self._now - server.began
+        server.version += 1
+        self._finish(lane, program)
+        self._runnable.append(lane)
+        self._serve_next(way)
+
+
+def _programs(schedule: Schedule) -> Iterator[tuple[Lane, int, int | None]]:
+    """What lanes do in a step, lane by lane as `_Program.items` has it."""
+    number_of: dict[Action, int] = {}
+    last_of_unit: dict[str, int] = {}  # on the update lane
+    last_drain: int | None = None
+    for number, line in enumerate(schedule.lines):
+        if isinstance(line, Action):
+            if line.lane is Lane.UPDATE and line.operands:
+                last_of_unit[line.operands[0]] = number
+            if line.verb == "drain":
+                last_drain = number
+    unit_so_far: dict[str, int] = {}
+    written: set[str] = set()  # staging
+    for number, line in enumerate(schedule.lines):
+        if isinstance(line, Wait):
+            if line.action not in number_of:
+                raise ValueError(f"'{line}' waits for a line that was not given before it")
+            yield line.lane, number_of[line.action], 0
+            continue
+        number_of[line] = number
+        unit = line.operands[0] if line.operands else ""
+        if line.lane is Lane.UPDATE:
+            if last_drain is not None and _is_left(line, written):
+                yield Lane.UPDATE, last_drain, 1
+            unit_so_far[unit] = number
+        elif line.verb == "fetch" and unit in last_of_unit:
+            in_this_step = unit in unit_so_far
+            last = unit_so_far if in_this_step else last_of_unit
+            yield line.lane, last[unit], 0 if in_this_step else 1
+        written.update(place for place, writes in line.accesses() if writes)
+        yield line.lane, number, None
+
+
+def _is_left(action: Action, written: set[str]) -> bool:
+    """Whether an action of the update lane does what the step before has left."""
+    return action.verb == "settle" or any(
+        place.startswith(STAGING) and not writes and place not in written
+        for place, writes in action.accesses()
+    )

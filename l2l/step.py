@@ -1,0 +1,113 @@
+"""Everything that belongs to one run of a schedule, and to nothing after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from l2l.batch import Microbatch
+from l2l.carving import Call
+from l2l.compiled_layer import Handed
+from l2l.device import Event
+from l2l.lookup import RowSet
+from l2l.loss import Rule, count
+from l2l.parameter_server import UpdateOrder
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """Everything that belongs to one run of a schedule and to nothing after it."""
+
+    number: int
+    layers: tuple[int, ...]
+    microbatches: list[Microbatch]  # on the host
+    rule: Rule
+    total: int  # what the loss of the whole batch averages over
+    device_losses: Tensor  # [microbatches, 2] on the device: loss times scale, weight
+    losses: Tensor  # the same on the host; NaN until reported
+    norms: dict[str, Tensor]  # per unit, on the host: norm of each gradient
+    settings: Mapping[str, Mapping[str, Any]] | None = None  # of the optimizer; None: no training
+    clip_norm: float | None = None
+    keep_outputs: bool = False
+    divide_by_weight: bool = False
+    checks_norms: bool = False  # whether a gradient that is not finite skips the step
+    loss_scale: float = 1.0
+    calls: dict[int, dict[int, Call]] = field(default_factory=dict)
+    through: dict[int, list[int]] = field(default_factory=dict)  # recorded that require gradients
+    hidden_requires: dict[int, bool] = field(default_factory=dict)
+    gathered: dict[int, list[int]] = field(default_factory=dict)  # of these, with a gradient so far
+    received: dict[str, set[str]] = field(default_factory=dict)  # unit -> parameters
+    rows: RowSet | None = None  # of tables that are looked up on the host
+    handed: dict[tuple[int, int], Handed] = field(default_factory=dict)  # layer, microbatch
+    numbers: dict[str, Tensor] = field(default_factory=dict)  # of updates on the device
+    grown: dict[str, float] = field(default_factory=dict)  # squared norms the host has added
+    buffers_before: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    num_tokens: int = 0
+    reported: Event | None = None
+    drained: Event | None = None
+    collected: Event | None = None
+    updates_submitted: bool = False
+
+    @property
+    def training(self) -> bool:
+        """Whether this run ends in updates."""
+        return self.settings is not None
+
+    def forget_inputs(self) -> None:
+        """Let go of what only the passes need; a report keeps the rest of a step alive."""
+        for kept in (self.microbatches, self.calls, self.through, self.gathered):
+            kept.clear()
+        for noted in (self.hidden_requires, self.buffers_before, self.handed, self.numbers):
+            noted.clear()
+
+    def share(self, part: Mapping[str, Any]) -> float:
+        """What the loss of some rows or positions counts in the step: their n / N."""
+        if self.rule in (Rule.SUM_AND_WEIGHT, Rule.UNKNOWN):
+            return 1.0
+        return count(self.rule, part) / self.total
+
+    # What follows is asked once the losses were reported, and the norms drained, to the host.
+
+    def loss(self) -> float:
+        """The loss of the whole batch."""
+        total = torch.zeros(())
+        for contribution in self.losses[:, 0]:
+            total = total + contribution
+        return float(total) * self.plain_factor(scaled=False)
+
+    def plain_factor(self, *, scaled: bool) -> float:
+        """What sums over the batch must be multiplied with; `scaled`: the loss scale is in them."""
+        weight = float(self.losses[:, 1].sum()) if self.divide_by_weight else 1.0
+        if weight == 0.0:  # nothing to average over: a loss of 0/0
+            return math.nan
+        return 1.0 / (weight * self.loss_scale) if scaled else 1.0 / weight
+
+    def gradient_norm(self) -> float:
+        """The global norm of the gradients, before clipping."""
+        norm = float(torch.linalg.vector_norm(torch.cat(list(self.norms.values()))))
+        if self.grown:
+            norm = math.sqrt(max(0.0, norm**2 + sum(self.grown.values())))
+        return norm * self.plain_factor(scaled=True)
+
+    def is_finite(self) -> bool:
+        """Whether the step counts; if not, nothing is updated."""
+        if not math.isfinite(self.loss()):
+            return False
+        return not self.checks_norms or math.isfinite(self.gradient_norm())
+
+    def order(self, unit: str) -> UpdateOrder | None:
+        """The numbers of a unit's update, or None if the step is skipped."""
+        if self.settings is None or not self.is_finite():
+            return None
+        factor = self.plain_factor(scaled=True)
+        if self.clip_norm is not None:
+            ratio = self.clip_norm / (self.gradient_norm() + 1e-6)
+            factor *= 1.0 if ratio >= 1.0 else ratio  # as torch: NaN stays NaN
+        received = frozenset(self.received.get(unit, ()))
+        return UpdateOrder(settings=self.settings, received=received, factor=factor)

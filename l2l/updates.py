@@ -1,0 +1,251 @@
+"""Where gradients become updates: on the host, on the device, at once or in the next step.
+
+The schedule says when; the parameter server owns what is changed. Here is what happens in a line:
+
+    drain, measure       a unit's gradient leaves, or its norm alone
+    update               on the host, in its own step
+    settle, refresh      on the host, an update that the step before has left; the latter only the
+                         rows of a table that this step looks up
+    collect              gradients of looked-up rows join the table's
+    order, renew         an update on the device that the step before has left: its numbers, from
+                         the host, and the update itself
+    revise               an update on the device in its own step (Adafactor)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from l2l.device import Device, Work
+from l2l.lookup import HostRows, RowSet
+from l2l.parameter_server import (
+    Adafactor,
+    HostOptimizer,
+    ParameterServer,
+    WaitingUpdate,
+    device_update,
+    state_name,
+)
+from l2l.schedule import Lane, Schedule, late_staging
+from l2l.step import Step
+from l2l.transfer import Transfer
+
+PROLOGUE_SEED = -1  # in the place of a layer's number
+TABLE_SEED = -16  # the same, of the first table
+REVISE_SEED = -2  # in the place of a microbatch's number
+
+
+def mix_seed(*numbers: int) -> int:
+    """A 63-bit seed that depends on all the numbers (splitmix64, folded)."""
+    state = 0
+    for number in numbers:
+        state = (state ^ (number & (2**64 - 1))) + 0x9E3779B97F4A7C15 & (2**64 - 1)
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & (2**64 - 1)
+        state ^= state >> 31
+    return state >> 1
+
+
+@final
+class Updates:
+    """Performs the lines of a schedule that concern gradients and updates."""
+
+    def __init__(
+        self,
+        *,
+        server: ParameterServer,
+        device: Device,
+        transfer: Transfer,
+        rows: HostRows,
+        seed: int,
+        compiled: bool,
+    ) -> None:
+        self._server = server
+        self._device = device
+        self._transfer = transfer
+        self._rows = rows
+        self._seed = seed
+        self._compiled = compiled
+
+    def accumulate(self, step: Step, unit: str, slot: str, gradients: Mapping[str, Tensor]) -> None:
+        """Add one microbatch's gradients to a unit's sums."""
+        received = step.received.setdefault(unit, set())
+        if gradients:
+            self._transfer.accumulate(unit, slot, gradients, received=received)
+
+    def drain(self, step: Step, unit: str, slot: str, staging: str) -> None:
+        """A unit's gradient, and its norms, to the host."""
+        received = step.received.get(unit, set())
+        norms = self._transfer.drain(unit, slot, staging, received=received)
+        step.norms[unit][: norms.numel()].copy_(norms, non_blocking=True)
+
+    def measure(self, step: Step, unit: str, slot: str) -> None:
+        """A unit's norms to the host."""
+        norms = self._transfer.norms(unit, slot, received=step.received.get(unit, set()))
+        step.norms[unit][: norms.numel()].copy_(norms, non_blocking=True)
+
+    def update(self, step: Step, unit: str, staging: str) -> None:
+        """A unit's update, on the host."""
+        order = step.order(unit)
+        if order is not None:
+            self._server.update(unit, self._transfer.staging[staging], order)
+
+    def collect(self, step: Step, unit: str, staging: str) -> None:
+        """Add the gradients of looked-up rows to a table's."""
+        assert step.rows is not None
+        step.grown[unit] = self._rows.collect(unit, step.rows, self._transfer.staging[staging])
+        looked_up = {one.owner for one in self._rows.lookups if one.unit == unit}
+        step.received.setdefault(unit, set()).update(looked_up)
+
+    def gather(self, step: Step, microbatch: str) -> None:
+        """Gather a microbatch's rows from their tables."""
+        assert step.rows is not None
+        self._rows.gather(step.rows.microbatches[int(microbatch[1:])])
+
+    # ----------------------------------------------------------------------------------------------
+    # Updates that are left to the next step
+
+    def leave(self, schedule: Schedule, step: Step) -> None:
+        """Keep the updates that a step leaves."""
+        shape = schedule.shape
+        drained = step.drained or step.reported
+        filled = {unit.name for unit in shape.outer if unit.in_epilogue}
+        for name in shape.late_units:
+            assert drained is not None
+            waiting = WaitingUpdate(unit=name, order=partial(step.order, name), drained=drained)
+            if name in {f"L{layer}" for layer in shape.device_state}:
+                waiting.finish = self._renew_now
+            else:
+                waiting.gradient = self._transfer.staging[late_staging(name)]
+                if name not in filled and step.rows is not None:
+                    waiting.finish = partial(self._clear, step.rows)
+            self._server.leave(waiting)
+
+    def take_waiting(self, unit: str) -> WaitingUpdate:
+        """The update left for a unit; the update lane holds until its gradient has arrived."""
+        waiting = self._server.take_waiting(unit)
+        self._device.wait(Lane.UPDATE, waiting.drained)
+        return waiting
+
+    def settle(self, unit: str) -> Work:
+        """The work of a settle line."""
+        return partial(self._server.perform, self.take_waiting(unit))
+
+    def refresh(self, step: Step, unit: str) -> Work:
+        """The work of a refresh line: the update stays, its rows done, for `settle`."""
+        waiting = self._server.waiting[unit]
+        self._device.wait(Lane.UPDATE, waiting.drained)
+        rows = step.rows
+        assert rows is not None
+        lookups = self._rows.lookups
+        return lambda: self._server.refresh(waiting, rows.ids(lookups, unit))
+
+    def _clear(self, rows: RowSet, waiting: WaitingUpdate) -> None:
+        assert waiting.gradient is not None
+        self._rows.clear(waiting.unit, rows, waiting.gradient)
+
+    def order(self, step: Step, unit: str) -> Work:
+        """The work of an order line: the numbers of an update on the device, into host memory."""
+        waiting = self.take_waiting(unit)
+        trained = self._server.units[unit].form.trained.names
+        record = self._device.host_record(len(trained), device_update.NUM_NUMBERS)
+        step.numbers[unit] = record
+        return partial(self._write_numbers, waiting, record)
+
+    def _write_numbers(self, waiting: WaitingUpdate, record: Tensor) -> None:
+        unit, order = self._server.units[waiting.unit], waiting.order()
+        optimizer = self._server.optimizer
+        assert isinstance(optimizer, HostOptimizer)
+        rows = []
+        for owner in unit.form.trained.names:
+            applies = order is not None and owner in order.received
+            unit.steps[owner] += applies
+            rows.append(
+                device_update.numbers(
+                    optimizer,
+                    order.settings[owner] if order is not None else optimizer.defaults,
+                    step=max(1, unit.steps[owner]),
+                    factor=order.factor if order is not None else 1.0,
+                    apply=applies,
+                )
+            )
+        record.copy_(torch.tensor(rows))
+
+    def renew(self, step: Step, unit: str, slot: str, gradient_slot: str) -> None:
+        """An update on the device, with the numbers that the host has written."""
+        numbers = step.numbers[unit].to(self._device.torch_device, non_blocking=True)
+        self._apply(unit, slot, gradient_slot, numbers)
+
+    def _apply(self, name: str, slot: str, gradient_slot: str, numbers: Tensor) -> None:
+        unit, optimizer = self._server.units[name], self._server.optimizer
+        assert isinstance(optimizer, HostOptimizer)
+        weights = self._transfer.weights(name, slot)
+        gradients = self._transfer.gradients(name, gradient_slot)
+        for row, owner in enumerate(unit.form.trained.names):
+            companion = unit.companion_of(owner)
+            device_update.update(
+                optimizer,
+                device_update.FlatUnit(
+                    weight=weights[owner].view(-1),
+                    companion=None if companion is None else companion.view(-1),
+                    gradient=gradients[owner].view(-1),
+                    state=unit.state_of(owner),
+                    position=unit.form.trained.span(owner).start,
+                ),
+                numbers[row],
+                compiled=self._compiled,
+            )
+
+    def _renew_now(self, waiting: WaitingUpdate) -> None:
+        """The same, at once, for whoever needs the weights on the host."""
+        name = waiting.unit
+        trained = self._server.units[name].form.trained.names
+        record = torch.empty(len(trained), device_update.NUM_NUMBERS)
+        self._write_numbers(waiting, record)
+        self._apply(name, f"S{name}", f"G{name}", record.to(self._device.torch_device))
+        self._transfer.mirror(name, f"S{name}")
+        self._device.record(Lane.COMPUTE).synchronize()
+
+    # ----------------------------------------------------------------------------------------------
+
+    def revise(self, step: Step, unit: str, slot: str, gradient_slot: str) -> None:
+        """Update a unit on the device, in its slot ([Note: device updates])."""
+        optimizer, settings = self._server.optimizer, step.settings
+        assert isinstance(optimizer, Adafactor)
+        assert settings is not None
+        weights = self._transfer.weights(unit, slot)
+        gradients = self._transfer.gradients(unit, gradient_slot)
+        loss, weight = step.device_losses.sum(0)
+        finite = (loss / weight if step.divide_by_weight else loss).isfinite()
+        generator = torch.Generator(self._device.torch_device)
+        generator.manual_seed(mix_seed(self._seed, step.number, position(unit), REVISE_SEED))
+        for owner in self._server.units[unit].form.trained.names:
+            if owner not in step.received.get(unit, ()):
+                continue
+            gradient = gradients[owner]
+            if step.divide_by_weight:
+                gradient = gradient / weight
+            shape = tuple(weights[owner].shape)
+            state: dict[str, Any] = {
+                n: weights[state_name(owner, n)] for n in optimizer.state_shapes(shape)
+            }
+            optimizer.revise(
+                weights[owner],
+                gradient,
+                state,
+                settings=settings[owner],
+                finite=finite,
+                generator=generator,
+            )
+
+
+def position(unit: str) -> int:
+    """A number for a unit, in the place of a layer's."""
+    if unit.startswith("L"):
+        return int(unit[1:])
+    return TABLE_SEED - int(unit[1:]) if unit.startswith("T") else PROLOGUE_SEED
