@@ -166,9 +166,28 @@ class Recording:
     hidden: Tensor | None = None
     tensors: list[Tensor] = field(default_factory=list)  # each once, whatever the number of layers
     calls: dict[int, Call] = field(default_factory=dict)
+    _last: tuple[Any, Any, Tensor] | None = None
 
     def add(self, layer: int, args: Any, kwargs: Any, hidden: Tensor) -> None:
         """Note the arguments of a layer; `hidden` is found among them by identity."""
+        if self._repeats(args, kwargs, hidden):
+            self.calls[layer] = self.calls[layer - 1]
+        else:
+            self._add(layer, args, kwargs, hidden)
+        self._last = (args, kwargs, hidden)
+
+    def _repeats(self, args: Any, kwargs: Any, hidden: Tensor) -> bool:
+        """Whether a layer is called just as the one before it, but for the hidden state."""
+        if self._last is None:
+            return False
+        last_args, last_kwargs, last_hidden = self._last
+        if len(args) != len(last_args) or kwargs.keys() != last_kwargs.keys():
+            return False
+        pairs = [*zip(args, last_args, strict=True)]
+        pairs += [(value, last_kwargs[name]) for name, value in kwargs.items()]
+        return all(one is other or (one is hidden and other is last_hidden) for one, other in pairs)
+
+    def _add(self, layer: int, args: Any, kwargs: Any, hidden: Tensor) -> None:
         leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
         noted: list[Any] = []
         seen_hidden = False

@@ -200,8 +200,7 @@ class Engine:
     def step(self, batch: Batches) -> StepReport:
         """One optimizer step over a batch: a dict of tensors, or a list of microbatches."""
         settings = self.optimizer.settings()
-        microbatches = self._prepare(batch, training=True)
-        self._rehearsal.run(microbatches[0], needs_loss=True)
+        microbatches = self._prepare(batch, training=True, needs_loss=True)
         self._server.check_settings(settings)
         step = self._new_step(microbatches, settings=settings)
         self._run(self._schedule(len(microbatches), training=True), step)
@@ -211,17 +210,15 @@ class Engine:
 
     def evaluate(self, batch: Batches) -> float:
         """The loss of a batch; forward only, in evaluation mode."""
-        microbatches = self._prepare(batch, training=False)
-        self._rehearsal.run(microbatches[0], needs_loss=True)
+        microbatches = self._prepare(batch, training=False, needs_loss=True)
         step = self._new_step(microbatches, settings=None)
         self._run(self._schedule(len(microbatches), training=False), step)
         return StepReport(step).loss
 
     def predict(self, batch: Batches) -> Any:
         """The model's outputs for a batch, on the host; forward only, in evaluation mode."""
-        microbatches = self._prepare(batch, training=False)
-        if any("labels" in one for one in microbatches):  # then the outputs have a loss
-            self._rehearsal.run(microbatches[0], needs_loss=True)
+        labelled = "labels" in (batch if isinstance(batch, Mapping) else batch[0])
+        microbatches = self._prepare(batch, training=False, needs_loss=labelled)
         shares = output_shares(self._rehearsal.rule, microbatches)
         step = self._new_step(microbatches, settings=None, keep_outputs=True)
         self._run(self._schedule(len(microbatches), training=False), step)
@@ -330,7 +327,7 @@ class Engine:
             if target is not None:
                 target.copy_(buffer)
 
-    def _prepare(self, batch: Batches, *, training: bool) -> list[Microbatch]:
+    def _prepare(self, batch: Batches, *, training: bool, needs_loss: bool) -> list[Microbatch]:
         """Check the engine and the batch, cut it, and rehearse if this is the first."""
         if self._state == "closed":
             raise RuntimeError("the engine is closed. Make a new one from the model.")
@@ -341,7 +338,7 @@ class Engine:
             )
         first = batch if isinstance(batch, Mapping) else split_batch(batch, microbatch_size=1)[0]
         num_rows(first)
-        self._rehearsal.run(dict(first), needs_loss=False)
+        self._rehearsal.run(dict(first), needs_loss=needs_loss)
         self._decide(batch)
         microbatches = split_batch(batch, microbatch_size=self._rows_of(batch))
         self._transfer.reserve(self._shape(len(microbatches), training=training))
@@ -362,6 +359,8 @@ class Engine:
         if self._decisions is not None:
             return
         self._decisions = Decisions().override(self._overrides)
+        if self._budget is not None:
+            self._device.limit_memory(self._budget)
         self._adopt()
 
     def _adopt(self) -> None:
@@ -469,7 +468,7 @@ class Engine:
             if step.updates_submitted or isinstance(error, UpdateFailedError):
                 self._state = "torn"
             raise
-        self._held = frozenset(f"L{layer}" for layer in self._on_device)
+        self._held = frozenset(schedule.shape.on_device)
         self._step_ends.append(self._device.record(Lane.COMPUTE))
         if self._scaler is not None and step.training:
             self._scaler.unobserved = step

@@ -135,7 +135,7 @@ _LARGE = _Sizes(
     num_pieces=16,
     matrix_side=8192,
     num_products=50,
-    elementwise_bytes=512 << 20,
+    elementwise_bytes=256 << 20,
     num_passes=20,
     num_parameters=32_000_000,
 )
@@ -259,7 +259,7 @@ def _link_rates(device: Device, sizes: _Sizes) -> tuple[float, float, float]:
 
 def _matrix_rate(device: Device, sizes: _Sizes) -> float:
     side, where = sizes.matrix_side, device.torch_device
-    left, right = (torch.randn(side, side, device=where).bfloat16() for _ in range(2))
+    left, right = (torch.randn(side, side, dtype=torch.bfloat16, device=where) for _ in range(2))
     product = partial(torch.mm, left, right, out=torch.empty_like(left))
     seconds = _best_seconds(
         partial(_on_lanes, device, [(Lane.COMPUTE, product)], sizes.num_products)

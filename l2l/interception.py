@@ -16,7 +16,7 @@ between. It is used on devices with that product, for 16-bit weights; elsewhere 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -138,6 +138,8 @@ class Answers(TorchFunctionMode):
     ) -> Any:
         """Answer, or run the function as it is."""
         kwargs = kwargs or {}
+        if func in METADATA:
+            return func(*args, **kwargs)
         if func is F.embedding:
             lookup = Lookup.of(args, kwargs)
             if id(lookup.weight) in self._rows:
@@ -147,15 +149,22 @@ class Answers(TorchFunctionMode):
             apply: Any = _SummingProduct.apply
             output = apply(args[0], args[1], self._heads[id(args[1])])
             return output if bias is None else output + bias
-        if self.absent and func not in METADATA:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if id(leaf) in self.absent:
-                    raise RuntimeError(
-                        f"the model reads {self.absent[id(leaf)]!r} where it did not for the first "
-                        "batch, so it is not on the device. Say embedding='device' to keep all "
-                        "parameters around the layers there."
-                    )
+        if self.absent:
+            self._refuse(args)
+            self._refuse(kwargs.values())
         return func(*args, **kwargs)
+
+    def _refuse(self, arguments: Iterable[Any]) -> None:
+        """Refuse to have a parameter read that is not there."""
+        for one in arguments:
+            if isinstance(one, list | tuple):
+                self._refuse(one)
+            elif id(one) in self.absent:
+                raise RuntimeError(
+                    f"the model reads {self.absent[id(one)]!r} where it did not for the first "
+                    "batch, so it is not on the device. Say embedding='device' to keep all "
+                    "parameters around the layers there."
+                )
 
 
 class _SummingProduct(torch.autograd.Function):

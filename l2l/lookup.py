@@ -88,10 +88,9 @@ class HostRows:
         if self._turn not in self._memory or self._memory[self._turn].numel() < total:
             memory = self._arena.take("rows", total, torch.uint8, registered=True)
             self._memory[self._turn] = memory
-        whole = self._memory[self._turn][:total]
-        pieces = iter(torch.split(whole, [size for size in needed for _ in range(2)]))
-        for one in found:
-            one.rows, one.gradients = next(pieces), next(pieces)
+        pieces = torch.split(self._memory[self._turn][:total], needed * 2)
+        for index, one in enumerate(found):
+            one.rows, one.gradients = pieces[index], pieces[index + len(found)]
         return RowSet(found)
 
     def _rows(self, microbatch: Mapping[str, Any]) -> Rows:
@@ -123,7 +122,7 @@ class HostRows:
             if self._kernel is None:
                 host_kernel.gather(table, ids, flat)
             else:
-                self._kernel.gather(table, ids, flat, num_threads=torch.get_num_threads())
+                self._kernel.gather(table, ids, flat, num_threads=num_threads())
 
     def collect(self, unit: str, rows: RowSet, staging: Tensor) -> float:
         """Add the gradients of a step's rows to a table's gradient.
@@ -133,30 +132,28 @@ class HostRows:
         """
         grown = 0.0
         layout = self._server.units[unit].form.staging_layout
-        for owner in {one.owner for one in self.lookups if one.unit == unit}:
-            target = layout.view(staging, owner)
-            found = [self._gradients(owner, one, target.shape[1]) for one in rows.microbatches]
+        for index, lookup in enumerate(self.lookups):
+            if lookup.unit != unit:
+                continue
+            target = layout.view(staging, lookup.owner)
+            width = target.shape[1]
+            found = [
+                (one.ids[index], one.form.views(one.gradients)[index].view(-1, width))
+                for one in rows.microbatches
+            ]
             if target.dtype is not torch.float32:  # round once, not for every microbatch
                 ids, gradients = zip(*found, strict=True)
-                found = [(torch.cat(ids), torch.cat(gradients))]
-            grown += sum(self._add(target, ids, gradients) for ids, gradients in found)
+                found = [(torch.cat(ids), _joined(list(gradients)))]
+            for own, gradient in found:
+                grown += self._add(target, own, gradient, without=lookup.padding_idx)
         return grown
 
-    def _gradients(self, owner: str, rows: Rows, width: int) -> tuple[Tensor, Tensor]:
-        """Ids and gradients of one microbatch's lookups in a table."""
-        found: list[tuple[Tensor, Tensor]] = []
-        views = rows.form.views(rows.gradients)
-        for lookup, ids, view in zip(self.lookups, rows.ids, views, strict=True):
-            if lookup.owner == owner:
-                flat = view.view(-1, width)
-                counted = slice(None) if lookup.padding_idx is None else ids != lookup.padding_idx
-                found.append((ids[counted], flat[counted]))
-        return torch.cat([ids for ids, _ in found]), torch.cat([own for _, own in found])
-
-    def _add(self, target: Tensor, ids: Tensor, gradients: Tensor) -> float:
+    def _add(self, target: Tensor, ids: Tensor, gradients: Tensor, *, without: int | None) -> float:
         if self._kernel is None:
-            return host_kernel.add_rows(target, ids, gradients)
-        return self._kernel.add_rows(target, ids, gradients, num_threads=torch.get_num_threads())
+            return host_kernel.add_rows(target, ids, gradients, without=without)
+        return self._kernel.add_rows(
+            target, ids, gradients, without=without, num_threads=num_threads()
+        )
 
     def clear(self, unit: str, rows: RowSet, staging: Tensor) -> None:
         """Make the collected rows zero again, in the staging of a table that no head fills."""
@@ -164,3 +161,19 @@ class HostRows:
         ids = rows.ids(self.lookups, unit)
         for owner in {one.owner for one in self.lookups if one.unit == unit}:
             layout.view(staging, owner).index_fill_(0, ids, 0)
+
+
+def num_threads() -> int:
+    """Threads for what the device waits for: all but one, which submits its work."""
+    return max(1, torch.get_num_threads() - 1)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Matrices below each other; no copy if they lie so in memory already."""
+    first, rows = parts[0], sum(len(part) for part in parts)
+    address = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != address or not part.is_contiguous():
+            return torch.cat(parts)
+        address += part.nbytes
+    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))

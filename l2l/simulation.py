@@ -83,7 +83,7 @@ def simulate(
         num_steps: how many steps; three are enough ([Note: steady]).
 
     Raises:
-        ValueError: the schedule comes to a halt, because a line waits for one that never runs.
+        ValueError: a wait names a line that was not given before it.
     """
     run = _Run(
         schedule,
@@ -162,10 +162,7 @@ class _Run:
             elif way is not None and self._servers[way].version == version:
                 self._copied(way)
             self._advance_all()
-        for lane, program in self._programs.items():
-            if program.step < self._num_steps:
-                line = self._lines[program.items[program.position][0]]
-                raise ValueError(f"the {lane.value} lane comes to a halt at '{line}'")
+        assert all(program.step == self._num_steps for program in self._programs.values())
 
     def result(self) -> Simulation:
         """The last step."""

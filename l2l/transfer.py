@@ -73,8 +73,7 @@ class Transfer:
         largest = max((units[name].form.staging_layout.nbytes for name in layers), default=0)
         for index in range(min(shape.num_staging, len(layers))):
             self._reserve_staging(f"H{index}", largest)
-        on_device = {f"L{layer}" for layer in shape.device_state}
-        for name in {*shape.late_units, *staged} - {*layers} - on_device:
+        for name in {*shape.late_units, *staged} - {*layers} - {*shape.on_device}:
             self._reserve_staging(late_staging(name), units[name].form.staging_layout.nbytes)
         for unit in shape.outer:
             if (
@@ -94,7 +93,7 @@ class Transfer:
             weight_bytes = max(form.weight_layout.nbytes for form in streamed)
             sizes |= dict.fromkeys((f"S{i}" for i in range(shape.num_slots)), weight_bytes)
         own = [f"L{i}" for i in shape.tail]
-        own += [unit.name for unit in shape.outer if unit.in_prologue or unit.in_epilogue]
+        own += [u.name for u in shape.outer if u.in_prologue or u.in_epilogue]
         sizes |= {f"S{name}": units[name].form.weight_layout.nbytes for name in own}
         passing = {unit.name for unit in shape.outer if unit.passes and shape.shares_memory}
         taken_later = {f"{kind}{name}" for name in passing for kind in "SG"}
@@ -147,6 +146,10 @@ class Transfer:
     def slot(self, name: str) -> Tensor:
         """The bytes of a weight slot."""
         return self._slots[name]
+
+    def gradient_slot(self, name: str) -> Tensor:
+        """The bytes of a gradient slot."""
+        return self._gradients[name]
 
     def weights(self, unit: str, slot: str) -> dict[str, Tensor]:
         """A unit's tensors as views into the slot that holds it."""

@@ -118,8 +118,9 @@ class Updates:
         for name in shape.late_units:
             assert drained is not None
             waiting = WaitingUpdate(unit=name, order=partial(step.order, name), drained=drained)
-            if name in {f"L{layer}" for layer in shape.device_state}:
+            if name in shape.on_device:
                 waiting.finish = self._renew_now
+                waiting.step = step
             else:
                 waiting.gradient = self._transfer.staging[late_staging(name)]
                 if name not in filled and step.rows is not None:
@@ -154,7 +155,8 @@ class Updates:
         waiting = self.take_waiting(unit)
         trained = self._server.units[unit].form.trained.names
         record = self._device.host_record(len(trained), device_update.NUM_NUMBERS)
-        step.numbers[unit] = record
+        assert waiting.step is not None
+        step.orders[unit] = (waiting.step, record)
         return partial(self._write_numbers, waiting, record)
 
     def _write_numbers(self, waiting: WaitingUpdate, record: Tensor) -> None:
@@ -172,34 +174,47 @@ class Updates:
                     step=max(1, unit.steps[owner]),
                     factor=order.factor if order is not None else 1.0,
                     apply=applies,
+                    seed=self._server.seed,
                 )
             )
         record.copy_(torch.tensor(rows))
 
     def renew(self, step: Step, unit: str, slot: str, gradient_slot: str) -> None:
         """An update on the device, with the numbers that the host has written."""
-        numbers = step.numbers[unit].to(self._device.torch_device, non_blocking=True)
-        self._apply(unit, slot, gradient_slot, numbers)
+        before, record = step.orders[unit]
+        numbers = record.to(self._device.torch_device, non_blocking=True)
+        self._apply(before, unit, slot, gradient_slot, numbers)
 
-    def _apply(self, name: str, slot: str, gradient_slot: str, numbers: Tensor) -> None:
+    def _apply(self, step: Step, name: str, slot: str, gradient_slot: str, numbers: Tensor) -> None:
+        """Update a unit with the gradients of a step."""
         unit, optimizer = self._server.units[name], self._server.optimizer
         assert isinstance(optimizer, HostOptimizer)
-        weights = self._transfer.weights(name, slot)
-        gradients = self._transfer.gradients(name, gradient_slot)
-        for row, owner in enumerate(unit.form.trained.names):
-            companion = unit.companion_of(owner)
+        weights = self._transfer.slot(slot)
+        gradients = self._transfer.gradient_slot(gradient_slot)
+        for row, run in self._runs(step, name):
             device_update.update(
                 optimizer,
-                device_update.FlatUnit(
-                    weight=weights[owner].view(-1),
-                    companion=None if companion is None else companion.view(-1),
-                    gradient=gradients[owner].view(-1),
-                    state=unit.state_of(owner),
-                    position=unit.form.trained.span(owner).start,
-                ),
+                unit.flat(run, weights=weights, gradients=gradients),
                 numbers[row],
                 compiled=self._compiled,
             )
+
+    def _runs(self, step: Step, name: str) -> list[tuple[int, tuple[str, ...]]]:
+        """A unit's parameters, together if their update is the same, each with its row of numbers.
+
+        A long run is one kernel; parameter by parameter the launches would take longer.
+        """
+        unit, settings = self._server.units[name], step.settings
+        names = unit.form.trained.names
+        assert settings is not None
+        received = step.received.get(name, set())
+        together = (
+            unit.form.is_one_run
+            and all(owner in received for owner in names)
+            and all(settings[owner] == settings[names[0]] for owner in names)
+            and len({unit.steps[owner] for owner in names}) == 1
+        )
+        return [(0, names)] if together else [(row, (one,)) for row, one in enumerate(names)]
 
     def _renew_now(self, waiting: WaitingUpdate) -> None:
         """The same, at once, for whoever needs the weights on the host."""
@@ -207,7 +222,9 @@ class Updates:
         trained = self._server.units[name].form.trained.names
         record = torch.empty(len(trained), device_update.NUM_NUMBERS)
         self._write_numbers(waiting, record)
-        self._apply(name, f"S{name}", f"G{name}", record.to(self._device.torch_device))
+        numbers = record.to(self._device.torch_device)
+        assert waiting.step is not None
+        self._apply(waiting.step, name, f"S{name}", f"G{name}", numbers)
         self._transfer.mirror(name, f"S{name}")
         self._device.record(Lane.COMPUTE).synchronize()
 

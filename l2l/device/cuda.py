@@ -254,6 +254,13 @@ class CudaDevice(Device):
         torch.cuda.empty_cache()
 
     @override
+    def limit_memory(self, nbytes: int) -> None:
+        # Segments that grow leave no holes between them that a larger tensor does not fit into.
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        total = torch.cuda.get_device_properties(self.torch_device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.torch_device)
+
+    @override
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 

@@ -28,40 +28,43 @@ class Kind(enum.Enum):
 
 
 _ATEN = torch.ops.aten
-_FUSABLE = {
-    getattr(_ATEN, name)
-    for name in (
-        # copies, fills and moves
-        *("_to_copy", "copy", "copy_", "fill", "fill_", "zero_", "cat", "stack", "constant_pad_nd"),
-        *("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full", "full_like", "arange"),
-        *("empty", "empty_like", "new_empty", "new_full", "scalar_tensor", "tril", "triu"),
-        *("slice_backward", "select_backward", "roll", "flip", "repeat", "floor_divide"),
-        # lookups
-        *("embedding", "index", "index_select", "gather", "nll_loss_backward"),
-        # row by row
-        *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
-        *("native_layer_norm", "_fused_rms_norm", "logsumexp"),
-    )
-    if hasattr(_ATEN, name)
-}
-_REDUCTIONS = {
-    getattr(_ATEN, name)
-    for name in (
-        *("nll_loss_forward", "native_layer_norm_backward", "_fused_rms_norm_backward"),
-        *("native_group_norm", "native_group_norm_backward", "var_mean", "linalg_vector_norm"),
-        *("native_batch_norm", "native_batch_norm_backward", "mse_loss"),
-    )
-    if hasattr(_ATEN, name)
-}
-_GROUPED = {
-    getattr(_ATEN, name) for name in ("_grouped_mm", "_scaled_grouped_mm") if hasattr(_ATEN, name)
-}
-_OVERWRITING = {_ATEN.copy_, _ATEN.fill_, _ATEN.zero_}
-_ATTENTION_BACKWARD = {
-    _ATEN._scaled_dot_product_flash_attention_backward,
-    _ATEN._scaled_dot_product_efficient_attention_backward,
-    _ATEN._scaled_dot_product_cudnn_attention_backward,
-}
+
+
+def _packets(*names: str) -> frozenset[Any]:
+    """Operators by name, those that this torch has."""
+    return frozenset(getattr(_ATEN, name) for name in names if hasattr(_ATEN, name))
+
+
+_FUSABLE = _packets(
+    # copies, fills and moves
+    *("_to_copy", "clone", "copy", "copy_", "fill", "fill_", "zero_", "cat", "stack", "roll"),
+    *("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full", "full_like", "arange"),
+    *("empty", "empty_like", "new_empty", "new_full", "scalar_tensor", "tril", "triu", "flip"),
+    *("slice_backward", "select_backward", "constant_pad_nd", "repeat", "floor_divide"),
+    # lookups
+    *("embedding", "index", "index_select", "gather", "nll_loss_backward"),
+    # row by row
+    *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
+    *("native_layer_norm", "_fused_rms_norm"),
+)
+_REDUCTIONS = _packets(
+    *("sum", "mean", "amax", "amin", "prod", "var", "var_mean", "std", "any", "all", "argmax"),
+    *("logsumexp", "linalg_vector_norm", "nll_loss_forward", "mse_loss"),
+    *("native_layer_norm_backward", "_fused_rms_norm_backward", "native_group_norm"),
+    *("native_group_norm_backward", "native_batch_norm", "native_batch_norm_backward"),
+)
+_GROUPED = _packets("_grouped_mm", "_scaled_grouped_mm")
+_OVERWRITING = _packets("copy_", "fill_", "zero_")
+_ATTENTION = _packets(
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+_ATTENTION_BACKWARD = _packets(
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +261,7 @@ class _Call:
             return Kind.MATRIX
         if packet in _FUSABLE or _is_elementwise(self.func) or _is_random(self.func):
             return Kind.FUSABLE
-        if torch.Tag.reduction in self.func.tags or packet in _REDUCTIONS:
+        if packet in _REDUCTIONS:
             return Kind.FUSABLE if self._reduces_rows() else Kind.REDUCTION
         return Kind.APART
 
@@ -277,6 +280,11 @@ class _Call:
     def flops(self) -> float:
         """Arithmetic of a matrix operator."""
         packet = self.func.overloadpacket
+        if packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
+            query, key, value = self._attended()
+            pairs = math.prod(query.shape[:-1]) * key.shape[-2]
+            weights = (1, 1) if packet in _ATTENTION else (3, 2)
+            return float(2 * pairs * (weights[0] * query.shape[-1] + weights[1] * value.shape[-1]))
         if packet in _GROUPED:  # rows of the first, or what is summed over, fall into groups
             left, right = self.args[:2]
             columns = right.shape[-1] * (left.shape[0] if left.ndim == right.ndim == 3 else 1)
@@ -286,12 +294,15 @@ class _Call:
             return 0.0
         return float(formula(*self.args, **self.kwargs, out_val=self.result))
 
+    def _attended(self) -> tuple[Tensor, Tensor, Tensor]:
+        named = _named_arguments(self.func, self.args, self.kwargs)
+        return named["query"], named["key"], named["value"]
+
     def workspace_bytes(self) -> int:
         """Memory that an operator takes for itself ([Note: attention])."""
         if self.func.overloadpacket not in _ATTENTION_BACKWARD:
             return 0
-        named = _named_arguments(self.func, self.args, self.kwargs)
-        query, key, value = (named[name] for name in ("query", "key", "value"))
+        query, key, value = self._attended()
         nbytes = query.numel() * torch.float32.itemsize
         if key.shape[1] < query.shape[1]:
             share = query.shape[1] // key.shape[1]

@@ -291,9 +291,11 @@ def gather(table: Tensor, ids: Tensor, out: Tensor) -> None:
     torch.index_select(table, 0, ids, out=out)
 
 
-def add_rows(target: Tensor, ids: Tensor, source: Tensor) -> float:
+def add_rows(target: Tensor, ids: Tensor, source: Tensor, *, without: int | None = None) -> float:
     """`HostKernel.add_rows` in PyTorch: the same target, and the same result but for rounding."""
     _check_add_rows(target, ids, source)
+    if without is not None:
+        ids, source = ids[ids != without], source[ids != without]
     distinct, group = torch.unique(ids, return_inverse=True)
     sums = torch.zeros(len(distinct), target.shape[1]).index_add_(0, group, source.float())
     before = target[distinct].float()
@@ -649,6 +651,7 @@ class HostKernel:
         ids: Tensor,  # int64 [n], a row may come several times
         source: Tensor,  # float32, bfloat16 or float16 [n, width]
         *,
+        without: int | None = None,  # a row that nothing is added to
         num_threads: int,
     ) -> float:
         """Add each row of `source` to the row of `target` that `ids` says.
@@ -666,6 +669,8 @@ class HostKernel:
         """
         _check_add_rows(target, ids, source)
         ordered, positions = ids.sort(stable=True)
+        if without is not None:
+            ordered, positions = ordered[ordered != without], positions[ordered != without]
         rows, counts = torch.unique_consecutive(ordered, return_counts=True)
         starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         forms = (_TARGET_FORMS[target.dtype], _GRADIENT_FORMS[source.dtype])

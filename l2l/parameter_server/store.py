@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from l2l.device import Event
 from l2l.host_memory import Arena
 from l2l.layout import ALIGNMENT_ELEMENTS, FlatLayout
+from l2l.parameter_server import device_update
 from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.host_kernel import HostKernel, SplitWeight
 from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind, Update
@@ -75,6 +76,12 @@ class UnitForm:
         """What the companion is called in a ledger."""
         return "remainders" if self.companion_dtype is torch.int16 else "masters"
 
+    @property
+    def is_one_run(self) -> bool:
+        """Whether the trained parameters lie in one row, in the weights as in everything else."""
+        trained, weights = self.trained.segments, self.weight_layout.segments
+        return len(trained) == 1 and bool(weights) and weights[0] == trained[0]
+
     def state_numel(self, kind: StateKind) -> int:
         """Elements of a state buffer."""
         numel = self.trained.padded_numel
@@ -113,9 +120,35 @@ class Unit:
             return None
         return self.companion[self.form.trained.span(owner)].view(self.weight_of(owner).shape)
 
+    def flat(
+        self, owners: tuple[str, ...], *, weights: Tensor, gradients: Tensor
+    ) -> device_update.FlatUnit:
+        """Parameters that lie in one row, from the first to the last, in these flat buffers."""
+        form = self.form
+        first, last = form.trained.span(owners[0]), form.trained.span(owners[-1])
+        span = slice(first.start, last.stop)
+        if len(owners) == 1:
+            weight = form.weight_layout.view(weights, owners[0]).view(-1)
+        else:
+            weight = form.weight_layout.segment_views(weights)[0][span]
+        view = form.gradient_layout.view(gradients, owners[0])
+        gradient = view.as_strided((span.stop - span.start,), (1,))
+        has_companion = self.companion is not None and weight.dtype in COMPANION
+        return device_update.FlatUnit(
+            weight=weight,
+            companion=self.companion[span]
+            if self.companion is not None and has_companion
+            else None,
+            gradient=gradient,
+            state=self._state(span),
+            position=span.start,
+        )
+
     def state_of(self, owner: str) -> dict[str, Tensor]:
         """A parameter's state, flat."""
-        span = self.form.trained.span(owner)
+        return self._state(self.form.trained.span(owner))
+
+    def _state(self, span: slice) -> dict[str, Tensor]:
         blocks = slice(span.start // ALIGNMENT_ELEMENTS, -(-span.stop // ALIGNMENT_ELEMENTS))
         kinds = self.form.state_kinds
         return {
@@ -144,6 +177,7 @@ class WaitingUpdate:
     finish: Callable[[WaitingUpdate], None] | None = None
     """Called when the update is done; for one on the device, does it."""
     refreshed: Tensor | None = None  # rows that are done already
+    step: Any = None  # whose update it is, where that is done on the device
 
 
 @final
@@ -161,7 +195,7 @@ class ParameterServer:
         self._arena = arena
         self.optimizer = optimizer
         self._kernel = kernel
-        self._seed = seed
+        self.seed = seed & 0xFFFFFFFF  # of rounding
         self.units: dict[str, Unit] = {}
         self.waiting: dict[str, WaitingUpdate] = {}  # in the order of need
         self._unit_of: dict[str, Unit] = {}
@@ -338,7 +372,7 @@ class ParameterServer:
                 step=unit.steps[owner],
                 settings=order.settings[owner],
                 factor=order.factor,
-                seed=self._seed & 0xFFFFFFFF,
+                seed=self.seed,
                 ranges=None if ranges is None else ranges.get(owner),
             )
             if self._kernel is None:
@@ -354,7 +388,7 @@ class ParameterServer:
         that launches it. The outer parameters are updated while the device waits for them.
         """
         every = torch.get_num_threads()
-        return every if name == OUTER else max(1, every * 3 // 4)
+        return max(1, every - 1) if name == OUTER else max(1, every * 3 // 4)
 
     def check_settings(self, settings: Mapping[str, Settings]) -> None:
         """Refuse settings that need state which was not set up.

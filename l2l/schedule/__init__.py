@@ -172,7 +172,7 @@ def validate(schedule: Schedule) -> None:
             orders.perform(line)
         except ValueError as error:
             raise ValueError(f"line {number}, '{line}': {error}") from None
-    stays = {f"SL{layer}" for layer in schedule.shape.device_state}
+    stays = {f"S{unit}" for unit in schedule.shape.on_device}
     occupied = [place for place in contents if place.startswith("S") and place not in stays]
     if occupied:
         raise ValueError(f"slots are left occupied: {', '.join(sorted(occupied))}")

@@ -26,11 +26,13 @@ class OuterUnit:
     looked_up: bool = False
     """Its rows are gathered on the host before the layers."""
     trained: bool = True
+    device_state: bool = False
+    """Its optimizer state is on the device, where it stays from step to step."""
 
     @property
     def stays(self) -> bool:
         """Whether it is on the device for the whole step."""
-        return self.in_prologue and self.in_epilogue
+        return self.device_state or (self.in_prologue and self.in_epilogue)
 
     @property
     def before_layers(self) -> bool:
@@ -40,7 +42,7 @@ class OuterUnit:
     @property
     def passes(self) -> bool:
         """Whether it is on the device for the epilogue only."""
-        return self.in_epilogue and not self.in_prologue
+        return self.in_epilogue and not self.in_prologue and not self.device_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,7 @@ class Shape:
     @property
     def drained_units(self) -> tuple[str, ...]:
         """Units whose gradient leaves for the host, first drained first."""
-        outer = [unit for unit in self.outer if unit.trained]
+        outer = [unit for unit in self.outer if unit.trained and not unit.device_state]
         layers = [*self.tail[::-1], *self.backward_layers]
         return (
             *(unit.name for unit in outer if unit.passes and not unit.looked_up),
@@ -142,8 +144,13 @@ class Shape:
         drained = self.drained_units
         late = drained[len(drained) - min(self.num_late, len(drained)) :]
         rows = [unit.name for unit in self.outer if unit.trained and unit.looked_up]
-        on_device = [f"L{i}" for i in self.tail if i in self.device_state]
-        return (*on_device, *rows, *late)
+        return (*self.on_device, *rows, *late)
+
+    @property
+    def on_device(self) -> tuple[str, ...]:
+        """Units whose optimizer state is on the device."""
+        outer = [unit.name for unit in self.outer if unit.device_state]
+        return (*outer, *(f"L{i}" for i in self.tail if i in self.device_state))
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +249,8 @@ class _Transfers:
         self.draft: Draft = []
         runs = [list(run) for _, run in groupby(passes, key=lambda one: (one.verb, one.layer))]
         self._order = [run[0].layer for run in runs if run[0].layer is not None]
-        self._fetch(unit for unit in shape.outer if unit.in_prologue)
+        self._fetch(u for u in shape.outer if u.in_prologue or u.device_state)
+        self._renew([unit.name for unit in shape.outer if unit.device_state])
         self.draft += self._slots.keep_next(self._order, shape.num_slots)
         for index, run in enumerate(runs):
             following = runs[index + 1][0].verb if index + 1 < len(runs) else None
@@ -285,20 +293,19 @@ class _Transfers:
         trained = [i for i in self._shape.backward_layers if i not in self._shape.frozen_layers]
         return [f"G{i}" for i in range(min(self._shape.num_gradient_slots, len(trained)))]
 
-    def _renew(self) -> None:
+    def _renew(self, units: Iterable[str]) -> None:
         """Updates on the device that the step before has left."""
-        for layer in self._shape.tail:
-            unit = f"L{layer}"
-            if layer in self._shape.device_state and unit in self._shape.pending:
-                self.draft.append(Action("renew", (unit, f"SL{layer}", f"GL{layer}")))
-                self.draft.append(Action("mirror", (unit, f"SL{layer}")))
+        for unit in units:
+            if unit in self._shape.on_device and unit in self._shape.pending:
+                self.draft.append(Action("renew", (unit, f"S{unit}", f"G{unit}")))
+                self.draft.append(Action("mirror", (unit, f"S{unit}")))
 
     def _score(self, run: list[Pass]) -> None:
         self._epilogue(run)
 
     def _epilogue(self, run: list[Pass]) -> None:
         shape = self._shape
-        self._renew()
+        self._renew(f"L{layer}" for layer in shape.tail)
         units = [unit for unit in shape.outer if unit.in_epilogue]
         trained = [unit for unit in units if unit.trained]
         tail = [f"L{layer}" for layer in shape.tail]
@@ -319,6 +326,9 @@ class _Transfers:
                 self._release([unit])
         for layer in shape.tail[::-1]:
             self._leave_tail(layer)
+        for unit in units:
+            if unit.device_state and not unit.in_prologue and shape.training:
+                self.draft.append(Action("measure", (unit.name, f"G{unit.name}")))
         if shape.shares_memory:
             names = [f"S{unit.name}" for unit in passing]
             if shape.training:
@@ -359,7 +369,10 @@ class _Transfers:
         slots, gradients = _places("S", before), _places("G", trained)
         self.draft += [(one, slots, gradients) for one in run]
         for unit in trained:
-            self._leave(unit.name, f"S{unit.name}", f"G{unit.name}")
+            if unit.device_state:
+                self.draft.append(Action("measure", (unit.name, f"G{unit.name}")))
+            else:
+                self._leave(unit.name, f"S{unit.name}", f"G{unit.name}")
         for unit in shape.outer:
             if unit.looked_up and unit.trained:
                 self.draft.append(Action("collect", (unit.name, late_staging(unit.name))))
@@ -383,7 +396,11 @@ class _Transfers:
             ]
 
     def _fetch(self, units: Iterable[OuterUnit]) -> None:
-        self.draft += [Action("fetch", (unit.name, f"S{unit.name}")) for unit in units]
+        self.draft += [
+            Action("fetch", (unit.name, f"S{unit.name}"))
+            for unit in units
+            if unit.name not in self._shape.held
+        ]
 
     def _release(self, units: Iterable[OuterUnit]) -> None:
         shape = self._shape
@@ -391,18 +408,14 @@ class _Transfers:
         self.draft += [
             Action("release", (unit.name, f"S{unit.name}"))
             for unit in units
-            if not (unit.stays and unit.trained and returned)
+            if not unit.device_state and not (unit.stays and unit.trained and returned)
         ]
 
 
 def _host_lines(draft: Draft, shape: Shape) -> list[Action]:
     """What the host does first: updates that were left, in the order of need, and lookups."""
     looked_up = [unit.name for unit in shape.outer if unit.looked_up]
-    lines = [
-        Action("order", (f"L{i}",))
-        for i in shape.tail
-        if f"L{i}" in shape.pending and i in shape.device_state
-    ]
+    lines = [Action("order", (unit,)) for unit in shape.on_device if unit in shape.pending]
     done = {line.operands[0] for line in lines}
     lines += [
         Action("refresh", (unit, late_staging(unit))) for unit in looked_up if unit in shape.pending
