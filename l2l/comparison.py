@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from l2l.host_memory import parse_bytes
+from l2l.byte_size import parse_bytes
 from l2l.peers import PEERS, find_peer
 from l2l.plot import Point
 from l2l.workload import ENGINE, FAILED, MEASURED, Measurement, Run, Workload

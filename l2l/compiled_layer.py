@@ -211,6 +211,16 @@ class Compiler:
         """Whether anything may be compiled."""
         return self._backend is not None
 
+    def describe(self) -> str:
+        """One line for a plan."""
+        if self._backend is None:
+            return "as they are"
+        uncompiled = f", {len(self._uncompiled)} structures as they are" if self._uncompiled else ""
+        return (
+            f"through torch.compile ({self._backend}): {len(self._programs)} programs, "
+            f"{self.seconds:.1f} s{uncompiled}"
+        )
+
     def refuse(self, structure: str) -> None:
         """Leave a structure uncompiled, without a warning."""
         self._uncompiled.add(structure)

@@ -15,7 +15,7 @@ from l2l.batch import Microbatch, join_outputs, num_rows, split_batch, token_len
 from l2l.carving import CarvedModel, UnitTensors
 from l2l.compiled_layer import Compiler, parse_backend
 from l2l.device import Device, Event, UpdateFailedError, open_device
-from l2l.host_memory import Arena, HostBudget, parse_bytes
+from l2l.host_memory import Arena, HostBudget
 from l2l.lookup import HostRows
 from l2l.loss import LossFunction, Rule, output_shares, total_count
 from l2l.outer_pass import OuterPass
@@ -34,16 +34,18 @@ from l2l.parameter_server import (
     load_kernel,
     refuse_without_weights,
 )
-from l2l.planner import Decisions, LedgerLine, Plan
+from l2l.planner import Decisions, Plan
+from l2l.planning import Planning, parse_budget
 from l2l.precision import PrecisionPolicy
 from l2l.rehearsal import Rehearsal
 from l2l.relay import Relay, Scaler
 from l2l.report import StepReport
-from l2l.schedule import OUTER, Lane, Schedule, Shape, make_schedule
+from l2l.schedule import Lane, OuterUnit, Schedule, Shape, make_schedule
 from l2l.stash import Stash, parse_policy
 from l2l.step import Step
 from l2l.trace import Trace
 from l2l.transfer import Transfer
+from l2l.units import forms_of, units_of
 from l2l.updates import Updates
 
 MOST_STEPS_AHEAD = 2  # how far the host may run ahead of the device
@@ -133,15 +135,15 @@ class Engine:
         self._precision.warn_of_rounding(model, trained=self.optimizer.settings())
         forms = self._forms(description)
         model_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        HostBudget.of(host_memory, model_bytes=model_bytes).check(
+        budget = HostBudget.of(host_memory, model_bytes=model_bytes)
+        host_limit = budget.limit_bytes
+        budget.check(
             host_bytes(forms, self._policy),
             alternatives=alternatives(self._forms, self._policy, self._precision.link),
         )
         native = _kernel(kernel, description)
-        self._budget = parse_budget(device_memory)
         self._embedding = parse_embedding(embedding)
-        self._overrides = dict(overrides or {})
-        Decisions().override(self._overrides)
+        Decisions().override(overrides or {})
         seed = torch.initial_seed() if seed is None else seed
         self._scaler = Scaler() if self._precision.link is torch.float16 else None
         self._device = device if isinstance(device, Device) else open_device(device)
@@ -189,7 +191,20 @@ class Engine:
             compiler=self._compiler,
         )
         self._microbatch_size = microbatch_size
-        self._decisions: Decisions | None = None
+        self._planning = Planning(
+            carved=self._carved,
+            forms={form.name: form for form in forms},
+            device=self._device,
+            optimizer=description,
+            policy=self._policy,
+            kernel=native,
+            budget=parse_budget(device_memory),
+            host_limit=host_limit,
+            compiled=self._compiler.is_on,
+            overrides=overrides or {},
+        )
+        self._outer_units: tuple[OuterUnit, ...] = ()
+        self._on_device: frozenset[int] = frozenset()
         self._held: frozenset[str] = frozenset()
         self._schedules: dict[Shape, Schedule] = {}
         self._step_ends: deque[Event] = deque()
@@ -227,26 +242,22 @@ class Engine:
     @property
     def plan(self) -> Plan:
         """What is placed where, in bytes, and the choices made. Print it."""
-        places = {
-            **self._transfer.bytes_by_place(),
-            "boundary cells": self._stash.cell_bytes(),
-            "buffers": self._rehearsal.resident_buffer_bytes(),
-        }
-        ledger = [LedgerLine(place="device", purpose=k, nbytes=v) for k, v in places.items()]
-        ledger += [
-            LedgerLine(place="host", purpose=k, nbytes=v)
-            for k, v in self._arena.bytes_by_name.items()
-        ]
-        rows = self._microbatch_size
-        choices = (
-            ("layers", f"{self._carved.list_name}, {self._carved.num_layers} of them"),
-            ("precision", str(self._precision.link).removeprefix("torch.")),
-            ("microbatch", f"{rows} rows" if rows else "rows for about 8,192 tokens"),
-            ("stash", self._stash.policy),
-            ("update", self._policy.value),
-            ("loss averages over", self._rehearsal.rule.value if self._rehearsal.rule else "?"),
+        return self._planning.plan(
+            arena=self._arena.bytes_by_name,
+            reserved={
+                **self._transfer.bytes_by_place(),
+                "boundary cells": self._stash.cell_bytes(),
+                "buffers": self._rehearsal.resident_buffer_bytes(),
+            },
+            choices=(
+                ("layers", f"{self._carved.list_name}, {self._carved.num_layers} of them"),
+                ("precision", str(self._precision.link).removeprefix("torch.")),
+                ("update", self._policy.value),
+                ("loss averages over", self._rehearsal.rule.value if self._rehearsal.rule else "?"),
+                ("layers run", self._compiler.describe()),
+            ),
+            peak_bytes=self._device.peak_bytes(),
         )
-        return Plan(ledger=tuple(ledger), choices=choices)
 
     @property
     def device(self) -> Device:
@@ -267,7 +278,7 @@ class Engine:
         except UpdateFailedError as error:  # weights are given back as they are; then it is raised
             failure = error
         torn = self._state == "torn"
-        for name, tensors in self._units():
+        for name, tensors in units_of(self._carved):
             self._server.give_back(tensors.parameters, name)
         self._give_back_buffers()
         self._state = "closed"
@@ -290,22 +301,11 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------------
 
-    def _units(self) -> list[tuple[str, UnitTensors]]:
-        """What moves into the server; the outer buffers stay with the skeleton, on the device."""
-        layers = [(f"L{index}", one) for index, one in enumerate(self._carved.layer_tensors)]
-        outer, tables = self._carved.outer_tensors.parameters, self._carved.tables
-        rest = {owner: value for owner, value in outer.items() if owner not in tables}
-        units = [
-            (f"T{index}", UnitTensors(parameters={owner: outer[owner]}, buffers={}))
-            for index, owner in enumerate(tables)
-        ]
-        return [*layers, *units, (OUTER, UnitTensors(parameters=rest, buffers={}))]
-
     def _move_in(self, forms: list[UnitForm]) -> None:
         """Move every unit into the server; if one does not fit, the model is as it was."""
         moved: list[tuple[str, UnitTensors]] = []
         try:
-            for form, (name, tensors) in zip(forms, self._units(), strict=True):
+            for form, (name, tensors) in zip(forms, units_of(self._carved), strict=True):
                 self._server.add(form, parameters=tensors.parameters, buffers=tensors.buffers)
                 moved.append((name, tensors))
         except BaseException:
@@ -351,23 +351,40 @@ class Engine:
         """Rows of a microbatch."""
         if self._microbatch_size is not None or not isinstance(batch, Mapping):
             return self._microbatch_size or 1
-        assert self._decisions is not None
-        return max(1, self._decisions.microbatch_tokens // token_length(batch))
+        return max(1, self._planning.decisions.microbatch_tokens // token_length(batch))
 
     def _decide(self, batch: Batches) -> None:
         """Make the choices for batches like this one, unless they are made."""
-        if self._decisions is not None:
+        if not self._planning.must_plan(batch, rows=self._microbatch_size):
             return
-        self._decisions = Decisions().override(self._overrides)
-        if self._budget is not None:
-            self._device.limit_memory(self._budget)
-        self._adopt()
+        self._leave_device()
+        outer = self._rehearsal.outer_units(self._is_looked_up)
+        self._planning.make(
+            batch,
+            rows=self._microbatch_size,
+            outer=outer,
+            usage=self._rehearsal.usage,
+            facts=self._outer.facts,
+            record=self._rehearsal.record,
+            buffer_bytes=self._rehearsal.resident_buffer_bytes(),
+        )
+        self._enter_device(outer)
 
-    def _adopt(self) -> None:
+    def _leave_device(self) -> None:
+        """Bring everything that stays on the device from step to step back to the host."""
+        self._server.settle_all()
+        for name in self._held:
+            self._server.place_state(name, torch.device("cpu"))
+        self._held = frozenset()
+        self._transfer.clear()
+        self._schedules.clear()
+
+    def _enter_device(self, outer: tuple[OuterUnit, ...]) -> None:
         """Let everything follow the choices."""
-        decisions = self._decisions
-        assert decisions is not None
-        self._outer_units = self._rehearsal.outer_units(self._is_looked_up)
+        decisions = self._planning.decisions
+        self._outer_units = tuple(
+            decisions.outer_unit(unit) if unit.trained else unit for unit in outer
+        )
         units = {unit.name: unit for unit in self._outer_units}
         self._rows.lookups = tuple(
             lookup
@@ -384,8 +401,8 @@ class Engine:
             for layer in range(num_layers - decisions.num_device_states, num_layers)
             if self._server.units[f"L{layer}"].form.trained.names
         )
-        for layer in self._on_device:
-            self._server.place_state(f"L{layer}", self._device.torch_device)
+        for name in self._shape(1, training=True).on_device:
+            self._server.place_state(name, self._device.torch_device)
 
     def _is_looked_up(self, unit: str) -> bool:
         if self._embedding is not None or self._policy is UpdatePolicy.ON_DEVICE:
@@ -426,8 +443,7 @@ class Engine:
         return dict(zip(counts, torch.split(record, list(counts.values())), strict=True))
 
     def _shape(self, num_microbatches: int, *, training: bool) -> Shape:
-        decisions = self._decisions
-        assert decisions is not None
+        decisions = self._planning.decisions
         trained = {name for name, unit in self._server.units.items() if unit.form.trained.names}
         num_layers = self._carved.num_layers
         just_in_time = self._policy is UpdatePolicy.JUST_IN_TIME
@@ -460,6 +476,7 @@ class Engine:
     def _run(self, schedule: Schedule, step: Step) -> None:
         if len(self._step_ends) == MOST_STEPS_AHEAD:
             self._step_ends.popleft().synchronize()
+            self._planning.mark(training=step.training)
         try:
             self._relay.run(schedule, step)
         except BaseException as error:
@@ -478,31 +495,9 @@ class Engine:
         settings = self.optimizer.settings()
         if self.optimizer.defaults.keys() != optimizer.defaults.keys():
             settings = dict.fromkeys(settings, optimizer.defaults)
-        return [
-            ParameterServer.form(
-                name,
-                parameters=tensors.parameters,
-                buffers=tensors.buffers,
-                settings=settings,
-                precision=self._precision,
-                optimizer=optimizer,
-            )
-            for name, tensors in self._units()
-        ]
-
-
-def parse_budget(device_memory: int | str | None) -> int | None:
-    """The device memory that may be used, in bytes.
-
-    Raises:
-        ValueError: the text is not a size.
-    """
-    if device_memory is None:
-        return None
-    found = parse_bytes(device_memory, name="device_memory")
-    if found < 1:
-        raise ValueError(f"device_memory={device_memory!r}; expected a size above 0, or None.")
-    return found
+        return forms_of(
+            self._carved, optimizer=optimizer, settings=settings, precision=self._precision
+        )
 
 
 def parse_embedding(word: str | None) -> str | None:

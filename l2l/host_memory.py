@@ -16,8 +16,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from l2l.byte_size import format_bytes, parse_bytes
 from l2l.device import Device
-from l2l.planner import format_bytes
 
 CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -26,22 +26,6 @@ CGROUPS = (
         Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ),
 )
-BYTES_OF_UNIT = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-BYTES_OF_UNIT |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-
-
-def parse_bytes(value: int | str, *, name: str) -> int:
-    """A number of bytes, or a text such as "8GiB" or "500 MB".
-
-    Raises:
-        ValueError: the text is not a size.
-    """
-    if isinstance(value, int):
-        return value
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", value)
-    if found is None or found[2].lower() not in BYTES_OF_UNIT:
-        raise ValueError(f"{name}={value!r} is not a size. Expected bytes, or a text like '8GiB'.")
-    return int(float(found[1]) * BYTES_OF_UNIT[found[2].lower()])
 
 
 def available_bytes() -> int:

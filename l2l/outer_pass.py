@@ -111,6 +111,7 @@ class OuterPass:
         self.loss_function = loss_function
         self.facts = OuterFacts()
         self.piece_tokens: int | None = None
+        self.frugal = device.torch_device.type != "cpu"  # whether losses save memory
         self._placeholders: dict[str, Tensor] = {}
 
     def bind(self, slots: str) -> dict[str, Tensor]:
@@ -180,7 +181,8 @@ class OuterPass:
         zeros: dict[int, Callable[[Lookup], Tensor]] = {
             id(self._placeholders[owner]): _zeros for owner in tables
         }
-        answers = Answers(rows=zeros, heads=heads or {}, absent={})
+        frugal = self.frugal and torch.is_grad_enabled()
+        answers = Answers(rows=zeros, heads=heads or {}, absent={}, frugal=frugal)
 
         def delivered() -> None:
             answers.absent = self._absent()

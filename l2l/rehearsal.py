@@ -35,7 +35,7 @@ from l2l.layer_list import CutError
 from l2l.lookup import TableLookup
 from l2l.loss import IGNORED, Rule, find_rule, require_loss, trial_batch
 from l2l.outer_pass import OuterFacts, OuterPass, Piece, with_shifted_labels
-from l2l.parameter_server import ParameterServer
+from l2l.parameter_server import ParameterServer, UnitForm
 from l2l.relay import Relay
 from l2l.schedule import OuterUnit
 
@@ -103,23 +103,8 @@ class Rehearsal:
 
     def outer_units(self, looked_up: Callable[[str], bool]) -> tuple[OuterUnit, ...]:
         """Units around the layers, with the tables for which `looked_up` says so on the host."""
-        found = []
-        for name, unit in self._server.units.items():
-            if name.startswith("L"):
-                continue
-            trained = bool(unit.form.trained.names)
-            usage = self.usage.get(name, Usage(before=True, after=True))
-            on_host = bool(usage.lookups) and not usage.before and looked_up(name)
-            found.append(
-                OuterUnit(
-                    name=name,
-                    in_prologue=usage.before or (bool(usage.lookups) and not on_host),
-                    in_epilogue=usage.after,
-                    looked_up=on_host,
-                    trained=trained,
-                )
-            )
-        return tuple(found)
+        forms = {name: unit.form for name, unit in self._server.units.items()}
+        return outer_units(forms, self.usage, looked_up)
 
     def present_buffers(self) -> dict[str, Tensor]:
         """Buffers on the device, as training has left them."""
@@ -225,45 +210,12 @@ class Rehearsal:
         changed = any(not torch.equal(outer[name], value) for name, value in before.items())
         for name, value in before.items():
             outer[name].copy_(value)
-        usage = {
-            name: self._usage(unit.form.weight_layout.names, trial, first, second, name)
-            for name, unit in self._server.units.items()
-            if not name.startswith("L")
-        }
+        forms = {name: unit.form for name, unit in self._server.units.items()}
+        usage = usage_of(forms, trial, first, second)
         self.alone = not changed and self._is_alone(trial, hidden, expected, weights, usage)
         if self.alone:
             self.usage = usage
         self._outer.facts = replace(self._outer.facts, alone=self.alone)
-
-    def _usage(
-        self,
-        owners: tuple[str, ...],
-        trial: Microbatch,
-        before: Readers,
-        after: Readers,
-        unit: str,
-    ) -> Usage:
-        lookups: list[TableLookup] = []
-        otherwise = False
-        for owner in owners:
-            reading = before.readings.get(owner, Reading())
-            otherwise |= reading.otherwise
-            for lookup in reading.lookups:
-                names = [
-                    name
-                    for name, value in trial.items()
-                    if isinstance(value, Tensor) and lookup.is_by(value)
-                ]
-                otherwise |= not names
-                lookups += [
-                    TableLookup(unit=unit, owner=owner, name=name, padding_idx=lookup.padding_idx)
-                    for name in names[:1]
-                ]
-        return Usage(
-            before=otherwise,
-            after=any(owner in after.readings for owner in owners),
-            lookups=tuple(lookups),
-        )
 
     def _is_alone(
         self,
@@ -353,6 +305,69 @@ class Rehearsal:
             loss = require_loss(self._outer.run_epilogue(batch, leaf)).float()
             (gradient,) = torch.autograd.grad([loss], [leaf])
         return loss.detach(), gradient
+
+
+def outer_units(
+    forms: Mapping[str, UnitForm], usage: Mapping[str, Usage], looked_up: Callable[[str], bool]
+) -> tuple[OuterUnit, ...]:
+    """Units around the layers, with the tables for which `looked_up` says so on the host."""
+    found = []
+    for name, form in forms.items():
+        if name.startswith("L"):
+            continue
+        one = usage.get(name, Usage(before=True, after=True))
+        on_host = bool(one.lookups) and not one.before and looked_up(name)
+        found.append(
+            OuterUnit(
+                name=name,
+                in_prologue=one.before or (bool(one.lookups) and not on_host),
+                in_epilogue=one.after,
+                looked_up=on_host,
+                trained=bool(form.trained.names),
+            )
+        )
+    return tuple(found)
+
+
+def usage_of(
+    forms: Mapping[str, UnitForm], batch: Mapping[str, Any], before: Readers, after: Readers
+) -> dict[str, Usage]:
+    """How every unit around the layers was read before and after them."""
+    return {
+        name: _usage(name, form.weight_layout.names, batch, before, after)
+        for name, form in forms.items()
+        if not name.startswith("L")
+    }
+
+
+def _usage(
+    unit: str,
+    owners: tuple[str, ...],
+    batch: Mapping[str, Any],
+    before: Readers,
+    after: Readers,
+) -> Usage:
+    lookups: list[TableLookup] = []
+    otherwise = False
+    for owner in owners:
+        reading = before.readings.get(owner, Reading())
+        otherwise |= reading.otherwise
+        for lookup in reading.lookups:
+            names = [
+                name
+                for name, value in batch.items()
+                if isinstance(value, Tensor) and lookup.is_by(value)
+            ]
+            otherwise |= not names
+            lookups += [
+                TableLookup(unit=unit, owner=owner, name=name, padding_idx=lookup.padding_idx)
+                for name in names[:1]
+            ]
+    return Usage(
+        before=otherwise,
+        after=any(owner in after.readings for owner in owners),
+        lookups=tuple(lookups),
+    )
 
 
 def _same(first: Any, second: Any) -> bool:

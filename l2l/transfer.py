@@ -225,11 +225,16 @@ class Transfer:
             return torch.zeros(1, device=self._gradients[slot].device)
         return torch.stack(torch._foreach_norm(present))
 
-    def close(self) -> None:
-        """Give all memory back."""
-        for memory in (self._slots, self._gradients, self.staging, self._views):
+    def clear(self) -> None:
+        """Give device memory back; nothing may be left in it."""
+        for memory in (self._slots, self._gradients, self._views, self._states, self._sizes):
             memory.clear()
         self._rounding = None
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.clear()
+        self.staging.clear()
 
     def bytes_by_place(self) -> dict[str, int]:
         """Bytes reserved, by what for."""

@@ -114,7 +114,7 @@ class Updates:
         """Keep the updates that a step leaves."""
         shape = schedule.shape
         drained = step.drained or step.reported
-        filled = {unit.name for unit in shape.outer if unit.in_epilogue}
+        only_rows = {u.name for u in shape.outer if u.looked_up and not u.in_epilogue}
         for name in shape.late_units:
             assert drained is not None
             waiting = WaitingUpdate(unit=name, order=partial(step.order, name), drained=drained)
@@ -123,7 +123,7 @@ class Updates:
                 waiting.step = step
             else:
                 waiting.gradient = self._transfer.staging[late_staging(name)]
-                if name not in filled and step.rows is not None:
+                if name in only_rows and step.rows is not None:
                     waiting.finish = partial(self._clear, step.rows)
             self._server.leave(waiting)
 

@@ -31,11 +31,10 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from l2l.byte_size import format_bytes, parse_bytes
 from l2l.engine import Engine
-from l2l.host_memory import parse_bytes
 from l2l.parameter_server import AdamW
 from l2l.peers import NotInstalledError, Recipe, Step, find_peer
-from l2l.planner import format_bytes
 
 ENGINE = "engine"
 MEASURED, NOT_INSTALLED, FAILED = "measured", "not installed", "failed"  # what comes of a run

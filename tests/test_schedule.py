@@ -22,6 +22,7 @@ from l2l.schedule import (
     VERBS,
     Action,
     Lane,
+    OuterUnit,
     Schedule,
     Shape,
     Wait,
@@ -36,6 +37,12 @@ FOLDER = Path(__file__).parent / "schedules"
 def first_layers(count: int) -> tuple[int, ...]:
     return tuple(range(count))
 
+
+FROZEN = (OuterUnit(trained=False),)
+AFTER = OuterUnit(in_prologue=False)  # a norm
+TIED = (OuterUnit(name="T0", in_prologue=False, looked_up=True), AFTER)
+UNTIED = (OuterUnit(name="T0", in_prologue=False, in_epilogue=False, looked_up=True), AFTER)
+APART = (OuterUnit(name="T0", in_epilogue=False), AFTER)
 
 GOLDEN = {
     "three_layers_one_microbatch": Shape(layers=first_layers(3), num_microbatches=1),
@@ -54,13 +61,39 @@ GOLDEN = {
         layers=first_layers(4),
         num_microbatches=2,
         frozen_layers=frozenset({0, 1}),
-        frozen_outer=True,
+        outer=FROZEN,
     ),
     "some_layers": Shape(layers=(0, 2, 5), num_microbatches=2),
     "late_updates": Shape(
         layers=first_layers(3), num_microbatches=2, num_late=2, pending=("O", "L0")
     ),
     "device_updates": Shape(layers=first_layers(3), num_microbatches=2, device_updates=True),
+    "tied_table_on_the_host_clipped": Shape(
+        layers=first_layers(3),
+        num_microbatches=2,
+        outer=TIED,
+        num_late=4,
+        pending=("T0", "O", "L2", "L1", "L0"),
+    ),
+    "untied_table_on_the_host": Shape(
+        layers=first_layers(3), num_microbatches=2, outer=UNTIED, pending=("T0",)
+    ),
+    "tail_of_one_with_device_state": Shape(
+        layers=first_layers(3),
+        num_microbatches=2,
+        num_tail=1,
+        device_state=frozenset({2}),
+        held=frozenset({"L2"}),
+        pending=("L2",),
+    ),
+    "tail_of_all": Shape(layers=first_layers(3), num_microbatches=2, num_tail=3),
+    "shared_memory_and_kept_cells": Shape(
+        layers=first_layers(3),
+        num_microbatches=2,
+        outer=APART,
+        shares_memory=True,
+        num_kept_cells=2,
+    ),
 }
 
 
@@ -86,14 +119,14 @@ def small_shapes(*, training: bool = True) -> Iterator[Shape]:
 
 def varied_shapes() -> Iterator[Shape]:
     """Few sizes, with every other number varied."""
-    for training, frozen_layers, frozen_outer in (
-        (True, {}, False),
+    for training, frozen_layers, trains_outer in (
         (True, {}, True),
-        (True, {0}, False),
-        (True, {0, 1}, True),
-        (True, {1}, True),
-        (True, {0, 1, 2}, False),
-        (False, {}, False),
+        (True, {}, False),
+        (True, {0}, True),
+        (True, {0, 1}, False),
+        (True, {1}, False),
+        (True, {0, 1, 2}, True),
+        (False, {}, True),
     ):
         for num_slots, num_cells, num_gradient_slots, num_staging in (
             (1, 3, 1, 1),
@@ -111,7 +144,7 @@ def varied_shapes() -> Iterator[Shape]:
                 num_staging=num_staging,
                 training=training,
                 frozen_layers=frozenset(frozen_layers),
-                frozen_outer=frozen_outer,
+                outer=(OuterUnit(trained=trains_outer),),
             )
     for settings in (
         {"num_late": 1, "pending": ("O",)},

@@ -28,6 +28,7 @@ __all__ = [
     "UpdateFailedError",
     "Work",
     "busy_link",
+    "num_devices",
     "open_device",
     "plain_peak_bytes",
 ]

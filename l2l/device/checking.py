@@ -213,6 +213,10 @@ class CheckingDevice(Device):
         pass
 
     @override
+    def limit_memory(self, nbytes: int) -> None:
+        pass
+
+    @override
     def reset_peak(self) -> None:
         self._reserved.start()
 

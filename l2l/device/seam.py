@@ -99,6 +99,7 @@ class Device(ABC):
     def give_back(self) -> None:
         """Give device memory that torch keeps unused back to the driver."""
 
+    @abstractmethod
     def limit_memory(self, nbytes: int) -> None:
         """Let torch reserve no more device memory than this, and waste none of it."""
 

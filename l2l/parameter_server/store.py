@@ -71,6 +71,14 @@ class UnitForm:
         """How gradients arrive on the host."""
         return self.trained.astype(DRAINED)
 
+    def row_bytes(self, owner: str) -> int:
+        """Bytes of one row of a table, as it crosses the link."""
+        for segment in self.weight_layout.segments:
+            for one in segment.fields:
+                if one.name == owner:
+                    return one.shape[1] * segment.dtype.itemsize
+        raise KeyError(owner)
+
     @property
     def companion_name(self) -> str:
         """What the companion is called in a ledger."""
@@ -422,12 +430,15 @@ class ParameterServer:
         """Do the part of a table's update that changes these rows; `perform` does the rest."""
         order, form = waiting.order(), self.units[waiting.unit].form
         assert waiting.gradient is not None
-        widths = [shape[-1] for shape in _shapes(form)]
-        if order is None or any(width % ALIGNMENT_ELEMENTS for width in widths):
-            return  # rows that do not begin at a block are not updated apart
+        if order is None:
+            return
+        shapes = _shapes(form)
+        if any(shape[-1] % ALIGNMENT_ELEMENTS for shape in shapes):
+            # Rows that do not begin at a block are not updated apart: all are done now.
+            rows = torch.arange(max(shape[0] for shape in shapes))
         ranges = {
             name: _row_ranges(rows, shape[-1])
-            for name, shape in zip(form.trained.names, _shapes(form), strict=True)
+            for name, shape in zip(form.trained.names, shapes, strict=True)
         }
         self.update(waiting.unit, waiting.gradient, order, ranges=ranges)
         waiting.refreshed = rows

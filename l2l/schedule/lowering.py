@@ -30,6 +30,11 @@ class OuterUnit:
     """Its optimizer state is on the device, where it stays from step to step."""
 
     @property
+    def is_read(self) -> bool:
+        """Whether any phase reads it on the device."""
+        return self.in_prologue or self.in_epilogue
+
+    @property
     def stays(self) -> bool:
         """Whether it is on the device for the whole step."""
         return self.device_state or (self.in_prologue and self.in_epilogue)
@@ -92,6 +97,13 @@ class Shape:
                 raise ValueError(f"{name} must be at least {least}, found {getattr(self, name)}")
         if self.num_tail > len(self.layers):
             raise ValueError(f"num_tail={self.num_tail}, but there are {len(self.layers)} layers")
+        if not self.device_state <= {*self.tail}:
+            raise ValueError(f"device_state={sorted(self.device_state)}: the tail is {self.tail}")
+        rows = [unit for unit in self.outer if unit.looked_up]
+        if any(unit.in_prologue or unit.device_state for unit in rows):
+            raise ValueError("a table that is looked up on the host is not on the device for that")
+        if self.device_updates and (self.on_device or any(unit.trained for unit in rows)):
+            raise ValueError("device_updates leave nothing: no device_state, no trained lookups")
 
     @property
     def streamed(self) -> tuple[int, ...]:
@@ -144,12 +156,14 @@ class Shape:
         drained = self.drained_units
         late = drained[len(drained) - min(self.num_late, len(drained)) :]
         rows = [unit.name for unit in self.outer if unit.trained and unit.looked_up]
-        return (*self.on_device, *rows, *late)
+        frozen = {unit.name for unit in self.outer if not unit.trained}
+        frozen |= {f"L{layer}" for layer in self.frozen_layers}
+        return (*(unit for unit in self.on_device if unit not in frozen), *rows, *late)
 
     @property
     def on_device(self) -> tuple[str, ...]:
         """Units whose optimizer state is on the device."""
-        outer = [unit.name for unit in self.outer if unit.device_state]
+        outer = [unit.name for unit in self.outer if unit.device_state and unit.is_read]
         return (*outer, *(f"L{i}" for i in self.tail if i in self.device_state))
 
 
@@ -249,7 +263,7 @@ class _Transfers:
         self.draft: Draft = []
         runs = [list(run) for _, run in groupby(passes, key=lambda one: (one.verb, one.layer))]
         self._order = [run[0].layer for run in runs if run[0].layer is not None]
-        self._fetch(u for u in shape.outer if u.in_prologue or u.device_state)
+        self._fetch(u for u in shape.outer if u.in_prologue or u.name in shape.on_device)
         self._renew([unit.name for unit in shape.outer if unit.device_state])
         self.draft += self._slots.keep_next(self._order, shape.num_slots)
         for index, run in enumerate(runs):
@@ -326,7 +340,7 @@ class _Transfers:
                 self._release([unit])
         for layer in shape.tail[::-1]:
             self._leave_tail(layer)
-        for unit in units:
+        for unit in trained:
             if unit.device_state and not unit.in_prologue and shape.training:
                 self.draft.append(Action("measure", (unit.name, f"G{unit.name}")))
         if shape.shares_memory:

@@ -1,0 +1,27 @@
+"""The planner: a model's costs, a machine's rates and a budget in, frozen choices out."""
+
+from l2l.planner.plan import ALWAYS as ALWAYS
+from l2l.planner.plan import Decisions as Decisions
+from l2l.planner.plan import LedgerLine as LedgerLine
+from l2l.planner.plan import Plan as Plan
+from l2l.planner.problem import CostLine as CostLine
+from l2l.planner.problem import LayerCosts as LayerCosts
+from l2l.planner.problem import Problem as Problem
+from l2l.planner.problem import UnitSize as UnitSize
+from l2l.planner.search import Candidate as Candidate
+from l2l.planner.search import DoesNotFitError as DoesNotFitError
+from l2l.planner.search import find_plan as find_plan
+
+__all__ = [
+    "ALWAYS",
+    "Candidate",
+    "CostLine",
+    "Decisions",
+    "DoesNotFitError",
+    "LayerCosts",
+    "LedgerLine",
+    "Plan",
+    "Problem",
+    "UnitSize",
+    "find_plan",
+]

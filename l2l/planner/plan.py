@@ -1,0 +1,128 @@
+"""The plan: what is placed where, in bytes, and the choices that led there; frozen data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from l2l.byte_size import format_bytes
+from l2l.schedule import OuterUnit
+
+ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """What a plan decides. The defaults take least memory and need no measurement."""
+
+    microbatch_tokens: int = 8192
+    num_slots: int = 2
+    num_cells: int = 6
+    num_gradient_slots: int = 2
+    num_tail: int = 0
+    """Layers, the last of them, that stay on the device for the whole step."""
+    num_device_states: int = 0
+    """Of these, how many have their optimizer state on the device."""
+    piece_tokens: int | None = None
+    """Positions that pass the epilogue at once; None: all of a microbatch."""
+    keep: float = 0.0
+    """Share of its intermediate results that a streamed layer keeps instead of recomputing."""
+    num_kept_cells: int = 0
+    num_late: int = 0
+    """Units whose update is left to the next step although it could be done in its own."""
+    shares_memory: bool = False
+    """Whether head and layers' gradients take turns in the same memory."""
+    outer_state: bool = False
+    """Whether what is around the layers stays on the device with its optimizer state."""
+
+    def outer_unit(self, unit: OuterUnit) -> OuterUnit:
+        """A trained unit around the layers, placed as decided."""
+        if not self.outer_state:
+            return unit
+        before = unit.in_prologue or unit.looked_up
+        return replace(unit, in_prologue=before, looked_up=False, device_state=True)
+
+    def override(self, choices: Mapping[str, Any]) -> Decisions:
+        """The same with some choices made otherwise.
+
+        Raises:
+            ValueError: there is no such choice.
+        """
+        unknown = set(choices) - set(self.__slots__)
+        if unknown:
+            raise ValueError(
+                f"overrides has {sorted(unknown)}, which the plan does not decide. Expected names "
+                f"among {', '.join(self.__slots__)}."
+            )
+        return replace(self, **choices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerLine:
+    """Bytes for one purpose in one place."""
+
+    place: str  # "device" or "host"
+    purpose: str
+    nbytes: int
+    phase: str = ALWAYS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The ledger, the choices, and what is to be expected of them."""
+
+    ledger: tuple[LedgerLine, ...]
+    choices: tuple[tuple[str, str], ...]
+    budget_bytes: int | None = None
+    predicted_seconds: float | None = None  # of a step
+    bound: str | None = None  # "compute", "link" or "host"
+    num_tokens: int | None = None  # of a step
+    measured: tuple[str, ...] = ()  # lines about the first steps
+
+    def phases(self) -> dict[str, int]:
+        """Device bytes in each phase of a step, with what is there always."""
+        own = [line for line in self.ledger if line.place == "device"]
+        always = sum(line.nbytes for line in own if line.phase == ALWAYS)
+        names = dict.fromkeys(line.phase for line in own if line.phase != ALWAYS)
+        return {
+            name: always + sum(line.nbytes for line in own if line.phase == name)
+            for name in names or (ALWAYS,)
+        }
+
+    def total_bytes(self, place: str) -> int:
+        """Bytes of a place; of the device those of the phase that takes most."""
+        if place == "device":
+            return max(self.phases().values(), default=0)
+        return sum(line.nbytes for line in self.ledger if line.place == place)
+
+    def __str__(self) -> str:
+        labels = [line.purpose for line in self.ledger] + [name for name, _ in self.choices]
+        width = max(map(len, labels), default=0) + 2
+        rows: list[str] = []
+        limit = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
+        rows.append(f"device: {format_bytes(self.total_bytes('device'))}{limit}")
+        phases = self.phases()
+        for phase in (ALWAYS, *(name for name in phases if name != ALWAYS)):
+            own = [one for one in self.ledger if one.place == "device" and one.phase == phase]
+            if phase != ALWAYS:
+                rows.append(f"  {phase}: {format_bytes(phases[phase])} with the above")
+            indent = "  " if phase == ALWAYS else "    "
+            rows += [f"{indent}{one.purpose:<{width}}{format_bytes(one.nbytes):>12}" for one in own]
+        rows.append(f"host: {format_bytes(self.total_bytes('host'))}")
+        rows += [
+            f"  {line.purpose:<{width}}{format_bytes(line.nbytes):>12}"
+            for line in self.ledger
+            if line.place == "host"
+        ]
+        rows.append("choices:")
+        rows += [f"  {name + ':':<{width}}{value}" for name, value in self.choices]
+        if self.predicted_seconds is not None:
+            speed = ""
+            if self.num_tokens:
+                speed = f", {self.num_tokens / self.predicted_seconds:,.0f} tokens/s"
+            rows.append(
+                f"expected: {self.predicted_seconds:.3f} s a step{speed}; {self.bound} bound"
+            )
+        rows += self.measured
+        return "\n".join(rows)

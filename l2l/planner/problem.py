@@ -1,0 +1,86 @@
+"""What a plan is made for: sizes and costs of a model's parts, a batch, and what was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from l2l.layer_cost import PassCost
+from l2l.parameter_server import UpdatePolicy
+from l2l.schedule import OuterUnit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSize:
+    """Bytes of a unit, by where they may be."""
+
+    weight_bytes: int
+    gradient_bytes: int  # sums, in float32
+    staging_bytes: int  # as gradients cross the link
+    state_bytes: int  # optimizer state, and what completes the master
+    num_trained: int  # parameters
+
+
+@dataclass(frozen=True, slots=True)
+class CostLine:
+    """The cost of a pass for any number of rows, from those for one row and for two."""
+
+    one: PassCost
+    two: PassCost
+
+    def at(self, rows: float) -> PassCost:
+        """The cost for so many rows."""
+
+        def line(first: float, second: float) -> float:
+            return max(0.0, first + (second - first) * (rows - 1))
+
+        one, two = self.one, self.two
+        return replace(
+            one,
+            matrix_flops=line(one.matrix_flops, two.matrix_flops),
+            moved_bytes=line(one.moved_bytes, two.moved_bytes),
+            num_kernels=max(one.num_kernels, two.num_kernels),
+            working_bytes=int(line(one.working_bytes, two.working_bytes)),
+            output_bytes=int(line(one.output_bytes, two.output_bytes)),
+            kept_bytes=int(line(one.kept_bytes, two.kept_bytes)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCosts:
+    """The passes of one layer."""
+
+    forward: CostLine
+    backward: CostLine  # recomputation and backward
+    kept_forward: CostLine  # keeping everything, as layers of the tail do
+    kept_backward: CostLine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Everything a plan depends on but the machine and the budget."""
+
+    layers: tuple[UnitSize, ...]
+    costs: tuple[LayerCosts, ...]  # for each layer
+    outer: tuple[tuple[OuterUnit, UnitSize], ...]
+    num_rows: int  # of a batch
+    length: int  # positions in a row
+    hidden_bytes: int  # of one row
+    recorded_bytes: int  # of one row, about
+    looked_up_bytes: int  # of one row
+    head_parameters: int  # in matrices of the epilogue
+    head_width: int  # its widest output: words
+    may_cut_rows: bool  # whether the epilogue may run on some rows of a microbatch
+    may_cut_positions: bool
+    may_keep: bool  # whether streamed layers can keep some of their results
+    policy: UpdatePolicy
+    update_bytes: float  # host memory traffic of an update, for each parameter
+    eight_bit: bool
+    may_update_on_device: bool
+    buffer_bytes: int
+    server_bytes: int  # of the parameter server, on the host
+    host_limit_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions of a batch."""
+        return self.num_rows * self.length

@@ -1,0 +1,270 @@
+"""An engine's plan: made from its first batch, kept, compared with what is then measured."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, final
+
+from l2l.batch import Microbatch, num_rows, take_rows, token_length
+from l2l.byte_size import format_bytes, parse_bytes
+from l2l.carving import CarvedModel, Recording
+from l2l.device import Device
+from l2l.hardware import Hardware, known_hardware
+from l2l.loss import trial_batch
+from l2l.outer_pass import OuterFacts
+from l2l.parameter_server import (
+    HostKernel,
+    Optimizer,
+    UnitForm,
+    UpdatePolicy,
+    device_update,
+    host_bytes,
+)
+from l2l.planner import Candidate, Decisions, LedgerLine, Plan, Problem, find_plan
+from l2l.rehearsal import Usage
+from l2l.schedule import OuterUnit
+from l2l.survey import head_of, is_eight_bit, layer_costs, unit_size, update_bytes
+
+logger = logging.getLogger("l2l")
+
+FREE_SHARE = 0.9  # of free device memory that is used if the user names no budget
+NUM_MARKS = 4  # steps after which prediction and measurement are compared
+
+
+def parse_budget(device_memory: int | str | None) -> int | None:
+    """The device memory that may be used, in bytes.
+
+    Raises:
+        ValueError: the text is not a size.
+    """
+    if device_memory is None:
+        return None
+    found = parse_bytes(device_memory, name="device_memory")
+    if found < 1:
+        raise ValueError(f"device_memory={device_memory!r}; expected a size above 0, or None.")
+    return found
+
+
+@final
+class Planning:
+    """Owner of an engine's choices."""
+
+    def __init__(
+        self,
+        *,
+        carved: CarvedModel,
+        forms: Mapping[str, UnitForm],
+        device: Device | None,
+        optimizer: Optimizer,
+        policy: UpdatePolicy,
+        kernel: HostKernel | None,
+        budget: int | None,
+        host_limit: int,
+        compiled: bool,
+        overrides: Mapping[str, Any],
+        hardware: Hardware | None = None,
+    ) -> None:
+        """Nothing is planned yet.
+
+        Without a `device`, `hardware` and `budget` say what the plan is for.
+        """
+        self._carved = carved
+        self._forms = forms
+        self._device = device
+        self._optimizer = optimizer
+        self._policy = policy
+        self._kernel = kernel
+        self._budget = budget
+        self._host_limit = host_limit
+        self._compiled = compiled
+        self._overrides = dict(overrides)
+        self._hardware = hardware
+        self._candidate: Candidate | None = None
+        self._num_tokens = 0
+        self._most_tokens = 0  # of a microbatch, that the plan is for
+        self._marks: list[float] = []
+        self.decisions = Decisions().override(self._overrides)
+
+    def must_plan(self, batch: Any, *, rows: int | None) -> bool:
+        """Whether a batch has larger microbatches than the plan is for."""
+        if self._candidate is None:
+            return not self._most_tokens
+        if isinstance(batch, Mapping):
+            length = token_length(batch)
+            chosen = rows or max(1, self.decisions.microbatch_tokens // length)
+            return min(chosen, num_rows(batch)) * length > self._most_tokens
+        return max(num_rows(one) * token_length(one) for one in batch) > self._most_tokens
+
+    def make(
+        self,
+        batch: Any,
+        *,
+        rows: int | None,
+        outer: tuple[OuterUnit, ...],
+        usage: Mapping[str, Usage],
+        facts: OuterFacts,
+        record: Callable[[Microbatch], Recording],
+        buffer_bytes: int,
+    ) -> None:
+        """Choose for batches like this one.
+
+        Raises:
+            ValueError: nothing fits the budget.
+        """
+        parts: Sequence[Mapping[str, Any]] = [batch] if isinstance(batch, Mapping) else batch
+        longest = max(parts, key=token_length)
+        length = token_length(longest)
+        total = sum(num_rows(one) for one in parts)
+        if not isinstance(batch, Mapping):
+            rows = max(num_rows(one) for one in parts)
+        self._num_tokens = sum(num_rows(one) * token_length(one) for one in parts)
+        self._marks.clear()
+        if not self._look_at_machine():
+            self._most_tokens = 1  # nothing to plan: the defaults hold for any batch
+            return
+        one = take_rows(longest, 0, 1)
+        recordings = [record(one), record(trial_batch(one, cut=False))]
+        hidden = recordings[0].hidden
+        assert hidden is not None
+        forms = self._forms
+        layers = [forms[f"L{i}"] for i in range(self._carved.num_layers)]
+        head_parameters, head_width = head_of([forms[u.name] for u in outer if u.in_epilogue])
+        problem = Problem(
+            layers=tuple(unit_size(form) for form in layers),
+            costs=layer_costs(self._carved, forms, recordings, fused=self._compiled),
+            outer=tuple((unit, unit_size(forms[unit.name])) for unit in outer),
+            num_rows=total,
+            length=length,
+            hidden_bytes=hidden.nbytes,
+            recorded_bytes=sum(tensor.nbytes for tensor in recordings[0].tensors),
+            looked_up_bytes=sum(
+                one[lookup.name].numel() * forms[unit.name].row_bytes(lookup.owner)
+                for unit in outer
+                if unit.looked_up
+                for lookup in usage[unit.name].lookups
+            ),
+            head_parameters=head_parameters,
+            head_width=head_width,
+            may_cut_rows=facts.alone and not facts.changing,
+            may_cut_positions=facts.within_rows,
+            may_keep=self._compiled,
+            policy=self._policy,
+            update_bytes=update_bytes(self._optimizer, layers[-1]),
+            eight_bit=is_eight_bit(self._optimizer),
+            may_update_on_device=device_update.supports(self._optimizer),
+            buffer_bytes=buffer_bytes,
+            server_bytes=host_bytes(list(forms.values()), self._policy),
+            host_limit_bytes=self._host_limit,
+        )
+        if self._device is not None:
+            self._device.give_back()
+        assert self._budget is not None
+        assert self._hardware is not None
+        self._candidate = find_plan(
+            problem,
+            self._hardware,
+            budget_bytes=self._budget,
+            rows=rows,
+            overrides=self.decisions,
+            fixed=frozenset(self._overrides),
+        )
+        self.decisions = self._candidate.decisions.override(self._overrides)
+        self._most_tokens = self._candidate.rows * length
+
+    def _look_at_machine(self) -> bool:
+        """Measure the machine and limit torch to the budget; False if there is none to keep to."""
+        if self._device is None:
+            return True
+        if self._budget is None and self._device.torch_device.type == "cpu":
+            return False
+        if self._hardware is None:
+            self._hardware = known_hardware(self._device, self._kernel)
+            if self._budget is None:
+                self._budget = int(FREE_SHARE * self._device.free_bytes())
+            self._device.limit_memory(self._budget)
+        return True
+
+    def mark(self, *, training: bool) -> None:
+        """A step has ended on the device."""
+        if training:
+            self._marks.append(time.perf_counter())
+        else:
+            self._marks.clear()
+        if len(self._marks) == NUM_MARKS and self._candidate and self._device:
+            logger.info("%s", "; ".join(self._measured(self._device.peak_bytes())))
+
+    def _measured(self, peak_bytes: int) -> tuple[str, ...]:
+        if len(self._marks) < 3:
+            return ()
+        recent = self._marks[-NUM_MARKS:]
+        step = min(later - earlier for earlier, later in pairwise(recent))
+        compared = ""
+        if self._candidate is not None:
+            compared = f" ({step / self._candidate.seconds - 1:+.0%} of what was expected)"
+        speed = f"{self._num_tokens / step:,.0f} tokens/s"
+        return (
+            f"measured: {step:.3f} s a step, {speed}{compared}; device peak "
+            f"{format_bytes(peak_bytes)}",
+        )
+
+    def plan(
+        self,
+        *,
+        arena: Mapping[str, int],
+        reserved: Mapping[str, int],
+        choices: tuple[tuple[str, str], ...],
+        peak_bytes: int,
+    ) -> Plan:
+        """The plan as it is now: planned bytes on the device, those taken on the host."""
+        found, decisions = self._candidate, self.decisions
+        host = tuple(LedgerLine(place="host", purpose=k, nbytes=v) for k, v in arena.items())
+        if found is None:
+            device = tuple(
+                LedgerLine(place="device", purpose=k, nbytes=v) for k, v in reserved.items()
+            )
+            return Plan(
+                ledger=device + host,
+                choices=(*choices, *describe(decisions, None, self._carved.num_layers)),
+                measured=self._measured(peak_bytes),
+            )
+        places = {"device"} if arena else {"device", "host"}
+        planned = tuple(line for line in found.ledger if line.place in places)
+        return Plan(
+            ledger=planned + host,
+            choices=(*choices, *describe(decisions, found.rows, self._carved.num_layers)),
+            budget_bytes=self._budget,
+            predicted_seconds=found.seconds,
+            bound=found.bound,
+            num_tokens=self._num_tokens,
+            measured=self._measured(peak_bytes),
+        )
+
+
+def describe(
+    decisions: Decisions, rows: int | None, num_layers: int
+) -> tuple[tuple[str, str], ...]:
+    """Choices for people."""
+    microbatch = f"about {decisions.microbatch_tokens:,} tokens"
+    if rows is not None:
+        microbatch = f"{rows} rows, {decisions.microbatch_tokens:,} tokens"
+    tail = "none: all layers are streamed"
+    if decisions.num_tail:
+        tail = f"the last {decisions.num_tail} of {num_layers} layers stay on the device"
+        if decisions.num_device_states:
+            tail += f", {decisions.num_device_states} of them with their optimizer state"
+    piece = decisions.piece_tokens
+    kept = f"{decisions.keep:.0%} of what a layer makes" if decisions.num_kept_cells else "nothing"
+    late = f"{decisions.num_late} units in the next step" if decisions.num_late else "none"
+    around = "stays on the device with its state" if decisions.outer_state else "comes when needed"
+    return (
+        ("microbatch", microbatch),
+        ("tail", tail),
+        ("epilogue", f"in pieces of {piece:,} tokens" if piece else "a microbatch at once"),
+        ("kept, not recomputed", kept),
+        ("updates left", late),
+        ("around the layers", around),
+        ("memory of the head", "shared with gradients" if decisions.shares_memory else "its own"),
+    )

@@ -1,0 +1,44 @@
+"""What a model's weights are divided into: a unit for each layer, each table, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from l2l.carving import CarvedModel, UnitTensors
+from l2l.parameter_server import Optimizer, ParameterServer, UnitForm
+from l2l.precision import PrecisionPolicy
+from l2l.schedule import OUTER
+
+
+def units_of(carved: CarvedModel) -> list[tuple[str, UnitTensors]]:
+    """What moves into the server; the outer buffers stay with the skeleton, on the device."""
+    layers = [(f"L{index}", one) for index, one in enumerate(carved.layer_tensors)]
+    outer, tables = carved.outer_tensors.parameters, carved.tables
+    rest = {owner: value for owner, value in outer.items() if owner not in tables}
+    units = [
+        (f"T{index}", UnitTensors(parameters={owner: outer[owner]}, buffers={}))
+        for index, owner in enumerate(tables)
+    ]
+    return [*layers, *units, (OUTER, UnitTensors(parameters=rest, buffers={}))]
+
+
+def forms_of(
+    carved: CarvedModel,
+    *,
+    optimizer: Optimizer,
+    settings: Mapping[str, Mapping[str, Any]],
+    precision: PrecisionPolicy,
+) -> list[UnitForm]:
+    """What every unit is made of with an optimizer; `settings` has those of what is trained."""
+    return [
+        ParameterServer.form(
+            name,
+            parameters=tensors.parameters,
+            buffers=tensors.buffers,
+            settings=settings,
+            precision=precision,
+            optimizer=optimizer,
+        )
+        for name, tensors in units_of(carved)
+    ]
