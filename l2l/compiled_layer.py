@@ -114,6 +114,17 @@ def _call(module: nn.Module, tensors: dict[str, Tensor], args: Any, kwargs: Any)
     return Returns.unwrap(functional_call(module, tensors, args, kwargs))
 
 
+@contextlib.contextmanager
+def _own_numbers(template: Template) -> Iterator[None]:
+    """Leave the numbers of the template's own layer, which also runs uncompiled, as they were."""
+    before = [(module, name, module.__dict__[name]) for module, name in template.numbers]
+    try:
+        yield
+    finally:
+        for module, name, number in before:
+            module.__dict__[name] = number
+
+
 @final
 class Program:
     """One structure's compiled code, for one limit on what is kept."""
@@ -152,7 +163,7 @@ class Program:
             if anchors is None
             else saved_tensors_hooks(handed.pack, handed.unpack)
         )
-        with torch.enable_grad(), hooks, self._settings():
+        with torch.enable_grad(), hooks, self._settings(), _own_numbers(template):
             output = self._function(template.module, template.tensors(bound), args, kwargs)
         handed.wanted = inputs.wanted(hidden, recorded, bound)
         if output.requires_grad:
@@ -198,7 +209,8 @@ class Compiler:
         self._backend = backend
         self._programs: dict[tuple[str, float], Program] = {}
         self._uncompiled: set[str] = set()
-        self._unchecked: set[str] = set()  # structures that draw random numbers
+        self._random: set[str] = set()  # structures that draw random numbers
+        self._unchecked: set[str] = set()  # those of them whose gradients were not compared yet
         self.seconds = 0.0
 
     @property
@@ -227,6 +239,7 @@ class Compiler:
 
     def note_random(self, structure: str) -> None:
         """A structure draws random numbers ([Note: random numbers])."""
+        self._random.add(structure)
         self._unchecked.add(structure)
 
     def compiles(self, structure: str) -> bool:
@@ -242,7 +255,7 @@ class Compiler:
             self._programs[key] = Program(
                 backend=self._backend,
                 keep=keep,
-                own_random_numbers=structure in self._unchecked,
+                own_random_numbers=structure in self._random,
             )
         return self._programs[key]
 

@@ -5,7 +5,7 @@ The code around the layers is the model's and is run as it is. Two function mode
 - `Readers` notes, on a few rows, which parameters are read by which function and in which phase.
   So we learn which units each phase needs, and which tables are read by lookup alone.
 - `Answers` runs a phase without its tables: a lookup is answered with rows that were gathered on
-  the host, or, in the epilogue, whose repeated prologue nobody looks at, with zeros. It also lets a
+  the host, or, in the epilogue, whose repeated prologue nobody looks at, with NaN. It also lets a
   head add its weight gradient straight into the float32 sums.
 
 [Note: head] The gradient of a head's weight is as large as the head, once for every piece of an
@@ -13,11 +13,11 @@ epilogue. Adding it up in two kernels would cost more memory than the logits and
 the step. A matrix product with a float32 accumulator does both at once, without rounding in
 between. It is used on devices with that product, for 16-bit weights; elsewhere plain PyTorch runs.
 
-[Note: frugal loss] Cross-entropy over many words keeps its logits several times over: as float32, as
-log-probabilities, as gradient. The gradient of each row is known as soon as its loss is, so it can
-take the place of the float32 logits, a few rows at a time: 8 bytes for a logit instead of 14. That
-is done where the logits were widened to float32 for the loss, so that nobody else sees them, and
-the loss is a plain one; the numbers are those of torch but for rounding.
+[Note: frugal loss] Cross-entropy over many words keeps its logits several times over: as float32,
+as log-probabilities, as gradient. The gradient of each row is known as soon as its loss is, so it
+can take the place of the float32 logits, a few rows at a time: 8 bytes for a logit instead of 14.
+That is done where the logits were widened to float32 for the loss, so that nobody else sees them,
+and the loss is a plain one; the numbers are those of torch but for rounding.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ class Answers(TorchFunctionMode):
             elif id(one) in self.absent:
                 raise RuntimeError(
                     f"the model reads {self.absent[id(one)]!r} where it did not for the first "
-                    "batch, so it is not on the device. Say embedding='device' to keep all "
-                    "parameters around the layers there."
+                    "batch, so it is not on the device. Begin with a batch for which it does, or, "
+                    "if it is an embedding table read before the layers, say embedding='device'."
                 )
 
 
@@ -201,6 +201,7 @@ class _SummingProduct(torch.autograd.Function):
         return wanted, None, None
 
 
+VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 PIECE_BYTES = 64 << 20  # of logits that are worked on at once
 
 
@@ -225,7 +226,7 @@ class FrugalLoss:
             and not given.get("label_smoothing")
             and reduction in ("mean", "sum")
         )
-        own = logits.grad_fn is not None and logits.grad_fn.name() == "ToCopyBackward0"
+        own = _was_widened(logits)
         whole = logits.dim() == 2 and logits.is_contiguous() and targets.dim() == 1
         if not (plain and own and whole and logits.dtype is torch.float32):
             return None
@@ -239,6 +240,14 @@ class FrugalLoss:
         if self.mean:
             return total / (self.targets != self.ignored).sum()
         return total
+
+
+def _was_widened(logits: Tensor) -> bool:
+    """Whether a tensor, or what it is a view of, was just made by a change of dtype."""
+    node = logits.grad_fn
+    while node is not None and node.name() in VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == "ToCopyBackward0"
 
 
 class _FrugalFunction(torch.autograd.Function):

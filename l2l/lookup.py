@@ -96,9 +96,15 @@ class HostRows:
     def _rows(self, microbatch: Mapping[str, Any]) -> Rows:
         ids, described = [], []
         for lookup in self.lookups:
-            given = microbatch[lookup.name]
+            given = microbatch.get(lookup.name)
+            if not isinstance(given, Tensor):
+                raise ValueError(
+                    f"the batch has no tensor {lookup.name!r}, by which rows of the table "
+                    f"{lookup.owner!r} are looked up. Expected the entries of the first batch."
+                )
             table = self._server.units[lookup.unit].weight_of(lookup.owner)
-            flat = given.reshape(-1).to(device="cpu", dtype=torch.int64)
+            # A copy: they are needed when the caller may have filled the batch anew.
+            flat = given.reshape(-1).to(device="cpu", dtype=torch.int64, copy=True)
             if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= table.shape[0]):
                 raise ValueError(
                     f"{lookup.name!r} has values from {int(flat.min())} to {int(flat.max())}, but "

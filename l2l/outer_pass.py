@@ -1,7 +1,7 @@
 """Prologue and epilogue: the model's own code around the layers, on one microbatch.
 
 Only the units that a phase reads are on the device for it. The rest of what the code sees is a
-*placeholder*, zeros without memory; lookups in a table that is not there are answered
+*placeholder*, NaN without memory; lookups in a table that is not there are answered
 (interception.py).
 
 [Note: pieces] The epilogue of a language model makes logits, words times tokens of them, several
@@ -135,7 +135,7 @@ class OuterPass:
                     continue
                 for owner in unit.form.weight_layout.names:
                     weight = unit.weight_of(owner)
-                    nothing = torch.zeros((), dtype=weight.dtype, device=self._device.torch_device)
+                    nothing = _nothing(weight.dtype, self._device.torch_device)
                     self._placeholders[owner] = nothing.expand(weight.shape)
         return self._placeholders
 
@@ -160,8 +160,9 @@ class OuterPass:
 
         owners = {one.owner for one in self.facts.lookups}
         rows_of = {id(self._placeholders[owner]): answer(owner) for owner in owners}
-        answers = Answers(rows=rows_of, heads={}, absent=self._absent() if owners else {})
-        with torch.set_grad_enabled(training), answers if owners else contextlib.nullcontext():
+        answers = Answers(rows=rows_of, heads={}, absent=self._absent())
+        watched = answers if self.facts.alone else contextlib.nullcontext()
+        with torch.set_grad_enabled(training), watched:
             return self._carved.prologue(inputs)
 
     def _absent(self) -> dict[int, str]:
@@ -178,13 +179,14 @@ class OuterPass:
         if not self.facts.alone:
             return self._carved.epilogue(inputs, hidden)
         tables = [owner for owner in self._carved.tables if owner in self._placeholders]
-        zeros: dict[int, Callable[[Lookup], Tensor]] = {
-            id(self._placeholders[owner]): _zeros for owner in tables
+        unseen: dict[int, Callable[[Lookup], Tensor]] = {
+            id(self._placeholders[owner]): _no_rows for owner in tables
         }
         frugal = self.frugal and torch.is_grad_enabled()
-        answers = Answers(rows=zeros, heads=heads or {}, absent={}, frugal=frugal)
+        answers = Answers(rows=unseen, heads=heads or {}, absent={}, frugal=frugal)
 
         def delivered() -> None:
+            unseen.clear()
             answers.absent = self._absent()
 
         with answers:
@@ -270,6 +272,8 @@ class OuterPass:
         whole = rule is Rule.UNKNOWN or not self.facts.alone or bool(self.facts.changing)
         length = hidden.shape[1] if hidden.dim() > 2 else 1
         tokens = None if whole else self.piece_tokens
+        if tokens is not None and rule is Rule.ROWS and _ignores(host):
+            tokens = None  # what the loss ignores is not counted, so pieces cannot be weighed
         found = pieces(hidden.shape[0], length, tokens=tokens, within_rows=self.facts.within_rows)
         within = any(piece.positions is not None for piece in found)
         if within and rule is Rule.SHIFTED_LABELS:
@@ -325,6 +329,23 @@ class OuterPass:
         self._placeholders.clear()
 
 
-def _zeros(lookup: Lookup) -> Tensor:
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What stands for values nobody looks at: NaN shows even through a factor of zero."""
+    if not dtype.is_floating_point:
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.full((), torch.nan, dtype=dtype, device=device)
+
+
+def _no_rows(lookup: Lookup) -> Tensor:
     shape = (*lookup.ids.shape, lookup.weight.shape[1])
-    return torch.zeros(shape, dtype=lookup.weight.dtype, device=lookup.weight.device)
+    return _nothing(lookup.weight.dtype, lookup.weight.device).repeat(shape)
+
+
+def _ignores(microbatch: Mapping[str, Any]) -> bool:
+    """Whether there are targets that losses ignore."""
+    return any(
+        isinstance(value, Tensor)
+        and not value.is_floating_point()
+        and bool((value == IGNORED).any())
+        for value in microbatch.values()
+    )

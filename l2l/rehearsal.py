@@ -358,6 +358,7 @@ def _usage(
                 for name, value in batch.items()
                 if isinstance(value, Tensor) and lookup.is_by(value)
             ]
+            names.sort(key=lambda name: batch[name] is not lookup.ids)  # entries may share memory
             otherwise |= not names
             lookups += [
                 TableLookup(unit=unit, owner=owner, name=name, padding_idx=lookup.padding_idx)
@@ -375,4 +376,6 @@ def _same(first: Any, second: Any) -> bool:
         return isinstance(first, Tensor) == isinstance(second, Tensor)
     if first.shape != second.shape:
         return False
-    return bool(torch.equal(torch.nan_to_num(first), torch.nan_to_num(second)))
+    return torch.equal(first.isnan(), second.isnan()) and torch.equal(
+        torch.nan_to_num(first), torch.nan_to_num(second)
+    )

@@ -12,7 +12,7 @@ Layers run through a compiler where they can (compiled_layer.py), else as they a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import final
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from l2l.batch import Microbatch
-from l2l.carving import CarvedModel, Recording
+from l2l.carving import CarvedModel, RecordedTensor, Recording
 from l2l.compiled_layer import Compiler, Handed, Program
 from l2l.device import Device, Event, Work
 from l2l.layer_pass import (
@@ -115,7 +115,7 @@ class Relay:
             "collect": self._updates.collect,
             "update": self._updates.update,
             "renew": self._updates.renew,
-            "mirror": lambda _, unit, slot: self._transfer.mirror(unit, slot),
+            "mirror": self._updates.mirror,
             "revise": self._updates.revise,
             "return": lambda _, unit, slot: self._transfer.give_back(unit, slot),
             "stash": lambda _, value, m, cell: self._stash.stash(f"{value} {m}", cell),
@@ -171,7 +171,7 @@ class Relay:
             step.reported = self._device.record(Lane.DRAIN)
         elif action.verb in ("drain", "measure"):
             step.drained = self._device.record(Lane.DRAIN)
-        elif action.verb in ("update", "settle", "collect"):
+        elif action.verb in ("update", "settle", "order", "collect"):
             event = self._device.record(Lane.UPDATE)
             self._server.note_pending(action.operands[0], event)
             step.collected = event if action.verb == "collect" else step.collected
@@ -238,7 +238,7 @@ class Relay:
             inputs = self._tail_inputs(step, layer, m, recorded, hidden, requires=below)
             walked, hidden = self._walk(layer, inputs, step, m)
             walks.append((inputs, walked))
-            below = below or bool(self._trained(f"L{layer}"))
+            below = below or self._adds_gradient(step, layer, m)
         bound = self._outer.bind(slots)
         if self._scale_of is not None:
             step.loss_scale = self._scale_of(step)
@@ -273,8 +273,7 @@ class Relay:
 
     def _below(self, step: Step, m: int) -> bool:
         """Whether the hidden state that enters the epilogue requires a gradient."""
-        trained = any(self._trained(f"L{i}") for i in self._shape.streamed)
-        return step.training and (trained or step.hidden_requires[m])
+        return step.training and self._requires(step, self._shape.streamed, m)
 
     def _score(self, step: Step, microbatch: str, slots: str, recorded: str, cell: str) -> None:
         m = int(microbatch[1:])
@@ -473,7 +472,7 @@ class Relay:
         changing: Mapping[str, Tensor],
     ) -> LayerInputs:
         layers = self._shape.layers
-        below = any(self._trained(f"L{i}") for i in layers[: layers.index(index)])
+        below = layers[: layers.index(index)]
         return self._layer_inputs(
             step,
             index,
@@ -481,7 +480,7 @@ class Relay:
             slot=slot,
             recorded=self._stash.get(recorded, f"r m{m}"),
             hidden=self._stash.get(before, f"h{index} m{m}")[0],
-            requires=step.training and (below or step.hidden_requires[m]),
+            requires=step.training and self._requires(step, below, m),
             changing=changing,
         )
 
@@ -576,6 +575,17 @@ class Relay:
             sums[index] = sums[index] + wide if index in sums else wide
         step.gathered[m] = list(sums)
         return list(sums.values())
+
+    def _requires(self, step: Step, below: Sequence[int], m: int) -> bool:
+        """Whether the hidden state after these layers requires a gradient in plain PyTorch."""
+        return step.hidden_requires[m] or any(self._adds_gradient(step, i, m) for i in below)
+
+    def _adds_gradient(self, step: Step, index: int, m: int) -> bool:
+        """Whether a layer is trained, or is given something recorded that requires a gradient."""
+        return bool(self._trained(f"L{index}")) or any(
+            isinstance(leaf, RecordedTensor) and leaf.index in step.through[m]
+            for leaf in (step.calls[m][index].leaves if step.through[m] else ())
+        )
 
     def _trained(self, unit: str) -> tuple[str, ...]:
         return self._server.units[unit].form.trained.names

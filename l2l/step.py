@@ -44,8 +44,6 @@ class Step:
     received: dict[str, set[str]] = field(default_factory=dict)  # unit -> parameters
     rows: RowSet | None = None  # of tables that are looked up on the host
     handed: dict[tuple[int, int], Handed] = field(default_factory=dict)  # layer, microbatch
-    orders: dict[str, tuple[Step, Tensor]] = field(default_factory=dict)
-    """Updates on the device that another step has left: that step, and the update's numbers."""
     grown: dict[str, float] = field(default_factory=dict)  # squared norms the host has added
     buffers_before: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -64,7 +62,7 @@ class Step:
         """Let go of what only the passes need; a report keeps the rest of a step alive."""
         for kept in (self.microbatches, self.calls, self.through, self.gathered):
             kept.clear()
-        for noted in (self.hidden_requires, self.buffers_before, self.handed, self.orders):
+        for noted in (self.hidden_requires, self.buffers_before, self.handed):
             noted.clear()
 
     def share(self, part: Mapping[str, Any]) -> float:

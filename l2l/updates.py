@@ -98,8 +98,13 @@ class Updates:
     def collect(self, step: Step, unit: str, staging: str) -> None:
         """Add the gradients of looked-up rows to a table's."""
         assert step.rows is not None
-        step.grown[unit] = self._rows.collect(unit, step.rows, self._transfer.staging[staging])
+        memory = self._transfer.staging[staging]
         looked_up = {one.owner for one in self._rows.lookups if one.unit == unit}
+        if unit in step.received:  # the epilogue had it; what it gave no gradient is not drained
+            layout = self._server.units[unit].form.staging_layout
+            for owner in looked_up - step.received[unit]:
+                layout.view(memory, owner).zero_()
+        step.grown[unit] = self._rows.collect(unit, step.rows, memory)
         step.received.setdefault(unit, set()).update(looked_up)
 
     def gather(self, step: Step, microbatch: str) -> None:
@@ -151,13 +156,17 @@ class Updates:
         self._rows.clear(waiting.unit, rows, waiting.gradient)
 
     def order(self, step: Step, unit: str) -> Work:
-        """The work of an order line: the numbers of an update on the device, into host memory."""
-        waiting = self.take_waiting(unit)
+        """The work of an order line: the numbers of an update on the device, into host memory.
+
+        The update waits until `mirror`: it must not be lost if the step fails before.
+        """
+        waiting = self._server.waiting[unit]
+        if waiting.numbers is not None:  # a step that failed has ordered it
+            return lambda: None
+        self._device.wait(Lane.UPDATE, waiting.drained)
         trained = self._server.units[unit].form.trained.names
-        record = self._device.host_record(len(trained), device_update.NUM_NUMBERS)
-        assert waiting.step is not None
-        step.orders[unit] = (waiting.step, record)
-        return partial(self._write_numbers, waiting, record)
+        waiting.numbers = self._device.host_record(len(trained), device_update.NUM_NUMBERS)
+        return partial(self._write_numbers, waiting, waiting.numbers)
 
     def _write_numbers(self, waiting: WaitingUpdate, record: Tensor) -> None:
         unit, order = self._server.units[waiting.unit], waiting.order()
@@ -181,9 +190,20 @@ class Updates:
 
     def renew(self, step: Step, unit: str, slot: str, gradient_slot: str) -> None:
         """An update on the device, with the numbers that the host has written."""
-        before, record = step.orders[unit]
-        numbers = record.to(self._device.torch_device, non_blocking=True)
-        self._apply(before, unit, slot, gradient_slot, numbers)
+        waiting = self._server.waiting[unit]
+        if waiting.renewed:
+            return
+        assert waiting.numbers is not None
+        numbers = waiting.numbers.to(self._device.torch_device, non_blocking=True)
+        self._apply(waiting.step, unit, slot, gradient_slot, numbers)
+        waiting.renewed = True
+
+    def mirror(self, step: Step, unit: str, slot: str) -> None:
+        """The weights of an update on the device to the host: it waits no longer."""
+        self._transfer.mirror(unit, slot)
+        waiting = self._server.waiting.get(unit)
+        if waiting is not None and waiting.renewed:
+            self._server.take_waiting(unit)
 
     def _apply(self, step: Step, name: str, slot: str, gradient_slot: str, numbers: Tensor) -> None:
         """Update a unit with the gradients of a step."""
@@ -208,23 +228,28 @@ class Updates:
         names = unit.form.trained.names
         assert settings is not None
         received = step.received.get(name, set())
+        # What lies between parameters is not zero, and would count in the units of their blocks.
+        blocks = any(kind.per_block for kind in unit.form.state_kinds.values())
         together = (
             unit.form.is_one_run
             and all(owner in received for owner in names)
             and all(settings[owner] == settings[names[0]] for owner in names)
             and len({unit.steps[owner] for owner in names}) == 1
+            and not (blocks and unit.form.trained.padded_numel > unit.form.trained.numel)
         )
         return [(0, names)] if together else [(row, (one,)) for row, one in enumerate(names)]
 
     def _renew_now(self, waiting: WaitingUpdate) -> None:
         """The same, at once, for whoever needs the weights on the host."""
         name = waiting.unit
-        trained = self._server.units[name].form.trained.names
-        record = torch.empty(len(trained), device_update.NUM_NUMBERS)
-        self._write_numbers(waiting, record)
-        numbers = record.to(self._device.torch_device)
-        assert waiting.step is not None
-        self._apply(waiting.step, name, f"S{name}", f"G{name}", numbers)
+        if waiting.numbers is None:
+            trained = self._server.units[name].form.trained.names
+            waiting.numbers = torch.empty(len(trained), device_update.NUM_NUMBERS)
+            self._write_numbers(waiting, waiting.numbers)
+        if not waiting.renewed:
+            numbers = waiting.numbers.to(self._device.torch_device)
+            self._apply(waiting.step, name, f"S{name}", f"G{name}", numbers)
+            waiting.renewed = True
         self._transfer.mirror(name, f"S{name}")
         self._device.record(Lane.COMPUTE).synchronize()
 

@@ -157,6 +157,61 @@ def varied_shapes() -> Iterator[Shape]:
         yield Shape(layers=(0, 1, 2), num_microbatches=2, **settings)
 
 
+OUTER_KINDS = {
+    "whole": (OuterUnit(),),
+    "frozen": FROZEN,
+    "apart": APART,
+    "tied": TIED,
+    "untied": UNTIED,
+    "frozen table": (dataclasses.replace(TIED[0], trained=False), AFTER),
+    "table alone": (UNTIED[0], *FROZEN),
+    "with state": tuple(dataclasses.replace(unit, device_state=True) for unit in APART),
+    "nothing to update": (
+        OuterUnit(name="T0", in_prologue=False, in_epilogue=False, device_state=True),  # not read
+        OuterUnit(trained=False, device_state=True),
+    ),
+}
+TAILS = ((0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2))  # layers that stay, and of them with state
+MODES = (
+    {"num_late": 0},
+    {"num_late": 1},
+    {"num_late": 9},
+    {"device_updates": True},
+    {"training": False, "num_late": 9},
+)
+FEW = {"num_cells": 3, "num_recorded_cells": 1, "num_gradient_slots": 1, "num_staging": 1}
+CELLS = ({}, {"num_kept_cells": 2}, FEW, {"num_kept_cells": 1, **FEW})
+
+
+def combined_shapes() -> Iterator[Shape]:
+    """Two layers and two microbatches, all else combined: first steps and steps that follow."""
+    for outer, (num_tail, num_states), mode, shares_memory, frozen, cells in itertools.product(
+        OUTER_KINDS.values(), TAILS, MODES, (False, True), ((), (0,), (1,)), CELLS
+    ):
+        has_state = num_states or any(unit.device_state for unit in outer)
+        has_rows = any(unit.looked_up and unit.trained for unit in outer)
+        if "device_updates" in mode and (has_state or has_rows):
+            continue  # refused: see below
+        if shares_memory and not any(unit.passes for unit in outer):
+            continue  # nothing to share
+        shape = Shape(
+            layers=(0, 1),
+            num_microbatches=2,
+            num_slots=1,
+            outer=outer,
+            num_tail=num_tail,
+            device_state=frozenset(range(2 - num_states, 2)),
+            shares_memory=shares_memory,
+            frozen_layers=frozenset(frozen),
+            **mode,
+            **cells,
+        )
+        yield shape
+        left = dataclasses.replace(shape, training=True).late_units
+        if left:
+            yield dataclasses.replace(shape, pending=left, held=frozenset(shape.on_device))
+
+
 @functools.cache
 def small_schedules() -> tuple[Schedule, ...]:
     """Of all small sizes; in training."""
@@ -167,6 +222,16 @@ def small_schedules() -> tuple[Schedule, ...]:
 def varied_schedules() -> tuple[Schedule, ...]:
     """The golden ones, and of few sizes with every other number varied."""
     return tuple(make_schedule(shape) for shape in (*GOLDEN.values(), *varied_shapes()))
+
+
+@functools.cache
+def combined_schedules() -> tuple[Schedule, ...]:
+    """Of one size, all else combined."""
+    return tuple(make_schedule(shape) for shape in combined_shapes())
+
+
+def all_schedules() -> Iterator[Schedule]:
+    return itertools.chain(small_schedules(), varied_schedules(), combined_schedules())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -205,11 +270,16 @@ def test_golden_schedules_use_every_verb_and_lane() -> None:
         ("fly L0 S0", "unknown verb"),
         ("waits release L0 S0", "unknown verb"),
         ("fetch waits", "takes operands"),
-        ("fetch L0", "takes operands like 'LO S>'"),
+        ("fetch L0", "takes operands like 'LOT S>'"),
         ("fetch L0 S0 S1", "takes operands"),
         ("fetch S0 L0", "takes operands"),
         ("report m0", "takes operands"),
-        ("backward L0 m0 S0 R0 G0 C0 C1 C2", "takes operands"),
+        ("backward L0 m0 S0 R0 G0 C0 K0 C1 C2", "takes operands"),
+        ("forward L0 m0 S0 R0 C0 C1", "takes operands"),
+        ("collect L0 H0", "takes operands like 'T H>'"),
+        ("stash e m0 C0", "takes operands"),
+        ("unstash x m0 C0", "takes operands"),
+        ("take C0", "takes operands like 'SG>'"),
         ("loading waits release L0 S0", "no lane 'loading'; lanes are compute"),
         ("fetch waits compute waits report", "not another wait"),
         ("fetch waits release L0", "takes operands"),
@@ -251,22 +321,60 @@ def test_computing_goes_layer_by_layer_and_within_a_layer_over_all_microbatches(
     ]
 
 
-def test_a_layer_is_resident_when_computed_on_and_slots_hold_one_layer_and_end_free() -> None:
-    for schedule in small_schedules():
+def places(operand: str) -> list[str]:
+    """The places that an operand names."""
+    return [] if operand == NOTHING else operand.split(",")
+
+
+def test_a_unit_is_resident_when_computed_on_and_slots_hold_one_unit_and_end_free() -> None:
+    for schedule in all_schedules():
         shape = schedule.shape
-        held: dict[str, str] = {}
+        held = {f"S{unit}": unit for unit in shape.held}
         for action in schedule.actions:
-            if action.verb == "fetch":
-                assert action.operands[1] not in held, (shape, action)
-                held[action.operands[1]] = action.operands[0]
-            elif action.verb == "release":
-                assert held.pop(action.operands[1]) == action.operands[0], (shape, action)
-            elif action.verb in ("forward", "backward"):
-                assert held[action.operands[2]] == action.operands[0], (shape, action)
-            elif action.verb in ("prologue", "epilogue", "regress"):
-                assert held["SO"] == "O", (shape, action)
-            assert len(held) <= shape.num_slots + 1
-        assert not held, shape
+            verb, words = action.verb, action.operands
+            if verb == "fetch":
+                assert words[1] not in held, (shape, action)
+                held[words[1]] = words[0]
+            elif verb in ("release", "return"):
+                assert held.pop(words[1]) == words[0], (shape, action)
+            elif verb in ("renew", "revise", "mirror"):
+                assert held[words[1]] == words[0], (shape, action)
+            elif verb in ("forward", "backward"):
+                assert held[words[2]] == words[0], (shape, action)
+            elif verb in ("prologue", "epilogue", "score", "regress"):
+                assert [held[slot] for slot in places(words[1])] == read_by(shape, verb), action
+            assert sum(slot[1:].isdigit() for slot in held) <= shape.num_slots
+        assert sorted(held.values()) == sorted(units_with_state(shape)), shape
+
+
+def read_by(shape: Shape, verb: str) -> list[str]:
+    """Units that a pass around the layers reads, in order."""
+    if verb in ("prologue", "regress"):
+        return [unit.name for unit in shape.outer if unit.in_prologue]
+    tail = shape.layers[len(shape.layers) - shape.num_tail :]
+    return [*(unit.name for unit in shape.outer if unit.in_epilogue), *(f"L{i}" for i in tail)]
+
+
+def units_with_state(shape: Shape) -> set[str]:
+    """Units that stay on the device from step to step."""
+    outer = {
+        unit.name
+        for unit in shape.outer
+        if unit.device_state and (unit.in_prologue or unit.in_epilogue)
+    }
+    return outer | {f"L{layer}" for layer in shape.device_state}
+
+
+def test_passes_around_the_layers_sum_gradients_of_what_they_read_and_is_trained() -> None:
+    for schedule in all_schedules():
+        shape = schedule.shape
+        frozen = {f"L{layer}" for layer in shape.frozen_layers}
+        frozen |= {unit.name for unit in shape.outer if not unit.trained}
+        for action in schedule.actions:
+            if action.verb in ("epilogue", "regress"):
+                trained = [unit for unit in read_by(shape, action.verb) if unit not in frozen]
+                sums = places(action.operands[2])
+                assert sums == [f"G{unit}" for unit in trained], (shape, action)
 
 
 def test_a_step_fetches_twice_the_layers_less_the_slots() -> None:
@@ -303,33 +411,125 @@ def units_of(schedule: Schedule, verb: str) -> set[str]:
     return set(units)
 
 
+def trained_units(shape: Shape) -> set[str]:
+    """Units that get a gradient in a step."""
+    if not shape.training:
+        return set()
+    outer = {
+        unit.name
+        for unit in shape.outer
+        if unit.trained and (unit.in_prologue or unit.in_epilogue or unit.looked_up)
+    }
+    return outer | {f"L{layer}" for layer in shape.layers if layer not in shape.frozen_layers}
+
+
 def test_every_trained_unit_is_updated_once_and_no_other() -> None:
-    """On the host, by this step or the next one, or on the device."""
-    for schedule in (*small_schedules(), *varied_schedules()):
+    """On the host, by this step or the next one, or on the device, by this step or the next one."""
+    for schedule in all_schedules():
         shape = schedule.shape
-        trained = {f"L{layer}" for layer in shape.layers if layer not in shape.frozen_layers}
-        trained |= set() if shape.frozen_outer else {"O"}
-        trained = trained if shape.training else set()
-        on_host = set() if shape.device_updates else trained
+        trained = trained_units(shape)
+        looked_up = {unit.name for unit in shape.outer if unit.looked_up}
+        only_rows = {unit.name for unit in shape.outer if unit.looked_up and not unit.in_epilogue}
+        with_state = trained & units_with_state(shape)
+        on_host = set() if shape.device_updates else trained - with_state
         late = set(shape.late_units)
-        assert len(late) == min(shape.num_late, len(trained)), shape
-        assert units_of(schedule, "drain") == on_host, shape
+        assert len(late) == len(shape.late_units), shape
+        assert units_of(schedule, "measure") == with_state, shape
+        assert units_of(schedule, "collect") == on_host & looked_up, shape
+        assert units_of(schedule, "drain") == on_host - only_rows, shape
         assert units_of(schedule, "update") == on_host - late, shape
-        assert units_of(schedule, "settle") == set(shape.pending), shape
         for verb in ("revise", "return"):
-            assert units_of(schedule, verb) == trained - on_host, shape
+            assert units_of(schedule, verb) == trained - with_state - on_host, shape
+        # Those that are left: what must be, and of the others the last ones drained.
+        drained = [a.operands[0] for a in schedule.actions if a.verb == "drain"]
+        may_be_left = [unit for unit in drained if unit not in looked_up]
+        last = may_be_left[max(0, len(may_be_left) - shape.num_late) :]
+        assert late == {*with_state, *(on_host & looked_up), *last}, shape
+
+
+def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> None:
+    num_settled = num_renewed = 0
+    for schedule in all_schedules():
+        shape = schedule.shape
+        pending, looked_up = set(shape.pending), {u.name for u in shape.outer if u.looked_up}
+        renewed = pending & units_with_state(shape)
+        for verb in ("order", "renew", "mirror"):
+            assert units_of(schedule, verb) == renewed, shape
+        assert units_of(schedule, "settle") == pending - renewed, shape
+        assert units_of(schedule, "refresh") == pending & looked_up, shape
+        num_settled += len(pending - renewed)
+        num_renewed += len(renewed)
+        done: set[str] = set()
+        for action in schedule.actions:
+            verb, words = action.verb, action.operands
+            if verb in ("settle", "renew"):
+                done.add(words[0])
+            elif verb in ("order", "refresh"):
+                done.add(f"{verb} {words[0]}")
+            if verb in ("fetch", "mirror", "drain", "collect", "measure", "update", "revise"):
+                assert words[0] not in pending - done, (shape, action)
+            elif verb in ("prologue", "epilogue", "score", "regress"):
+                assert not renewed & {*read_by(shape, verb)} - done, (shape, action)
+            elif verb == "renew":
+                assert f"order {words[0]}" in done, (shape, action)
+            elif verb == "lookup":
+                assert all(f"refresh {unit}" in done for unit in pending & looked_up), shape
+    assert num_settled > 1000
+    assert num_renewed > 1000
+
+
+def test_places_that_take_turns_have_memory_when_used_and_never_both() -> None:
+    num_turns = 0
+    for schedule in all_schedules():
+        shape = schedule.shape
+        turns = {a.operands[0] for a in schedule.actions if a.verb in ("take", "drop")}
+        assert shape.shares_memory or not turns
+        num_turns += bool(turns)
+        gradients = {place for place in turns if place[1:].isdigit()}
+        if shape.shares_memory:
+            head = {f"S{unit.name}" for unit in shape.outer if unit.passes}
+            assert head <= turns
+        has: set[str] = set(gradients)  # from the step before, unless it is the first
+        for action in schedule.actions:
+            if action.verb == "take":
+                assert action.operands[0] not in has, (shape, action)
+                has.add(action.operands[0])
+                assert has <= gradients or not has & gradients, (shape, action)
+            elif action.verb == "drop":
+                has.remove(action.operands[0])
+            else:
+                used = {place for operand in action.operands for place in places(operand)}
+                assert used & turns <= has, (shape, action)
+        assert has == gradients, shape
+    assert num_turns > 100
 
 
 def test_late_updates_leave_staging_that_the_next_step_settles() -> None:
     shape = Shape(layers=first_layers(4), num_microbatches=1, num_late=3)
-    assert shape.late_units == ("O", "L0", "L1")
+    assert shape.late_units == ("L1", "L0", "O")
     schedule = make_schedule(shape)
     drained = {a.operands[0]: a.operands[2] for a in schedule.actions if a.verb == "drain"}
     following = make_schedule(dataclasses.replace(shape, pending=shape.late_units))
     settled = [action.operands for action in following.actions if action.verb == "settle"]
-    assert settled == [(unit, drained[unit]) for unit in shape.late_units]
+    assert settled == [(unit, drained[unit]) for unit in ("O", "L0", "L1")], "as they are fetched"
     updated = {a.operands[1] for a in following.actions if a.verb == "update"}
     assert not updated & {drained[unit] for unit in shape.late_units}
+
+
+def test_a_unit_that_leaves_its_gradient_always_comes_first_among_those_left() -> None:
+    """State on the device, then tables that are looked up, then those drained last."""
+    shape = Shape(
+        layers=first_layers(3),
+        num_microbatches=1,
+        outer=TIED,
+        num_tail=2,
+        device_state=frozenset({2}),
+    )
+    assert shape.late_units == ("L2", "T0")
+    assert shape.drained_units == ("O", "L1", "L0")
+    for num_late, others in ((1, ("L0",)), (2, ("L1", "L0")), (9, ("O", "L1", "L0"))):
+        late = dataclasses.replace(shape, num_late=num_late).late_units
+        assert late == ("L2", "T0", *others)
 
 
 def test_layers_below_the_lowest_trained_one_have_no_backward_pass() -> None:
@@ -357,34 +557,55 @@ def test_a_schedule_over_some_layers_names_only_those() -> None:
 
 
 TOUCHED = {  # verb -> what it reads, what it writes: places, or positions of operands
+    "take": ([], [0]),
+    "drop": ([], [0]),
     "fetch": (["weights"], [1]),
     "release": ([], [1]),
-    "prologue": (["SO"], [1, 2]),
-    "forward": ([2, 3, 4], [5]),
-    "score": (["SO", 1], ["loss"]),
-    "epilogue": (["SO", 1], ["GO", "loss", 2]),
-    "backward": ([2, 4, 5, 6], [3, 7]),
-    "regress": (["SO", 1], ["GO"]),
+    "refresh": ([1], ["weights"]),
+    "lookup": (["tables"], ["rows"]),
+    "prologue": ([1, 3], [2, 4]),
+    "forward": ([2, 3, 4], [5, 6]),
+    "score": ([1, 2, 3], ["loss"]),
+    "epilogue": ([1, 3, 4], [2, "loss", 5]),
+    "backward": ([2, 4, 5, 6, 7], [3, 8]),
+    "regress": ([1, 3, 4], [2, 5]),
     "report": (["loss"], ["reported loss"]),
     "drain": ([1], [2]),
+    "measure": ([1], []),
+    "collect": (["gradients of rows"], [1]),
     "update": ([1, "reported loss"], ["weights"]),
     "settle": ([1], ["weights"]),
+    "order": ([], ["numbers"]),
+    "renew": ([2, "numbers"], [1]),
     "revise": ([2, "loss"], [1]),
+    "mirror": ([1], ["weights"]),
     "return": ([], [1, "weights"]),
     "stash": ([2], ["kept"]),
     "unstash": (["kept"], [2]),
 }
 
 
-def touched(action: Action) -> tuple[set[str], set[str]]:
+def touched(action: Action, shape: Shape) -> tuple[set[str], set[str]]:
     """Places an action reads and places it writes: a second account beside `VERBS`."""
-    own = {"kept": "kept " + " ".join(action.operands[:2])}
-    own |= {"weights": f"weights {action.operands[0]}"} if action.operands else {}
+    words, first = action.operands, action.operands[0] if action.operands else ""
+    microbatches = range(shape.num_microbatches)
+    own = {
+        "weights": [f"weights {first}"],
+        "tables": [f"weights {unit.name}" for unit in shape.outer if unit.looked_up],
+        "numbers": [f"numbers {first}"],
+        "kept": ["kept " + " ".join(words[:2])],
+        "rows": [f"kept e {first}"],
+        "gradients of rows": [f"kept x m{m}" for m in microbatches],
+    }
     reads, writes = (
-        {action.operands[word] if isinstance(word, int) else own.get(word, word) for word in words}
-        for words in TOUCHED[action.verb]
+        {
+            place
+            for name in names
+            for place in (places(words[name]) if isinstance(name, int) else own.get(name, [name]))
+        }
+        for names in TOUCHED[action.verb]
     )
-    return reads - {NOTHING}, writes - {NOTHING}
+    return reads, writes
 
 
 def assert_conflicts_are_ordered(schedule: Schedule) -> None:
@@ -405,7 +626,7 @@ def assert_conflicts_are_ordered(schedule: Schedule) -> None:
             continue
         number = len(before)
         history = lane_history[line.lane]
-        reads, writes = touched(line)
+        reads, writes = touched(line, schedule.shape)
         for place in reads | writes:
             others = writing.get(place, 0) | (reading.get(place, 0) if place in writes else 0)
             assert not others & ~history, f"{line}: {place} is touched by lines not known done"
@@ -419,72 +640,120 @@ def assert_conflicts_are_ordered(schedule: Schedule) -> None:
 
 
 def test_conflicting_lines_of_different_lanes_are_ordered() -> None:
-    for schedule in (*small_schedules(), *varied_schedules()):
+    for schedule in all_schedules():
         assert_conflicts_are_ordered(schedule)
 
 
-def test_the_second_account_of_order_sees_a_deleted_wait() -> None:
-    schedule = make_schedule(GOLDEN["four_layers_three_microbatches"])
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_second_account_of_order_sees_a_deleted_wait(name: str) -> None:
+    schedule = make_schedule(GOLDEN[name])
     for position, line in enumerate(schedule.lines):
         if isinstance(line, Wait):
             with pytest.raises(AssertionError, match="not known done"):
                 assert_conflicts_are_ordered(without(schedule, position))
 
 
-def value_names(schedule: Schedule) -> Iterator[tuple[Action, list[str], list[str]]]:
-    """For each action the boundary values it must read and writes, worked out from the layers."""
-    layers = schedule.shape.layers
-    after = dict(zip(layers, [*map(str, layers[1:]), "E"], strict=True))
-    for action in schedule.actions:
-        words = action.operands
-        if action.verb == "prologue":
-            yield action, [], [f"r {words[0]}", f"h{layers[0]} {words[0]}"]
-        elif action.verb == "forward":
-            layer, m = int(words[0][1:]), words[1]
-            yield action, [f"r {m}", f"h{layer} {m}"], [f"h{after[layer]} {m}"]
-        elif action.verb == "backward":
-            layer, m = int(words[0][1:]), words[1]
-            yield action, [f"r {m}", f"h{layer} {m}", f"g{after[layer]} {m}"], [f"g{layer} {m}"]
-        elif action.verb in ("epilogue", "score"):
-            yield action, [f"hE {words[0]}"], [f"gE {words[0]}"]
-        elif action.verb == "regress":
-            yield action, [f"g{layers[0]} {words[0]}"], []
-        elif action.verb in ("stash", "unstash"):
-            yield action, [f"{words[0]} {words[1]}"], [f"{words[0]} {words[1]}"]
+Values = dict[str, str]
+
+
+def values_of(action: Action, shape: Shape) -> tuple[Values, Values]:
+    """What a pass must find in cells and what it leaves there, worked out from the layers."""
+    words = action.operands
+    layers = shape.layers[: len(shape.layers) - shape.num_tail]
+    after = dict(itertools.pairwise([*layers, "E"]))
+    first = [*layers, "E"][0]
+    if action.verb in ("forward", "backward"):
+        layer, m = int(words[0][1:]), words[1]
+        hidden, kept = f"h{layer} {m}", f"k{layer} {m}"
+        if action.verb == "forward":
+            found = {words[3]: f"r {m}", words[4]: hidden}
+            return found, {words[5]: f"h{after[layer]} {m}", words[6]: kept}
+        found = {words[4]: f"r {m}", words[5]: hidden, words[6]: kept}
+        return {**found, words[7]: f"g{after[layer]} {m}"}, {words[8]: f"g{layer} {m}"}
+    m = words[0]
+    if action.verb == "prologue":
+        return {words[3]: f"e {m}"}, {words[2]: f"r {m}", words[4]: f"h{first} {m}"}
+    if action.verb == "epilogue":
+        return {words[3]: f"r {m}", words[4]: f"hE {m}"}, {words[5]: f"gE {m}"}
+    if action.verb == "score":
+        return {words[2]: f"r {m}", words[3]: f"hE {m}"}, {}
+    return {words[3]: f"g{first} {m}", words[4]: f"e {m}"}, {words[5]: f"x {m}"}
 
 
 def test_every_boundary_value_is_in_the_cell_it_is_read_from() -> None:
-    for schedule in (*small_schedules(), *varied_schedules()):
+    for schedule in all_schedules():
         shape = schedule.shape
         cells: dict[str, str] = {}
-        kept: set[str] = set()
-        for action, reads, writes in value_names(schedule):
-            places = [word for word in action.operands if word[0] in "RC-"]
-            if action.verb == "backward" and action.operands[3] == NOTHING:
-                places = places[1:]
-            if action.verb == "stash":
-                assert cells[places[0]] == reads[0], (shape, action)
-                kept.add(reads[0])
+        kept: set[str] = set()  # outside the cells
+        for action in schedule.actions:
+            value = " ".join(action.operands[:2])
+            if action.verb == "lookup":
+                kept.add(f"e {action.operands[0]}")
+            elif action.verb == "stash":
+                assert cells[action.operands[2]] == value, (shape, action)
+                kept.add(value)
             elif action.verb == "unstash":
-                assert reads[0] in kept, (shape, action)
-                cells[places[0]] = reads[0]
-            else:
-                for place, value in zip(places, reads, strict=False):
-                    assert cells[place] == value, (shape, action)
-                for place, value in zip(places[len(reads) :], writes, strict=False):
-                    cells[place] = value
-        used = {cell for cell in cells if cell.startswith("C")}
-        assert used <= {f"C{index}" for index in range(shape.num_cells)}
+                assert value in kept, (shape, action)
+                cells[action.operands[2]] = value
+            elif action.verb == "collect":
+                every = {f"x m{m}" for m in range(shape.num_microbatches)}
+                assert every <= kept, (shape, action)
+            elif action.verb in PASSES:
+                found, left = values_of(action, shape)
+                for cell, expected in found.items():
+                    assert cell == NOTHING or cells[cell] == expected, (shape, action)
+                cells |= {cell: value for cell, value in left.items() if cell != NOTHING}
+        numbers = {"C": shape.num_cells, "R": shape.num_recorded_cells, "K": shape.num_kept_cells}
+        assert {*cells} <= {f"{kind}{i}" for kind, number in numbers.items() for i in range(number)}
+
+
+PASSES = ("prologue", "forward", "score", "epilogue", "backward", "regress")
+
+
+def test_a_pass_has_a_cell_for_everything_it_needs_and_for_nothing_else() -> None:
+    for schedule in all_schedules():
+        shape = schedule.shape
+        looked_up = [unit for unit in shape.outer if unit.looked_up]
+        trains_rows = any(unit.trained for unit in looked_up)
+        before = trains_rows or any(unit.trained and unit.in_prologue for unit in shape.outer)
+        streamed = shape.layers[: len(shape.layers) - shape.num_tail]
+        trained = [layer for layer in streamed if layer not in shape.frozen_layers]
+        lowest = streamed[:1] if before else trained[:1]  # that needs a backward pass
+        for action in schedule.actions:
+            if action.verb not in PASSES:
+                continue
+            words = action.operands
+            layer = int(words[0][1:])
+            passed = bool(shape.training and lowest and layer >= lowest[0])  # backward, too
+            needed = {
+                "prologue": {3: bool(looked_up)},
+                "forward": {6: passed and shape.num_kept_cells > 0},
+                "score": {2: shape.num_tail > 0},
+                "epilogue": {3: shape.num_tail > 0, 5: before or bool(trained)},
+                "backward": {
+                    3: layer not in shape.frozen_layers,
+                    6: shape.num_kept_cells > 0,
+                    8: before or layer != (lowest or (None,))[0],
+                },
+                "regress": {4: bool(looked_up), 5: trains_rows},
+            }[action.verb]
+            around = (1, 2) if action.verb in ("epilogue", "regress") else (1,)
+            for position, word in enumerate(words):
+                if action.verb not in ("forward", "backward") and position in around:
+                    continue  # see above
+                assert (word != NOTHING) == needed.get(position, True), (shape, action)
 
 
 def test_more_layers_and_microbatches_need_no_more_places() -> None:
-    def places(num_layers: int, num_microbatches: int) -> set[str]:
-        shape = Shape(layers=first_layers(num_layers), num_microbatches=num_microbatches)
+    def numbered(num_layers: int, num_microbatches: int) -> set[str]:
+        shape = Shape(
+            layers=first_layers(num_layers), num_microbatches=num_microbatches, num_kept_cells=3
+        )
         words = str(make_schedule(shape)).split()
-        return {word for word in words if word[0] in "SGHCR" and word[1:].isdigit()}
+        return {word for word in words if word[0] in "SGHCRK" and word[1:].isdigit()}
 
-    assert places(8, 8) == places(16, 8) == places(8, 32)
-    assert len(places(8, 8)) == 2 + 2 + 4 + 6 + 2
+    assert numbered(8, 8) == numbered(16, 8) == numbered(8, 32)
+    assert len(numbered(8, 8)) == 2 + 2 + 4 + 6 + 2 + 3
 
 
 def without(schedule: Schedule, position: int) -> Schedule:
@@ -504,7 +773,7 @@ def test_a_schedule_with_any_wait_deleted_is_refused() -> None:
 
 
 def test_no_line_waits_for_its_own_lane() -> None:
-    for schedule in (*small_schedules(), *varied_schedules()):
+    for schedule in all_schedules():
         for line in schedule.lines:
             assert not isinstance(line, Wait) or line.lane is not line.action.lane
 
@@ -517,12 +786,12 @@ ONE_LAYER_TEXT = """
 fetch O SO
 fetch L0 S0
 compute waits fetch O SO
-prologue m0 R0 C0
+prologue m0 SO R0 - C0
 compute waits fetch L0 S0
-forward L0 m0 S0 R0 C0 C1
+forward L0 m0 S0 R0 C0 C1 -
 release L0 S0
-score m0 C1
-drain waits score m0 C1
+score m0 SO - C1
+drain waits score m0 SO - C1
 report
 release O SO
 """
@@ -546,15 +815,18 @@ def test_the_written_schedule_is_the_one_that_is_made() -> None:
         ("release O SO\n", "", "slots are left occupied: SO"),
         ("release L0 S0\n", "release L1 S0\n", "S0 must hold 'L1', found 'L0'"),
         ("m0 S0 R0 C0 C1", "m0 S1 R0 C0 C1", "S1 must hold 'L0', found 'nothing'"),
+        ("prologue m0 SO R0", "prologue m0 SO,ST0 R0", "ST0 must hold 'T0', found 'nothing'"),
+        ("prologue m0 SO R0 -", "prologue m0 SO R0 C5", "C5 must hold 'e m0', found 'nothing'"),
+        ("score m0 SO - C1\nrep", "score m0 SO R1 C1\nrep", "a line that has not been given"),
         ("m0 S0 R0 C0 C1", "m0 S0 R0 C2 C1", "C2 must hold 'h0 m0', found 'nothing'"),
         ("m0 S0 R0 C0 C1", "m0 S0 R1 C0 C1", "R1 must hold 'r m0', found 'nothing'"),
-        ("\nscore m0 C1", "\nscore m0 C0", "C0 must hold 'hE m0', found 'h0 m0'"),
+        ("\nscore m0 SO - C1", "\nscore m0 SO - C0", "C0 must hold 'hE m0', found 'h0 m0'"),
         ("forward L0 m0 ", "forward L0 m1 ", "R0 must hold 'r m1', found 'r m0'"),
-        ("score m0 C1\ndrain", "unstash hE m0 C1\nscore m0 C1\ndrain", "found 'nothing'"),
+        ("score m0 SO - C1\ndrain", "unstash hE m0 C1\nscore m0 SO - C1\ndrain", "found 'nothing'"),
         ("compute waits fetch L0 S0\n", "", "is not ordered after 'fetch L0 S0'"),
         ("compute waits fetch O SO\n", "", "is not ordered after 'fetch O SO'"),
-        ("drain waits score m0 C1\n", "", "is not ordered after 'score m0 C1'"),
-        ("drain waits score m0 C1\nreport", "drain waits report\nreport", "not been given before"),
+        ("drain waits score m0 SO - C1\n", "", "is not ordered after 'score m0 SO - C1'"),
+        ("drain waits score m0 SO - C1\nrep", "drain waits report\nrep", "not been given before"),
     ],
 )
 def test_a_schedule_with_a_mistake_is_refused(old: str, new: str, reason: str) -> None:
@@ -566,7 +838,7 @@ def test_a_schedule_with_a_mistake_is_refused(old: str, new: str, reason: str) -
 
 def test_a_refusal_names_the_line_and_its_number() -> None:
     text = ONE_LAYER_TEXT.replace("compute waits fetch L0 S0\n", "")
-    with pytest.raises(ValueError, match=r"^line 5, 'forward L0 m0 S0 R0 C0 C1': is not ordered"):
+    with pytest.raises(ValueError, match=r"^line 5, 'forward L0 m0 S0 R0 C0 C1 -': is not ordered"):
         validate(Schedule.parse(text, ONE_LAYER))
 
 
@@ -583,6 +855,16 @@ def test_a_refusal_names_the_line_and_its_number() -> None:
         ({"num_recorded_cells": 0}, "num_recorded_cells must be at least 1"),
         ({"num_gradient_slots": 0}, "num_gradient_slots must be at least 1"),
         ({"num_staging": 0}, "num_staging must be at least 1"),
+        ({"num_tail": -1}, "num_tail must be at least 0"),
+        ({"num_tail": 3}, "num_tail=3, but there are 2 layers"),
+        ({"num_tail": 1, "device_state": frozenset({0, 1})}, r"the tail is \(1,\)"),
+        ({"outer": (dataclasses.replace(TIED[0], in_prologue=True),)}, "looked up on the host"),
+        ({"outer": (dataclasses.replace(TIED[0], device_state=True),)}, "looked up on the host"),
+        ({"outer": TIED, "device_updates": True}, "leave nothing"),
+        (
+            {"num_tail": 1, "device_state": frozenset({1}), "device_updates": True},
+            "leave nothing",
+        ),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(settings: dict[str, object], reason: str) -> None:

@@ -186,6 +186,8 @@ class WaitingUpdate:
     """Called when the update is done; for one on the device, does it."""
     refreshed: Tensor | None = None  # rows that are done already
     step: Any = None  # whose update it is, where that is done on the device
+    numbers: Tensor | None = None  # of an update on the device, once they were ordered
+    renewed: bool = False  # whether that update is done, so that the host's weights are old
 
 
 @final
@@ -205,7 +207,7 @@ class ParameterServer:
         self._kernel = kernel
         self.seed = seed & 0xFFFFFFFF  # of rounding
         self.units: dict[str, Unit] = {}
-        self.waiting: dict[str, WaitingUpdate] = {}  # in the order of need
+        self.waiting: dict[str, WaitingUpdate] = {}  # by unit
         self._unit_of: dict[str, Unit] = {}
 
     @staticmethod
@@ -419,7 +421,7 @@ class ParameterServer:
         self.units[name].pending = event
 
     def leave(self, update: WaitingUpdate) -> None:
-        """Keep an update for later; updates are left in the order of need."""
+        """Keep an update for later."""
         self.waiting[update.unit] = update
 
     def take_waiting(self, name: str) -> WaitingUpdate:

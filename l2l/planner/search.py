@@ -14,7 +14,7 @@ plans for other shapes and budgets are predictions (docs/benchmarks.md compares)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from l2l.byte_size import format_bytes
@@ -30,6 +30,7 @@ MOST_TOKENS = 16384  # of a microbatch: more gain nothing
 PIECES = (8192, 4096, 2048, 1024, 512, 256, 128)
 KEEPS = (0.0, 0.16, 0.3)
 NUM_SIMULATED = 4
+MOST_PIECES = 6
 MOST_LINES = 12000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
 LIBRARY_BYTES = 96 << 20  # workspaces of matrix libraries, and small tensors
 ROUNDING_BYTES = 32 << 20
@@ -142,12 +143,16 @@ def _candidates(
         if problem.may_cut_rows:
             smallest = 1 if problem.may_cut_positions else problem.length
             pieces += [size for size in PIECES if smallest <= size < tokens]
+        num_fitting = 0
         for piece in pieces:
             for shares in (False, True):
                 start = Decisions(
                     microbatch_tokens=tokens, piece_tokens=piece, shares_memory=shares
                 )
+                num_fitting += model.peak_bytes(start, number) <= budget_bytes * (1 - SLACK)
                 yield from _tails(model, start, number, budget_bytes)
+            if num_fitting >= MOST_PIECES:
+                break  # smaller ones are only slower
 
 
 def _tails(
@@ -160,18 +165,16 @@ def _tails(
         if model.may_keep(kept, rows) and model.peak_bytes(kept, rows) <= limit:
             yield model.with_late(kept, rows), rows
     num_layers = len(problem.layers)
-    for tail in range(1, num_layers + 1):
+    for tail in range(1, num_layers + 1, max(1, num_layers // 32)):
         one = replace(start, num_tail=tail)
         if model.peak_bytes(one, rows) > limit:
             return
         states = [0]
         if problem.may_update_on_device:
-            fitting = [
-                number
-                for number in range(1, tail + 1)
-                if model.peak_bytes(replace(one, num_device_states=number), rows) <= limit
-            ]
-            states += sorted({*fitting[-1:], *fitting[:: max(1, len(fitting) // 4)]})
+            most = _largest(
+                tail, lambda n: model.peak_bytes(replace(one, num_device_states=n), rows) <= limit
+            )
+            states = sorted({0, most, most // 2, most // 4})
         for number in states:
             two = replace(one, num_device_states=number)
             yield model.with_late(two, rows), rows
@@ -182,6 +185,15 @@ def _tails(
                 kept = replace(two, keep=KEEPS[1], num_kept_cells=3)
                 if model.may_keep(kept, rows) and model.peak_bytes(kept, rows) <= limit:
                     yield model.with_late(kept, rows), rows
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `most` that fits, where all below one that fits do."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def _refusal(model: _Model, budget_bytes: int, least: tuple[int, Decisions, int]) -> str:
