@@ -394,6 +394,7 @@ class Engine:
         )
         self._outer.facts.lookups = self._rows.lookups
         self._outer.piece_tokens = decisions.piece_tokens
+        self._outer.compiled = self._compiler.is_on
         self._relay.keep = decisions.keep
         num_layers = self._carved.num_layers
         self._on_device = frozenset(

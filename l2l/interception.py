@@ -5,23 +5,23 @@ The code around the layers is the model's and is run as it is. Two function mode
 - `Readers` notes, on a few rows, which parameters are read by which function and in which phase.
   So we learn which units each phase needs, and which tables are read by lookup alone.
 - `Answers` runs a phase without its tables: a lookup is answered with rows that were gathered on
-  the host, or, in the epilogue, whose repeated prologue nobody looks at, with NaN. It also lets a
-  head add its weight gradient straight into the float32 sums.
+  the host, or, in the epilogue, whose repeated prologue nobody looks at, with zeros. It also puts
+  off the logits of a head until their loss is asked for.
 
-[Note: head] The gradient of a head's weight is as large as the head, once for every piece of an
-epilogue. Adding it up in two kernels would cost more memory than the logits and a few percent of
-the step. A matrix product with a float32 accumulator does both at once, without rounding in
-between. It is used on devices with that product, for 16-bit weights; elsewhere plain PyTorch runs.
-
-[Note: frugal loss] Cross-entropy over many words keeps its logits several times over: as float32,
-as log-probabilities, as gradient. The gradient of each row is known as soon as its loss is, so it
-can take the place of the float32 logits, a few rows at a time: 8 bytes for a logit instead of 14.
-That is done where the logits were widened to float32 for the loss, so that nobody else sees them,
-and the loss is a plain one; the numbers are those of torch but for rounding.
+[Note: logits put off] A head makes words times tokens of logits, and a loss makes as many numbers
+again, several times. They are never needed at once: the gradient of a token's logits is known as
+soon as its loss is. So the product with a head's weight is *put off*: the model's code gets a
+stand-in of the right shape, may widen, reshape and cut it, and when it asks for a plain cross-
+entropy, loss and gradients are computed for some tokens at a time: logits, losses, and at once the
+gradients of hidden state and head, the latter straight into its float32 sum. Any other use of the
+stand-in computes the logits after all. Because gradients are made before the rest of the code has
+run, what that code does with the loss must be known: it is proven on a trial (rehearsal.py) that
+it returns it as it is.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -115,31 +115,49 @@ class Readers(TorchFunctionMode):
                 reading.otherwise = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """How the gradient of a head's weight is added up, and how much is worked on at once."""
+
+    add: Sum
+    scale: float  # derivative of what is differentiated by the loss
+    num_rows: int  # tokens at a time
+    compiled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _PutOff:
+    """Logits that were not computed."""
+
+    stand_in: Tensor  # kept, so that its `id` is nobody else's
+    given: Tensor
+    weight: Tensor
+    head: Head
+
+
 @final
 class Answers(TorchFunctionMode):
-    """Answers lookups in tables that are not there; adds up the gradients of heads."""
+    """Answers lookups in tables that are not there; puts off the logits of heads."""
 
     def __init__(
         self,
         *,
         rows: Mapping[int, Callable[[Lookup], Tensor]],
-        heads: Mapping[int, Sum],
+        heads: Mapping[int, Head],
         absent: Mapping[int, str],
-        frugal: bool = False,
     ) -> None:
         """All mappings are by `id` of the weight tensor that the model's code sees.
 
         Args:
             rows: answers to lookups.
-            heads: sums of weights' gradients.
+            heads: weights whose products are put off.
             absent: names of parameters that must not be read otherwise.
-            frugal: whether losses are to save memory ([Note: frugal loss]).
         """
         super().__init__()
-        self._frugal = frugal
         self._rows = rows
         self._heads = heads
         self.absent = absent
+        self._put_off: dict[int, _PutOff] = {}
 
     @override
     def __torch_function__(
@@ -153,19 +171,62 @@ class Answers(TorchFunctionMode):
             lookup = Lookup.of(args, kwargs)
             if id(lookup.weight) in self._rows:
                 return self._rows[id(lookup.weight)](lookup)
-        elif func is F.linear and self._heads and len(args) >= 2 and id(args[1]) in self._heads:
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            apply: Any = _SummingProduct.apply
-            output = apply(args[0], args[1], self._heads[id(args[1])])
-            return output if bias is None else output + bias
-        if func is F.cross_entropy and self._frugal:
-            loss = FrugalLoss.of(args, kwargs)
-            if loss is not None:
-                return loss.run()
+        elif func is F.linear and len(args) > 1 and id(args[1]) in self._heads:
+            if all(bias is None for bias in (*args[2:], *kwargs.values())):
+                return self._stand_in(args[0], args[1], self._heads[id(args[1])])
+        if self._put_off:
+            found = self._use(func, args, kwargs)
+            if found is not None:
+                return found
+            args, kwargs = self._computed((args, kwargs))
         if self.absent:
             self._refuse(args)
             self._refuse(kwargs.values())
         return func(*args, **kwargs)
+
+    def _stand_in(
+        self, given: Tensor, weight: Tensor, head: Head, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        shape = (*given.shape[:-1], weight.shape[0])
+        zero = torch.zeros((), dtype=dtype or weight.dtype, device=weight.device)
+        stand_in = zero.expand(shape)
+        self._put_off[id(stand_in)] = _PutOff(stand_in, given, weight, head)
+        return stand_in
+
+    def _use(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What a use of logits that were put off gives; None if they must be computed."""
+        one = self._put_off.get(id(args[0])) if args else None
+        if one is None and func is F.cross_entropy:
+            one = self._put_off.get(id(kwargs.get("input")))
+        if one is None:
+            return None
+        if func is F.cross_entropy:
+            return cross_entropy(one.given, one.weight, one.head, args, kwargs)
+        dtype, wide = one.stand_in.dtype, torch.float32
+        if func is Tensor.float or (func is Tensor.to and args[1:] == (wide,) and not kwargs):
+            return self._stand_in(one.given, one.weight, one.head, dtype=wide)
+        if func is Tensor.contiguous:
+            return args[0]
+        width = one.given.shape[-1]
+        if func in (Tensor.view, Tensor.reshape) and args[-1] == one.weight.shape[0]:
+            shape = (*args[1:-1], width)
+            return self._stand_in(one.given.reshape(shape), one.weight, one.head, dtype=dtype)
+        if func is Tensor.__getitem__ and _keeps_words(args[1], one.stand_in.dim()):
+            return self._stand_in(one.given[args[1]], one.weight, one.head, dtype=dtype)
+        return None
+
+    def _computed(self, tree: Any) -> Any:
+        """Arguments with logits that were put off computed after all."""
+
+        def compute(tensor: Tensor) -> Tensor:
+            one = self._put_off.get(id(tensor))
+            if one is None:
+                return tensor
+            logits = F.linear(one.given, one.weight)
+            return logits.to(tensor.dtype)
+
+        with torch._C.DisableTorchFunction():
+            return pytree.tree_map_only(Tensor, compute, tree)
 
     def _refuse(self, arguments: Iterable[Any]) -> None:
         """Refuse to have a parameter read that is not there."""
@@ -175,107 +236,130 @@ class Answers(TorchFunctionMode):
             elif id(one) in self.absent:
                 raise RuntimeError(
                     f"the model reads {self.absent[id(one)]!r} where it did not for the first "
-                    "batch, so it is not on the device. Begin with a batch for which it does, or, "
-                    "if it is an embedding table read before the layers, say embedding='device'."
+                    "batch, so it is not on the device. Say embedding='device' to keep all "
+                    "parameters around the layers there."
                 )
 
 
-class _SummingProduct(torch.autograd.Function):
-    """A linear map whose weight gradient goes straight into a sum ([Note: head])."""
+def _keeps_words(index: Any, num_dimensions: int) -> bool:
+    """Whether an index leaves the last dimension as it is."""
+    whole = slice(None)
+    if not isinstance(index, tuple):
+        return num_dimensions > 1 and isinstance(index, slice)
+    plain = all(isinstance(one, slice) or one is Ellipsis for one in index)
+    reaches = Ellipsis in index or len(index) == num_dimensions
+    return plain and (not reaches or index[-1] == whole)
+
+
+def cross_entropy(
+    given: Tensor, weight: Tensor, head: Head, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """A plain cross-entropy of logits that were put off; None if it is another kind."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    asked = dict(zip(names, args, strict=False)) | dict(kwargs)
+    targets, reduction = asked["target"], asked.get("reduction", "mean")
+    plain = (
+        all(asked.get(name) is None for name in ("weight", "size_average", "reduce"))
+        and not asked.get("label_smoothing")
+        and reduction in ("mean", "sum")
+        and asked["input"].dim() == 2
+        and targets.dim() == 1
+    )
+    if not plain:
+        return None
+    ignored = asked.get("ignore_index", -100)
+    apply: Any = _HeadLoss.apply
+    found: Tensor = apply(given, weight, targets, ignored, reduction == "mean", head)
+    return found
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Cross-entropy of a head's logits, all gradients made at once ([Note: logits put off])."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, given: Tensor, weight: Tensor, add: Sum) -> Tensor:
-        ctx.save_for_backward(given, weight)
-        ctx.add = add
-        return F.linear(given, weight)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
-        given, weight = ctx.saved_tensors
-        gradient = gradients[0]
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        ctx.add(flat, given.reshape(-1, given.shape[-1]))
-        wanted = gradient @ weight if ctx.needs_input_grad[0] else None
-        return wanted, None, None
-
-
-VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
-PIECE_BYTES = 64 << 20  # of logits that are worked on at once
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrugalLoss:
-    """A cross-entropy that can be had with less memory ([Note: frugal loss])."""
-
-    logits: Tensor
-    targets: Tensor
-    ignored: int
-    mean: bool
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FrugalLoss | None:
-        """The loss of a call of `torch.nn.functional.cross_entropy`; None if it is another kind."""
-        names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-        given = dict(zip(names, args, strict=False)) | dict(kwargs)
-        logits, targets = given["input"], given["target"]
-        reduction = given.get("reduction", "mean")
-        plain = (
-            all(given.get(name) is None for name in ("weight", "size_average", "reduce"))
-            and not given.get("label_smoothing")
-            and reduction in ("mean", "sum")
-        )
-        own = _was_widened(logits)
-        whole = logits.dim() == 2 and logits.is_contiguous() and targets.dim() == 1
-        if not (plain and own and whole and logits.dtype is torch.float32):
-            return None
-        ignored = given.get("ignore_index", -100)
-        return cls(logits=logits, targets=targets, ignored=ignored, mean=reduction == "mean")
-
-    def run(self) -> Tensor:
-        """The loss; the logits are its gradient from now on."""
-        apply: Any = _FrugalFunction.apply
-        total: Tensor = apply(self.logits, self.targets, self.ignored)
-        if self.mean:
-            return total / (self.targets != self.ignored).sum()
-        return total
-
-
-def _was_widened(logits: Tensor) -> bool:
-    """Whether a tensor, or what it is a view of, was just made by a change of dtype."""
-    node = logits.grad_fn
-    while node is not None and node.name() in VIEWS:
-        node = node.next_functions[0][0]
-    return node is not None and node.name() == "ToCopyBackward0"
-
-
-class _FrugalFunction(torch.autograd.Function):
-    """The sum of cross-entropies over rows."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        given: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignored: int,
+        mean: bool,
+        head: Head,
+    ) -> Tensor:
         counted = targets != ignored
-        columns = torch.where(counted, targets, 0).unsqueeze(1)
-        total = torch.zeros((), device=logits.device)
-        step = max(1, PIECE_BYTES // (4 * logits.shape[1]))
-        for start in range(0, logits.shape[0], step):
-            rows = slice(start, start + step)
-            piece = logits[rows]
-            logarithms = torch.log_softmax(piece, dim=1)
-            losses = logarithms.gather(1, columns[rows]).squeeze(1)
-            total -= torch.where(counted[rows], losses, 0.0).sum()
-            torch.exp(logarithms, out=piece)
-            one = piece.new_full((), -1.0)
-            piece.scatter_add_(1, columns[rows], one.expand(columns[rows].shape))
-            piece.mul_(counted[rows].unsqueeze(1))
-        ctx.gradient = logits
-        return total
+        columns = torch.where(counted, targets, 0)
+        number = counted.sum() if mean else torch.ones((), device=given.device)
+        factors = counted * (head.scale / number)
+        gradient = torch.empty_like(given)
+        total = torch.zeros((), device=given.device)
+        loss_of = _losses(compiled=head.compiled)
+        for start in range(0, given.shape[0], head.num_rows):
+            rows = slice(start, start + head.num_rows)
+            logits = F.linear(given[rows], weight)
+            losses, logits = loss_of(logits, columns[rows], factors[rows])
+            total += torch.where(counted[rows], losses, 0.0).sum()
+            torch.mm(logits, weight, out=gradient[rows])
+            head.add(logits, given[rows])
+            del logits
+        ctx.save_for_backward(gradient)
+        ctx.scale = head.scale
+        return total / number
 
     @staticmethod
     @override
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        gradient: Tensor = ctx.gradient
-        ctx.gradient = None
-        return gradient.mul_(gradients[0]), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(gradients[0] / ctx.scale), None, None, None, None, None
+
+
+def losses_and_gradients(logits: Tensor, columns: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's cross-entropy, and the gradient of the logits, each row times its factor."""
+    wide = logits.float()
+    logarithms = torch.log_softmax(wide, dim=1)
+    losses = -logarithms.gather(1, columns.unsqueeze(1)).squeeze(1)
+    words = torch.arange(logits.shape[1], device=logits.device)
+    chosen = (words.unsqueeze(0) == columns.unsqueeze(1)).to(wide.dtype)
+    gradient = (logarithms.exp() - chosen) * factors.unsqueeze(1)
+    return losses, gradient.to(logits.dtype)
+
+
+def _frugally(logits: Tensor, columns: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """The same without a compiler, in little memory: the gradient takes the place of the logits."""
+    step = max(1, PIECE_BYTES // (4 * logits.shape[1]))
+    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    for start in range(0, logits.shape[0], step):
+        rows = slice(start, start + step)
+        losses[rows], gradient = losses_and_gradients(logits[rows], columns[rows], factors[rows])
+        logits[rows] = gradient
+    return losses, logits
+
+
+PIECE_BYTES = 64 << 20  # of float32 logits that are worked on at once without a compiler
+_compiled: list[Callable[..., tuple[Tensor, Tensor]]] = []
+
+
+def _losses(*, compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    if not compiled:
+        return _frugally
+    if not _compiled:
+        _compiled.append(_compiled_or_not())
+    return _compiled[0]
+
+
+def _compiled_or_not() -> Callable[..., tuple[Tensor, Tensor]]:
+    program = torch.compile(losses_and_gradients, dynamic=None)
+
+    def run(logits: Tensor, columns: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+        try:
+            with torch._C.DisableTorchFunction():
+                return program(logits, columns, factors)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a compiler may raise
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            warnings.warn(f"losses run without torch.compile: {reason}", stacklevel=2)
+            _compiled[0] = _frugally
+            return _frugally(logits, columns, factors)
+
+    return run

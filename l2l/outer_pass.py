@@ -5,10 +5,11 @@ Only the units that a phase reads are on the device for it. The rest of what the
 (interception.py).
 
 [Note: pieces] The epilogue of a language model makes logits, words times tokens of them, several
-times over. So it runs in pieces, each with its backward pass at once: some rows of the microbatch,
-or, where that was proven on a trial to give the same (rehearsal.py), some positions of a row. A
-causal loss is then given its labels already shifted. The losses of pieces add up like those of
-microbatches: each counts n / N.
+times over. Where its loss is a plain cross-entropy they are put off and made for some tokens at a
+time (interception.py). Otherwise the whole epilogue runs in pieces, each with its backward pass at
+once: some rows of the microbatch, or, where that was proven on a trial to give the same
+(rehearsal.py), some positions of a row. A causal loss is then given its labels already shifted. The
+losses of pieces add up like those of microbatches: each counts n / N.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 from l2l.batch import Microbatch
 from l2l.carving import CarvedModel, Recording
 from l2l.device import Device
-from l2l.interception import Answers, Lookup
+from l2l.interception import Answers, Head, Lookup
 from l2l.layer_pass import leaves, take_gradients
 from l2l.lookup import TableLookup
 from l2l.loss import IGNORED, LossFunction, Rule, require_loss
@@ -33,6 +34,8 @@ from l2l.parameter_server import ParameterServer
 from l2l.schedule import NOTHING
 from l2l.step import Step
 from l2l.transfer import Transfer
+
+MOST_PIECE_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class OuterFacts:
     lookups: tuple[TableLookup, ...] = ()  # answered by the host
     alone: bool = False  # whether the epilogue does without anything of the prologue
     within_rows: bool = False  # whether positions of a row may be pieces
+    puts_off: bool = False  # whether logits are put off
     changing: frozenset[str] = frozenset()  # buffers that training changes
 
 
@@ -111,7 +115,8 @@ class OuterPass:
         self.loss_function = loss_function
         self.facts = OuterFacts()
         self.piece_tokens: int | None = None
-        self.frugal = device.torch_device.type != "cpu"  # whether losses save memory
+        self.may_put_off = device.torch_device.type != "cpu"  # elsewhere bits come first
+        self.compiled = False
         self._placeholders: dict[str, Tensor] = {}
 
     def bind(self, slots: str) -> dict[str, Tensor]:
@@ -173,7 +178,7 @@ class OuterPass:
         inputs: Microbatch,
         hidden: Tensor,
         *,
-        heads: Mapping[int, Callable[[Tensor, Tensor], None]] | None = None,
+        heads: Mapping[int, Head] | None = None,
     ) -> Any:
         """Run the model's code after the layers; returns its outputs."""
         if not self.facts.alone:
@@ -182,8 +187,7 @@ class OuterPass:
         unseen: dict[int, Callable[[Lookup], Tensor]] = {
             id(self._placeholders[owner]): _no_rows for owner in tables
         }
-        frugal = self.frugal and torch.is_grad_enabled()
-        answers = Answers(rows=unseen, heads=heads or {}, absent={}, frugal=frugal)
+        answers = Answers(rows=unseen, heads=heads or {}, absent={})
 
         def delivered() -> None:
             unseen.clear()
@@ -224,7 +228,7 @@ class OuterPass:
         for part, batch, on_device, share in self._cut(step, m, hidden, inputs):
             del batch
             piece = part.of(hidden).detach().requires_grad_(needs_gradient)
-            heads = self._heads(step, units, bound)
+            heads = self._heads(step, units, bound, share * loss_scale)
             outputs = self.run_epilogue(on_device, piece, heads=heads)
             loss = self._loss(step, m, outputs, on_device, share)
             if loss_scale != 1.0:
@@ -271,7 +275,7 @@ class OuterPass:
         rule = step.rule
         whole = rule is Rule.UNKNOWN or not self.facts.alone or bool(self.facts.changing)
         length = hidden.shape[1] if hidden.dim() > 2 else 1
-        tokens = None if whole else self.piece_tokens
+        tokens = None if whole or self.facts.puts_off else self.piece_tokens
         if tokens is not None and rule is Rule.ROWS and _ignores(host):
             tokens = None  # what the loss ignores is not counted, so pieces cannot be weighed
         found = pieces(hidden.shape[0], length, tokens=tokens, within_rows=self.facts.within_rows)
@@ -308,21 +312,24 @@ class OuterPass:
         return scaled
 
     def _heads(
-        self, step: Step, units: list[str], bound: Mapping[str, Tensor]
-    ) -> dict[int, Callable[[Tensor, Tensor], None]]:
-        """Weights whose gradients are added up as products ([Note: head] in interception.py)."""
-        if not self._device.sums_products:
+        self, step: Step, units: list[str], bound: Mapping[str, Tensor], scale: float
+    ) -> dict[int, Head]:
+        """Weights whose products are put off."""
+        if not self.facts.puts_off:
             return {}
-        heads: dict[int, Callable[[Tensor, Tensor], None]] = {}
+        heads: dict[int, Head] = {}
         for unit in units:
             received = step.received.setdefault(unit, set())
             for owner in self._server.units[unit].form.trained.names:
-                weight = bound[owner]
-                if weight.dim() == 2 and weight.dtype.itemsize == 2:
-                    heads[id(weight)] = self._transfer.product_sum(
-                        unit, f"G{unit}", owner, received=received
-                    )
+                if bound[owner].dim() == 2:
+                    add = self._transfer.product_sum(unit, f"G{unit}", owner, received=received)
+                    heads[id(bound[owner])] = self.head(add, scale)
         return heads
+
+    def head(self, add: Callable[[Tensor, Tensor], None], scale: float) -> Head:
+        """How a product is put off."""
+        rows = self.piece_tokens or MOST_PIECE_TOKENS
+        return Head(add=add, scale=scale, num_rows=rows, compiled=self.compiled)
 
     def close(self) -> None:
         """Let go of the placeholders."""

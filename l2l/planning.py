@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from l2l.batch import Microbatch, num_rows, take_rows, token_length
 from l2l.byte_size import format_bytes, parse_bytes
@@ -32,6 +32,20 @@ logger = logging.getLogger("l2l")
 
 FREE_SHARE = 0.9  # of free device memory that is used if the user names no budget
 NUM_MARKS = 4  # steps after which prediction and measurement are compared
+
+
+class _Logits(NamedTuple):
+    """Bytes for each logit of a piece: in memory at once, and read and written."""
+
+    memory: float
+    moved: float
+
+
+LOGITS = {
+    "plain": _Logits(14.4, 40.0),
+    "put off": _Logits(6.4, 40.0),
+    "compiled": _Logits(4.2, 10.0),
+}
 
 
 def parse_budget(device_memory: int | str | None) -> int | None:
@@ -132,6 +146,8 @@ class Planning:
         forms = self._forms
         layers = [forms[f"L{i}"] for i in range(self._carved.num_layers)]
         head_parameters, head_width = head_of([forms[u.name] for u in outer if u.in_epilogue])
+        kind = "plain" if not facts.puts_off else "compiled" if self._compiled else "put off"
+        logits = LOGITS[kind]
         problem = Problem(
             layers=tuple(unit_size(form) for form in layers),
             costs=layer_costs(self._carved, forms, recordings, fused=self._compiled),
@@ -148,8 +164,10 @@ class Planning:
             ),
             head_parameters=head_parameters,
             head_width=head_width,
+            logit_bytes=logits.memory,
+            logit_moved_bytes=logits.moved,
             may_cut_rows=facts.alone and not facts.changing,
-            may_cut_positions=facts.within_rows,
+            may_cut_positions=facts.within_rows or facts.puts_off,
             may_keep=self._compiled,
             policy=self._policy,
             update_bytes=update_bytes(self._optimizer, layers[-1]),

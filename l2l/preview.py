@@ -115,12 +115,13 @@ def plan(
         large = forms[name].weight_layout.nbytes >= LARGE_UNIT_BYTES
         return large and policy is not UpdatePolicy.ON_DEVICE
 
+    tokens = _over_tokens(batch)
     planning.make(
         batch,
         rows=microbatch_size,
         outer=outer_units(forms, usage, looked_up),
         usage=usage,
-        facts=OuterFacts(alone=True, within_rows=_over_tokens(batch)),
+        facts=OuterFacts(alone=True, within_rows=tokens, puts_off=tokens),
         record=preview.record,
         buffer_bytes=sum(b.nbytes for b in carved.outer_tensors.buffers.values()),
     )

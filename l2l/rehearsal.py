@@ -30,7 +30,7 @@ from l2l.batch import Microbatch
 from l2l.carving import CarvedModel, Recording
 from l2l.compiled_layer import Compiler
 from l2l.device import Device
-from l2l.interception import Readers, Reading
+from l2l.interception import Head, Readers, Reading
 from l2l.layer_list import CutError
 from l2l.lookup import TableLookup
 from l2l.loss import IGNORED, Rule, find_rule, require_loss, trial_batch
@@ -40,6 +40,7 @@ from l2l.relay import Relay
 from l2l.schedule import OuterUnit
 
 PROOF_TOLERANCE = 0.02  # of 16-bit losses and gradients
+TRIAL_SCALE = 0.5  # a loss is multiplied with something in every step; so it is in the trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +147,17 @@ class Rehearsal:
         if wants_rule:
             self.rule, self.rule_is_final = self._learn_rule(trial)
             self._outer.facts.within_rows = self.alone and self._pieces_agree(trial)
+            self._outer.facts.puts_off = (
+                self.alone and self._outer.may_put_off and self._putting_off_agrees(trial, weights)
+            )
 
     def _learn_layers(self, trial: Microbatch) -> None:
         outer = self._carved.skeleton.buffers()
         before = {name: buffer.clone() for name, buffer in outer.items()}
         self._carved.set_training(True)
         self._carved.prologue(trial, learn=self._run_layer)
+        for structure in self._carved.changing_input:  # it would write into a cell
+            self._compiler.refuse(structure)
         changing = frozenset(
             name for name, buffer in outer.items() if not torch.equal(buffer, before[name])
         )
@@ -299,12 +305,79 @@ class Rehearsal:
         difference = (gradient - expected[1]).float().norm()
         return near and float(difference) <= PROOF_TOLERANCE * float(expected[1].float().norm())
 
+    def _putting_off_agrees(self, trial: Microbatch, weights: Mapping[str, Tensor]) -> bool:
+        """Whether loss and gradients are the same with logits put off, and any are."""
+        if self.rule in (None, Rule.UNKNOWN) or self._outer.loss_function is not None:
+            return False
+        self._carved.set_training(False)
+        hidden = self._carved.prologue(trial).hidden
+        assert hidden is not None
+        after = [name for name, one in self.usage.items() if one.after]
+        matrices = {
+            owner: weights[owner].detach().requires_grad_()
+            for name in after
+            for owner in self._server.units[name].form.trained.names
+            if weights[owner].dim() == 2
+        }
+        self._bind({**weights, **matrices})
+        generator = torch.Generator().manual_seed(0)
+        leaf = torch.randn(hidden.shape, generator=generator).to(hidden).requires_grad_()
+        sums: dict[str, Tensor] = {}
+        used: list[str] = []
+
+        def head(owner: str) -> Head:
+            sums[owner] = torch.zeros_like(matrices[owner], dtype=torch.float32)
+
+            def add(outputs: Tensor, inputs: Tensor) -> None:
+                used.append(owner)
+                sums[owner].addmm_(outputs.t().float(), inputs.float())
+
+            return Head(add=add, scale=TRIAL_SCALE, num_rows=5, compiled=False)
+
+        heads = {id(matrices[owner]): head(owner) for owner in matrices}
+        try:
+            with torch.enable_grad():
+                plain = require_loss(self._outer.run_epilogue(trial, leaf)).float()
+                expected = self._gradients(plain, leaf, matrices)
+                put_off = require_loss(self._outer.run_epilogue(trial, leaf, heads=heads)).float()
+                found = self._gradients(put_off, leaf, matrices)
+        except CutError:
+            raise
+        except Exception:  # the model's code does something else with its logits
+            return False
+        finally:
+            self._bind(weights)
+        for owner in set(used):
+            found[owner] = sums[owner] + found.get(owner, torch.zeros_like(sums[owner]))
+        agree = abs(float(plain) - float(put_off)) <= PROOF_TOLERANCE * abs(float(plain))
+        return bool(used) and agree and _close(found, expected)
+
+    @staticmethod
+    def _gradients(loss: Tensor, leaf: Tensor, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        wanted = {"": leaf, **matrices}
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            [loss * TRIAL_SCALE], list(wanted.values()), allow_unused=True
+        )
+        return {
+            name: gradient.float()
+            for name, gradient in zip(wanted, found, strict=True)
+            if gradient is not None
+        }
+
     def _loss_and_gradient(self, batch: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         leaf = hidden.detach().clone().requires_grad_()
         with torch.enable_grad():
             loss = require_loss(self._outer.run_epilogue(batch, leaf)).float()
             (gradient,) = torch.autograd.grad([loss], [leaf])
         return loss.detach(), gradient
+
+
+def _close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    """Whether gradients are the same but for rounding to 16 bits."""
+    return found.keys() == expected.keys() and all(
+        float((found[name] - one).norm()) <= PROOF_TOLERANCE * float(one.norm())
+        for name, one in expected.items()
+    )
 
 
 def outer_units(

@@ -427,7 +427,7 @@ class Relay:
         changing = step.buffers_before.pop((index, m), {})
         inputs = self._streamed_inputs(step, index, m, slot, recorded, before, changing)
         handed = step.handed.pop((index, m), None)
-        if handed is None:
+        if handed is None or not self._compiler.compiles(self._carved.structures[index]):
             result = backward_layer(inputs, gradient=gradient)
         else:
             if kept != NOTHING:

@@ -186,9 +186,14 @@ class Transfer:
         total = self.gradients(unit, slot)[owner]
 
         def add(outputs: Tensor, inputs: Tensor) -> None:
-            beta = 1.0 if owner in received else 0.0
-            torch.addmm(total, outputs.t(), inputs, beta=beta, out_dtype=torch.float32, out=total)
-            received.add(owner)
+            if owner not in received:
+                total.zero_()
+                received.add(owner)
+            if self._device.sums_products and outputs.dtype.itemsize == 2:
+                wide = torch.float32
+                torch.addmm(total, outputs.t(), inputs, out_dtype=wide, out=total)
+            else:
+                total.addmm_(outputs.t().to(total.dtype), inputs.to(total.dtype))
 
         return add
 

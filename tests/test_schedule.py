@@ -194,6 +194,10 @@ def combined_shapes() -> Iterator[Shape]:
             continue  # refused: see below
         if shares_memory and not any(unit.passes for unit in outer):
             continue  # nothing to share
+        if "num_kept_cells" in cells and num_tail == 2:
+            continue  # no layer to keep anything of
+        if "training" in mode and frozen:
+            continue  # makes no difference
         shape = Shape(
             layers=(0, 1),
             num_microbatches=2,

@@ -69,6 +69,8 @@ class Problem:
     looked_up_bytes: int  # of one row
     head_parameters: int  # in matrices of the epilogue
     head_width: int  # its widest output: words
+    logit_bytes: float  # of a piece's memory, for each of its logits
+    logit_moved_bytes: float  # read and written by the loss, for each logit
     may_cut_rows: bool  # whether the epilogue may run on some rows of a microbatch
     may_cut_positions: bool
     may_keep: bool  # whether streamed layers can keep some of their results

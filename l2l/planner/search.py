@@ -14,7 +14,7 @@ plans for other shapes and budgets are predictions (docs/benchmarks.md compares)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from l2l.byte_size import format_bytes
@@ -36,8 +36,6 @@ LIBRARY_BYTES = 96 << 20  # workspaces of matrix libraries, and small tensors
 ROUNDING_BYTES = 32 << 20
 SLACK = 0.02  # of the budget, for what lies between tensors
 
-LOGIT_BYTES = 8.4  # of a piece's memory, for each of its logits
-LOGIT_MOVED_BYTES = 46.0  # read and written by the loss, for each logit
 HEAD_EFFICIENCY = 0.85
 ACCUMULATE_BYTES = 16.0  # to add a parameter's gradient to its sum
 DEVICE_UPDATE_BYTES = 34.0
@@ -171,9 +169,7 @@ def _tails(
             return
         states = [0]
         if problem.may_update_on_device:
-            most = _largest(
-                tail, lambda n: model.peak_bytes(replace(one, num_device_states=n), rows) <= limit
-            )
+            most = model.most_states(one, rows, limit)
             states = sorted({0, most, most // 2, most // 4})
         for number in states:
             two = replace(one, num_device_states=number)
@@ -185,15 +181,6 @@ def _tails(
                 kept = replace(two, keep=KEEPS[1], num_kept_cells=3)
                 if model.may_keep(kept, rows) and model.peak_bytes(kept, rows) <= limit:
                     yield model.with_late(kept, rows), rows
-
-
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `most` that fits, where all below one that fits do."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
 
 
 def _refusal(model: _Model, budget_bytes: int, least: tuple[int, Decisions, int]) -> str:
@@ -235,6 +222,15 @@ class _Model:
             always = phases.pop(ALWAYS, 0)
             self._memory[key] = always + max(phases.values(), default=0)
         return self._memory[key]
+
+    def most_states(self, decisions: Decisions, rows: int, limit: float) -> int:
+        """How many layers of the tail may have their optimizer state on the device."""
+        low, high = 0, decisions.num_tail
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.peak_bytes(replace(decisions, num_device_states=middle), rows) <= limit
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
 
     def ledger(self, decisions: Decisions, rows: int) -> list[LedgerLine]:
         """What goes where."""
@@ -302,7 +298,9 @@ class _Model:
         outputs = sum(cost.kept_forward.at(rows).output_bytes for cost in of_tail)
         yield "epilogue", "tail: kept for backward", kept_tail + outputs
         piece = min(decisions.piece_tokens or 2**62, rows * problem.length)
-        logits = int(piece * problem.head_width * LOGIT_BYTES) + 3 * problem.hidden_bytes * rows
+        logits = (
+            int(piece * problem.head_width * problem.logit_bytes) + 8 * problem.hidden_bytes * rows
+        )
         unwinding = max(
             (
                 cost.kept_backward.at(rows).working_bytes - cost.kept_forward.at(rows).kept_bytes
@@ -375,7 +373,7 @@ class _Model:
         tokens = rows * problem.length
         piece = min(decisions.piece_tokens or tokens, tokens)
         matrix = 6.0 * problem.head_parameters * tokens / hardware.matrix_rate / HEAD_EFFICIENCY
-        moved = LOGIT_MOVED_BYTES * problem.head_width * tokens
+        moved = problem.logit_moved_bytes * problem.head_width * tokens
         moved += math.ceil(tokens / max(1, piece)) * 8.0 * problem.head_parameters
         total = matrix + moved / hardware.memory_rate + PASS_SECONDS
         for layer in range(len(problem.layers) - decisions.num_tail, len(problem.layers)):
