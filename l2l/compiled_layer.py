@@ -25,6 +25,7 @@ the structure runs uncompiled.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 import types
@@ -126,13 +127,16 @@ def _own_numbers(template: Template) -> Iterator[None]:
             module.__dict__[name] = number
 
 
+_program_numbers = itertools.count()  # never the same twice, as an `id` may be
+
+
 @final
 class Program:
     """One structure's compiled code, for one limit on what is kept."""
 
     def __init__(self, *, backend: str, keep: float, own_random_numbers: bool) -> None:
         # The compiler keys what it has compiled by code object: each program needs its own.
-        code = _call.__code__.replace(co_name=f"layer_{id(self)}")
+        code = _call.__code__.replace(co_name=f"layer_{next(_program_numbers)}")
         function = types.FunctionType(code, _call.__globals__)
         self._function: Callable[..., Tensor] = torch.compile(
             function, backend=backend, fullgraph=True

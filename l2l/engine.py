@@ -205,6 +205,7 @@ class Engine:
         )
         self._outer_units: tuple[OuterUnit, ...] = ()
         self._on_device: frozenset[int] = frozenset()
+        self._shared: frozenset[int] = frozenset()
         self._held: frozenset[str] = frozenset()
         self._schedules: dict[Shape, Schedule] = {}
         self._step_ends: deque[Event] = deque()
@@ -402,6 +403,13 @@ class Engine:
             for layer in range(num_layers - decisions.num_device_states, num_layers)
             if self._server.units[f"L{layer}"].form.trained.names
         )
+        self._shared = frozenset(
+            layer
+            for layer in decisions.shared_layers(num_layers)
+            if self._server.units[f"L{layer}"].form.is_one_run
+        )
+        for layer in self._shared:
+            self._server.register(f"L{layer}", self._device)
         for name in self._shape(1, training=True).on_device:
             self._server.place_state(name, self._device.torch_device)
 
@@ -465,6 +473,8 @@ class Engine:
             pending=tuple(self._server.waiting),
             num_staging=NUM_STAGING,
             device_updates=self._policy is UpdatePolicy.ON_DEVICE,
+            shared=self._shared,
+            num_borrowed=decisions.num_borrowed,
             shares_memory=decisions.shares_memory,
         )
 

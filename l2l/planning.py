@@ -275,6 +275,9 @@ def describe(
             tail += f", {decisions.num_device_states} of them with their optimizer state"
     piece = decisions.piece_tokens
     kept = f"{decisions.keep:.0%} of what a layer makes" if decisions.num_kept_cells else "nothing"
+    shared = "by the host alone"
+    if decisions.num_shared:
+        shared = f"by the host; of {decisions.num_shared} layers by the device, state lent"
     late = f"{decisions.num_late} units in the next step" if decisions.num_late else "none"
     around = "stays on the device with its state" if decisions.outer_state else "comes when needed"
     return (
@@ -283,6 +286,7 @@ def describe(
         ("epilogue", f"in pieces of {piece:,} tokens" if piece else "a microbatch at once"),
         ("kept, not recomputed", kept),
         ("updates left", late),
+        ("late updates", shared),
         ("around the layers", around),
         ("memory of the head", "shared with gradients" if decisions.shares_memory else "its own"),
     )

@@ -116,6 +116,9 @@ class Relay:
             "update": self._updates.update,
             "renew": self._updates.renew,
             "mirror": self._updates.mirror,
+            "borrow": lambda _, unit, *places: self._transfer.borrow(unit, *places),
+            "rework": self._updates.rework,
+            "repay": self._updates.repay,
             "revise": self._updates.revise,
             "return": lambda _, unit, slot: self._transfer.give_back(unit, slot),
             "stash": lambda _, value, m, cell: self._stash.stash(f"{value} {m}", cell),
@@ -175,7 +178,7 @@ class Relay:
             event = self._device.record(Lane.UPDATE)
             self._server.note_pending(action.operands[0], event)
             step.collected = event if action.verb == "collect" else step.collected
-        elif action.verb in ("return", "mirror"):
+        elif action.verb in ("return", "mirror", "repay"):
             self._server.note_pending(action.operands[0], self._device.record(Lane.DRAIN))
         if action.verb in ("update", "return"):
             step.updates_submitted = True

@@ -59,7 +59,7 @@ class Transfer:
         """Take the memory a schedule of this shape uses, as far as it is not there yet."""
         taken_later = self._plan_sizes(shape)
         for name, nbytes in self._sizes.items():
-            memory = self._slots if name.startswith("S") else self._gradients
+            memory = self._memory(name)
             if name not in memory and name not in taken_later:
                 self._take(name, nbytes)
         if not shape.training or shape.device_updates:
@@ -95,8 +95,12 @@ class Transfer:
         own = [f"L{i}" for i in shape.tail]
         own += [u.name for u in shape.outer if u.in_prologue or u.in_epilogue]
         sizes |= {f"S{name}": units[name].form.weight_layout.nbytes for name in own}
+        shared = [units[f"L{i}"].form for i in shape.shared]
+        largest = max((f.staging_layout.nbytes + f.state_bytes for f in shared), default=0)
+        sizes |= {f"W{i}": largest for i in range(shape.num_borrowed if shared else 0)}
         passing = {unit.name for unit in shape.outer if unit.passes and shape.shares_memory}
         taken_later = {f"{kind}{name}" for name in passing for kind in "SG"}
+        taken_later |= {f"W{i}" for i in range(shape.num_borrowed)}
         if not shape.training:
             return taken_later
         trained = [name for name in own if units[name].form.trained.names]
@@ -110,14 +114,27 @@ class Transfer:
                 taken_later |= {f"G{i}" for i in range(number)}
         return taken_later
 
+    def borrow(self, unit: str, staging: str, slot: str) -> None:
+        """Copy a unit's drained gradient and optimizer state to the device; the unstash lane."""
+        found = self._server.units[unit]
+        nbytes = found.form.staging_layout.nbytes
+        self._slots[slot][:nbytes].copy_(self.staging[staging][:nbytes], non_blocking=True)
+        found.lend(self._slots[slot][nbytes:]).copy_from(found)
+
+    def repay(self, unit: str, slot: str, borrowed: str) -> None:
+        """Copy a unit's weights and optimizer state back to the host; the drain lane does this."""
+        found = self._server.units[unit]
+        nbytes = found.form.staging_layout.nbytes
+        found.lend(self._slots[borrowed][nbytes:]).copy_to(found)
+        self.mirror(unit, slot)
+
     def take(self, name: str) -> None:
         """Take memory for a place; the compute lane does this."""
         self._take(name, self._sizes[name])
 
     def drop(self, name: str) -> None:
         """Give a place's memory back; the compute lane does this."""
-        memory = self._slots if name.startswith("S") else self._gradients
-        found = memory.pop(name, None)
+        found = self._memory(name).pop(name, None)
         if found is not None:
             self._device.poison(found)
         self._views = {key: views for key, views in self._views.items() if key[1] != name}
@@ -261,9 +278,11 @@ class Transfer:
             self._views[key] = layout.views(self._gradients[slot])
         return self._views[key]
 
+    def _memory(self, name: str) -> dict[str, Tensor]:
+        return self._gradients if name.startswith("G") else self._slots
+
     def _take(self, name: str, nbytes: int) -> None:
-        memory = self._slots if name.startswith("S") else self._gradients
-        memory[name] = self._device.empty(nbytes)
+        self._memory(name)[name] = self._device.empty(nbytes)
         if name.startswith("S"):
             self._states[name] = (SlotState.FREE, None)
 

@@ -9,6 +9,8 @@ The schedule says when; the parameter server owns what is changed. Here is what 
     collect              gradients of looked-up rows join the table's
     order, renew         an update on the device that the step before has left: its numbers, from
                          the host, and the update itself
+    borrow, rework,      the same with gradient and state brought from the host and back
+    repay
     revise               an update on the device in its own step (Adafactor)
 """
 
@@ -123,9 +125,9 @@ class Updates:
         for name in shape.late_units:
             assert drained is not None
             waiting = WaitingUpdate(unit=name, order=partial(step.order, name), drained=drained)
+            waiting.step = step
             if name in shape.on_device:
                 waiting.finish = self._renew_now
-                waiting.step = step
             else:
                 waiting.gradient = self._transfer.staging[late_staging(name)]
                 if name in only_rows and step.rows is not None:
@@ -205,16 +207,32 @@ class Updates:
         if waiting is not None and waiting.renewed:
             self._server.take_waiting(unit)
 
-    def _apply(self, step: Step, name: str, slot: str, gradient_slot: str, numbers: Tensor) -> None:
-        """Update a unit with the gradients of a step."""
+    def rework(self, step: Step, unit: str, slot: str, borrowed: str) -> None:
+        """An update on the device with borrowed gradient and state."""
+        waiting = self._server.waiting[unit]
+        assert waiting.numbers is not None
+        numbers = waiting.numbers.to(self._device.torch_device, non_blocking=True)
+        self._apply(waiting.step, unit, slot, borrowed, numbers)
+
+    def repay(self, step: Step, unit: str, slot: str, borrowed: str) -> None:
+        """Weights and state of such an update to the host: it waits no longer."""
+        self._transfer.repay(unit, slot, borrowed)
+        self._server.take_waiting(unit)
+
+    def _apply(self, step: Step, name: str, slot: str, place: str, numbers: Tensor) -> None:
+        """Update a unit with the gradients of a step, in a gradient slot or borrowed."""
         unit, optimizer = self._server.units[name], self._server.optimizer
         assert isinstance(optimizer, HostOptimizer)
-        weights = self._transfer.slot(slot)
-        gradients = self._transfer.gradient_slot(gradient_slot)
+        weights, lent = self._transfer.slot(slot), None
+        if place.startswith("W"):
+            gradients = self._transfer.slot(place)
+            lent = unit.lend(gradients[unit.form.staging_layout.nbytes :])
+        else:
+            gradients = self._transfer.gradient_slot(place)
         for row, run in self._runs(step, name):
             device_update.update(
                 optimizer,
-                unit.flat(run, weights=weights, gradients=gradients),
+                unit.flat(run, weights=weights, gradients=gradients, lent=lent),
                 numbers[row],
                 compiled=self._compiled,
             )

@@ -177,6 +177,10 @@ class CheckingDevice(Device):
         return buffer
 
     @override
+    def register(self, buffer: Tensor) -> None:
+        pass
+
+    @override
     def host_record(self, *shape: int) -> Tensor:
         return torch.full(shape, torch.nan)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import threading
 import time
 import weakref
@@ -83,7 +82,7 @@ class StreamCounter:
             self._registered = False
 
 
-def _unregister(buffers: list[tuple[int, mmap.mmap]]) -> None:
+def _unregister(buffers: list[tuple[int, object]]) -> None:
     for address, _ in buffers:
         torch.cuda.cudart().cudaHostUnregister(address)
     buffers.clear()
@@ -117,7 +116,7 @@ class CudaDevice(Device):
             if lane not in (Lane.COMPUTE, Lane.UPDATE)
         }
         self._streams[Lane.COMPUTE] = torch.cuda.current_stream(self.torch_device)
-        self._host_buffers: list[tuple[int, mmap.mmap]] = []
+        self._host_buffers: list[tuple[int, object]] = []  # address, and what owns the memory
         self._marks: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] | None = None
         # For a device that is dropped without `close`.
         weakref.finalize(self, self._worker.dismiss).atexit = False
@@ -199,16 +198,24 @@ class CudaDevice(Device):
     def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
         """Anonymous memory with huge pages, touched by all cores."""
         buffer, pages = anonymous_pages(nbytes)
-        if not registered or pages is None:
-            return buffer
-        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
+        if registered and pages is not None:
+            self._register(buffer, pages)
+        return buffer
+
+    @override
+    def register(self, buffer: Tensor) -> None:
+        known = {address for address, _ in self._host_buffers}
+        if buffer.nbytes >= PAGE_BYTES and buffer.data_ptr() not in known:
+            self._register(buffer, buffer)
+
+    def _register(self, buffer: Tensor, owner: object) -> None:
+        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
         if int(error) != 0:
             raise RuntimeError(
-                f"the driver refused to register {nbytes} bytes of host memory (error "
+                f"the driver refused to register {buffer.nbytes} bytes of host memory (error "
                 f"{int(error)}). Expected enough lockable memory: see 'ulimit -l'."
             )
-        self._host_buffers.append((buffer.data_ptr(), pages))
-        return buffer
+        self._host_buffers.append((buffer.data_ptr(), owner))
 
     @override
     def host_record(self, *shape: int) -> Tensor:

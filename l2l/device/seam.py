@@ -67,6 +67,10 @@ class Device(ABC):
         """Host memory, as bytes; lanes copy from and to registered memory without the host."""
 
     @abstractmethod
+    def register(self, buffer: Tensor) -> None:
+        """Let lanes copy from and to memory of `host_empty` that was not registered."""
+
+    @abstractmethod
     def host_record(self, *shape: int) -> Tensor:
         """A few float32 numbers on the host for a lane to write; NaN until it does."""
 

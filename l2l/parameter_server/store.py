@@ -31,9 +31,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from l2l.device import Event
+from l2l.device import Device, Event
 from l2l.host_memory import Arena
-from l2l.layout import ALIGNMENT_ELEMENTS, FlatLayout
+from l2l.layout import ALIGNMENT_BYTES, ALIGNMENT_ELEMENTS, FlatLayout, round_up
 from l2l.parameter_server import device_update
 from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.host_kernel import HostKernel, SplitWeight
@@ -70,6 +70,13 @@ class UnitForm:
     def staging_layout(self) -> FlatLayout:
         """How gradients arrive on the host."""
         return self.trained.astype(DRAINED)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what an update changes besides the weights, each buffer aligned."""
+        kinds = self.bytes_by_kind()
+        rest = [nbytes for kind, nbytes in kinds.items() if kind != "weights"]
+        return sum(round_up(nbytes, ALIGNMENT_BYTES) for nbytes in rest)
 
     def row_bytes(self, owner: str) -> int:
         """Bytes of one row of a table, as it crosses the link."""
@@ -129,9 +136,21 @@ class Unit:
         return self.companion[self.form.trained.span(owner)].view(self.weight_of(owner).shape)
 
     def flat(
-        self, owners: tuple[str, ...], *, weights: Tensor, gradients: Tensor
+        self,
+        owners: tuple[str, ...],
+        *,
+        weights: Tensor,
+        gradients: Tensor,
+        lent: Lent | None = None,
     ) -> device_update.FlatUnit:
-        """Parameters that lie in one row, from the first to the last, in these flat buffers."""
+        """Parameters that lie in one row, from the first to the last, on the device.
+
+        Args:
+            owners: the parameters.
+            weights: flat buffer of the unit's weights, there.
+            gradients: flat buffer of their gradients: sums, or as they were drained.
+            lent: what else an update changes; None: it is there already.
+        """
         form = self.form
         first, last = form.trained.span(owners[0]), form.trained.span(owners[-1])
         span = slice(first.start, last.stop)
@@ -139,30 +158,64 @@ class Unit:
             weight = form.weight_layout.view(weights, owners[0]).view(-1)
         else:
             weight = form.weight_layout.segment_views(weights)[0][span]
-        view = form.gradient_layout.view(gradients, owners[0])
-        gradient = view.as_strided((span.stop - span.start,), (1,))
-        has_companion = self.companion is not None and weight.dtype in COMPANION
+        layout = form.gradient_layout if lent is None else form.staging_layout
+        gradient = layout.view(gradients, owners[0]).as_strided((span.stop - span.start,), (1,))
+        companion = self.companion if lent is None else lent.companion
+        has_companion = companion is not None and weight.dtype in COMPANION
         return device_update.FlatUnit(
             weight=weight,
-            companion=self.companion[span]
-            if self.companion is not None and has_companion
-            else None,
+            companion=companion[span] if companion is not None and has_companion else None,
             gradient=gradient,
-            state=self._state(span),
+            state=self._state(span, self.state if lent is None else lent.state),
             position=span.start,
         )
 
+    def lend(self, buffer: Tensor) -> Lent:
+        """Room in a byte buffer for what an update changes besides the weights."""
+        start, found = 0, dict[str, Tensor]()
+        kept = {"": self.companion, **self.state}
+        for name, tensor in kept.items():
+            if tensor is not None:
+                room = buffer[start : start + tensor.nbytes]
+                found[name] = room.view(tensor.dtype)
+                start += round_up(tensor.nbytes, ALIGNMENT_BYTES)
+        return Lent(companion=found.pop("", None), state=found)
+
     def state_of(self, owner: str) -> dict[str, Tensor]:
         """A parameter's state, flat."""
-        return self._state(self.form.trained.span(owner))
+        return self._state(self.form.trained.span(owner), self.state)
 
-    def _state(self, span: slice) -> dict[str, Tensor]:
+    def _state(self, span: slice, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         blocks = slice(span.start // ALIGNMENT_ELEMENTS, -(-span.stop // ALIGNMENT_ELEMENTS))
         kinds = self.form.state_kinds
         return {
             name: buffer[blocks if kinds[name].per_block else span]
-            for name, buffer in self.state.items()
+            for name, buffer in state.items()
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lent:
+    """Companion and state of a unit, in memory of somebody else."""
+
+    companion: Tensor | None
+    state: Mapping[str, Tensor]
+
+    def copy_from(self, unit: Unit) -> None:
+        """Take over what the unit has."""
+        for mine, theirs in self._pairs(unit):
+            mine.copy_(theirs, non_blocking=True)
+
+    def copy_to(self, unit: Unit) -> None:
+        """Give the unit what is here."""
+        for mine, theirs in self._pairs(unit):
+            theirs.copy_(mine, non_blocking=True)
+
+    def _pairs(self, unit: Unit) -> list[tuple[Tensor, Tensor]]:
+        pairs = [(mine, unit.state[name]) for name, mine in self.state.items()]
+        if self.companion is not None and unit.companion is not None:
+            pairs.append((self.companion, unit.companion))
+        return pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,11 +447,11 @@ class ParameterServer:
     def _num_threads(name: str) -> int:
         """Threads for a unit's update.
 
-        Layers are updated under device compute, where a quarter of the cores is left to the thread
-        that launches it. The outer parameters are updated while the device waits for them.
+        Layers are updated under device compute, where two cores are left to the threads that
+        launch it, forward and backward. The outer parameters are updated while the device waits.
         """
         every = torch.get_num_threads()
-        return max(1, every - 1) if name == OUTER else max(1, every * 3 // 4)
+        return max(1, every - 1 if name == OUTER else every - 2)
 
     def check_settings(self, settings: Mapping[str, Settings]) -> None:
         """Refuse settings that need state which was not set up.
@@ -450,7 +503,8 @@ class ParameterServer:
         order, form = waiting.order(), self.units[waiting.unit].form
         if order is not None and waiting.gradient is not None:
             if waiting.refreshed is None:
-                self.update(waiting.unit, waiting.gradient, order)
+                counted = waiting.numbers is not None  # by a step that failed before it was done
+                self.update(waiting.unit, waiting.gradient, order, count_step=not counted)
             else:
                 ranges = {
                     name: _row_ranges(_other_rows(waiting.refreshed, shape[0]), shape[-1])
@@ -459,6 +513,13 @@ class ParameterServer:
                 self.update(waiting.unit, waiting.gradient, order, ranges=ranges, count_step=False)
         if waiting.finish is not None:
             waiting.finish(waiting)
+
+    def register(self, name: str, device: Device) -> None:
+        """Let the device copy from and to a unit's companion and state without the host."""
+        unit = self.units[name]
+        for tensor in (unit.companion, *unit.state.values()):
+            if tensor is not None and tensor.device.type == "cpu":
+                device.register(tensor)
 
     def place_state(self, name: str, device: torch.device) -> int:
         """Move a unit's companion and state to a device; returns the bytes that moved."""

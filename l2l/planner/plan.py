@@ -31,10 +31,20 @@ class Decisions:
     num_kept_cells: int = 0
     num_late: int = 0
     """Units whose update is left to the next step although it could be done in its own."""
+    num_shared: int = 0
+    """Streamed layers whose late updates the device does, with state brought over the link."""
+    num_borrowed: int = 1
+    """Layers whose state may be there for that at once."""
     shares_memory: bool = False
     """Whether head and layers' gradients take turns in the same memory."""
     outer_state: bool = False
     """Whether what is around the layers stays on the device with its optimizer state."""
+
+    def shared_layers(self, num_layers: int) -> frozenset[int]:
+        """Which layers these are: spread evenly over those that are streamed."""
+        streamed = num_layers - self.num_tail
+        number = min(self.num_shared, streamed)
+        return frozenset(int((i + 0.5) * streamed / number) for i in range(number))
 
     def outer_unit(self, unit: OuterUnit) -> OuterUnit:
         """A trained unit around the layers, placed as decided."""

@@ -14,7 +14,7 @@ plans for other shapes and budgets are predictions (docs/benchmarks.md compares)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from l2l.byte_size import format_bytes
@@ -42,7 +42,8 @@ DEVICE_UPDATE_BYTES = 34.0
 PASS_SECONDS = 0.2e-3  # of a pass, beside its arithmetic: launches, copies into cells
 PROLOGUE_SECONDS = 2e-3
 HOST_COPY_RATE = 28e9  # of gathering rows; bytes that are read
-BUSY_HOST = 0.85  # of the optimizer's rate while the link is busy
+BUSY_HOST = 0.75  # of the optimizer's rate while the link is busy and passes are launched
+SHARES = (0.0, 0.2, 0.35, 0.5)  # of streamed layers that the device updates
 
 
 class DoesNotFitError(ValueError):
@@ -85,7 +86,7 @@ def find_plan(
     model = _Model(problem, hardware)
     ranked: list[tuple[float, Decisions, int]] = []
     least: tuple[int, Decisions, int] | None = None
-    for decisions, number in _candidates(model, budget_bytes, rows):
+    for decisions, number in _shared(model, _candidates(model, budget_bytes, rows)):
         if overrides is not None and any(
             getattr(decisions, name) != getattr(overrides, name) for name in fixed
         ):
@@ -115,13 +116,29 @@ def find_plan(
     )
 
 
+def _shared(
+    model: _Model, candidates: Iterable[tuple[Decisions, int]]
+) -> Iterator[tuple[Decisions, int]]:
+    """Candidates, with and without the device's help in updating."""
+    problem = model.problem
+    for decisions, rows in candidates:
+        yield decisions, rows
+        late = problem.policy is UpdatePolicy.JUST_IN_TIME or decisions.num_late
+        if not problem.may_update_on_device or not late:
+            continue
+        streamed = len(problem.layers) - decisions.num_tail
+        for share in SHARES[1:]:
+            if int(share * streamed):
+                yield replace(decisions, num_shared=int(share * streamed)), rows
+
+
 def _distinct(
     ranked: list[tuple[float, Decisions, int]],
 ) -> Iterator[tuple[float, Decisions, int]]:
     """The best candidates, of those that are alike but for one choice only the best."""
-    seen: set[tuple[int, int, float]] = set()
+    seen: set[tuple[int, ...]] = set()
     for one in ranked:
-        key = (one[2], one[1].num_tail, one[1].keep)
+        key = (one[2], one[1].num_tail, int(100 * one[1].keep), one[1].num_shared)
         if key not in seen:
             seen.add(key)
             yield one
@@ -286,6 +303,10 @@ class _Model:
         if of_streamed:
             forward = max(cost.forward.at(rows).working_bytes for cost in of_streamed)
             yield "forward", "one layer at work", forward + kept
+            if decisions.num_shared:
+                size = max(streamed, key=lambda unit: unit.state_bytes)
+                borrowed = decisions.num_borrowed * (size.state_bytes + size.staging_bytes)
+                yield "forward", "borrowed optimizer state", borrowed
             if decisions.shares_memory:
                 yield "forward", "head: weights, arriving", head_weights
                 yield "backward", "gradient slots", gradients
@@ -399,7 +420,8 @@ class _Model:
         middle = number * self._epilogue(decisions, mean)
         ends = number * 2 * PROLOGUE_SECONDS
         compute = forward + backward + middle + ends
-        on_host = list(streamed)
+        shared = decisions.shared_layers(len(problem.layers))
+        on_host = [unit for index, unit in enumerate(streamed) if index not in shared]
         on_host += tail[: len(tail) - decisions.num_device_states]
         outer = [] if decisions.outer_state else [size for _, size in problem.outer]
         host = self.update_seconds(sum(u.num_trained for u in [*on_host, *outer]))
@@ -409,10 +431,13 @@ class _Model:
         fetched += sum(u.weight_bytes for u in tail[: len(tail) - decisions.num_device_states])
         stash = len(streamed) * number * mean * problem.hidden_bytes
         stash += len(streamed) * number * self._kept_bytes(decisions, rows)
-        link = (fetched + stash) / self.hardware.both_ways_rate
+        lent = sum(streamed[index].state_bytes + streamed[index].staging_bytes for index in shared)
+        link = (fetched + stash + lent) / self.hardware.both_ways_rate
         if problem.policy is UpdatePolicy.JUST_IN_TIME:
             first = self.update_seconds(streamed[0].num_trained) if streamed else host
-            step = middle + backward + ends + max(forward + rows_first + first, host + rows_first)
+            moved = 2 * lent / self.hardware.both_ways_rate if shared else 0.0
+            lead = max(forward + rows_first + first, host + rows_first, moved)
+            step = middle + backward + ends + lead
         else:
             layer = backward / max(1, len(streamed))
             step = max(compute + rows_first, host + rows_first + middle + layer)
@@ -488,6 +513,8 @@ def make_shape(problem: Problem, decisions: Decisions, *, num_microbatches: int)
         num_late=num_layers + len(problem.outer) if just_in_time else decisions.num_late,
         num_staging=NUM_STAGING,
         device_updates=problem.policy is UpdatePolicy.ON_DEVICE,
+        shared=decisions.shared_layers(num_layers),
+        num_borrowed=decisions.num_borrowed,
         shares_memory=decisions.shares_memory,
     )
 
@@ -531,7 +558,11 @@ class _Costs:
             return Cost(link="out", nbytes=size.staging_bytes)
         if verb in ("mirror", "return"):
             return Cost(link="out", nbytes=size.weight_bytes)
-        if verb in ("renew", "revise"):
+        if verb == "borrow":
+            return Cost(link="in", nbytes=size.state_bytes + size.staging_bytes)
+        if verb == "repay":
+            return Cost(link="out", nbytes=size.state_bytes + size.weight_bytes)
+        if verb in ("renew", "revise", "rework"):
             return Cost(size.num_trained * DEVICE_UPDATE_BYTES / hardware.memory_rate)
         return Cost(self._host_seconds(verb, size))
 

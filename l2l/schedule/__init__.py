@@ -44,6 +44,11 @@ updated before the whole gradient is known, so it can be clipped by its global n
 looked up are always late, and settled in two parts: `refresh` the rows that this step looks up,
 before anything else; `settle` the rest, before the table is fetched.
 
+[Note: shared updates] Where the host is slower than the forward pass under which it must update all
+layers, the device does some of these updates (`shared`), over the link that is idle then: `borrow
+L3 HL3 W0` copies the gradient and the optimizer state of layer 3 to the device, `rework L3 S1 W0`
+updates the weights in their slot, `repay L3 S1 W0` copies weights and state back.
+
 [Note: device updates] An optimizer with next to no state runs on the device: `revise L2 S0 G0`
 updates the weights in their slot after the last backward pass, and `return L2 S0` copies them to
 the host and frees the slot. No gradient leaves the device.
@@ -208,7 +213,7 @@ def _contents(action: Action, shape: Shape) -> tuple[dict[str, str], dict[str, s
         return _outer_contents(action, shape)
     expects: dict[str, str] = {}
     leaves: dict[str, str] = {}
-    if verb in ("fetch", "release", "revise", "return", "renew", "mirror"):
+    if verb in ("fetch", "release", "revise", "return", "renew", "mirror", "rework", "repay"):
         (leaves if verb == "fetch" else expects)[operands[1]] = operands[0]
     if verb in ("drain", "update", "revise", "measure"):
         expects[operands[2 if verb == "revise" else 1]] = f"gradient {operands[0]}"
@@ -217,6 +222,10 @@ def _contents(action: Action, shape: Shape) -> tuple[dict[str, str], dict[str, s
         value, cell = " ".join(operands[:2]), operands[2]
         out, back = {cell: value}, {f"host {value}": value}
         expects, leaves = (out, back) if verb == "stash" else (back, out)
+    if verb in ("rework", "repay"):
+        expects[operands[2]] = f"state {operands[0]}"
+    elif verb == "borrow":
+        leaves[operands[2]] = f"state {operands[0]}"
     elif verb == "lookup":
         leaves[f"host e {operands[0]}"] = f"e {operands[0]}"
     return expects, leaves

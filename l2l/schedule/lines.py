@@ -43,8 +43,8 @@ class Verb:
 
 
 VERBS: Final[Mapping[str, Verb]] = {
-    "take": Verb(lane=Lane.COMPUTE, operands=("SG>",)),
-    "drop": Verb(lane=Lane.COMPUTE, operands=("SG>",)),
+    "take": Verb(lane=Lane.COMPUTE, operands=("SGW>",)),
+    "drop": Verb(lane=Lane.COMPUTE, operands=("SGW>",)),
     "fetch": Verb(lane=Lane.FETCH, operands=("LOT", "S>")),
     "release": Verb(lane=Lane.COMPUTE, operands=("LOT", "S>")),
     "refresh": Verb(lane=Lane.UPDATE, operands=("T", "H<")),
@@ -67,6 +67,9 @@ VERBS: Final[Mapping[str, Verb]] = {
     "settle": Verb(lane=Lane.UPDATE, operands=("LOT", "H<")),
     "order": Verb(lane=Lane.UPDATE, operands=("LOT",)),
     "renew": Verb(lane=Lane.COMPUTE, operands=("LOT", "S>", "G<")),
+    "borrow": Verb(lane=Lane.UNSTASH, operands=("L", "H<", "W>")),
+    "rework": Verb(lane=Lane.COMPUTE, operands=("L", "S>", "W>")),
+    "repay": Verb(lane=Lane.DRAIN, operands=("L", "S<", "W<")),
     "revise": Verb(lane=Lane.COMPUTE, operands=("LOT", "S>", "G<"), also=("loss<",)),
     "mirror": Verb(lane=Lane.DRAIN, operands=("LOT", "S<")),
     "return": Verb(lane=Lane.DRAIN, operands=("LOT", "S>")),
@@ -105,9 +108,9 @@ class Action:
                 yield "gradient rows", True
         elif self.verb == "lookup":
             yield f"e {self.operands[0]}", True
-        elif self.verb in ("order", "renew"):
+        elif self.verb in ("order", "renew", "rework"):
             yield f"numbers {self.operands[0]}", self.verb == "order"
-        elif self.verb in ("fetch", "update", "settle", "return", "mirror"):
+        elif self.verb in ("fetch", "update", "settle", "return", "mirror", "repay"):
             yield f"weights {self.operands[0]}", self.verb != "fetch"
 
 

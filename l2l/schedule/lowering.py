@@ -77,6 +77,10 @@ class Shape:
     pending: tuple[str, ...] = ()
     """Units whose update the step before has left."""
     device_updates: bool = False
+    shared: frozenset[int] = frozenset()
+    """Streamed layers whose late update is done on the device, with borrowed state."""
+    num_borrowed: int = 1
+    """How many layers' state can be borrowed at once."""
     shares_memory: bool = False
     """Whether units of the epilogue and the gradients of layers take turns in the same memory."""
 
@@ -92,6 +96,7 @@ class Shape:
             ("num_gradient_slots", 1),
             ("num_staging", 1),
             ("num_tail", 0),
+            ("num_borrowed", 1),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, found {getattr(self, name)}")
@@ -159,6 +164,13 @@ class Shape:
         frozen = {unit.name for unit in self.outer if not unit.trained}
         frozen |= {f"L{layer}" for layer in self.frozen_layers}
         return (*(unit for unit in self.on_device if unit not in frozen), *rows, *late)
+
+    @property
+    def reworked(self) -> tuple[str, ...]:
+        """Units whose update the step before has left and this one does on the device."""
+        if not self.training:
+            return ()
+        return tuple(f"L{i}" for i in self.streamed if i in self.shared and f"L{i}" in self.pending)
 
     @property
     def on_device(self) -> tuple[str, ...]:
@@ -263,6 +275,13 @@ class _Transfers:
         self.draft: Draft = []
         runs = [list(run) for _, run in groupby(passes, key=lambda one: (one.verb, one.layer))]
         self._order = [run[0].layer for run in runs if run[0].layer is not None]
+        if shape.shares_memory and shape.training:
+            self.draft += [Action("drop", (name,)) for name in self._gradient_slots()]
+        self._borrowed: dict[str, str] = {}
+        slots = [f"W{i}" for i in range(min(shape.num_borrowed, len(shape.reworked)))]
+        self.draft += [Action("take", (slot,)) for slot in slots]
+        for unit, slot in zip(shape.reworked, slots, strict=False):
+            self._borrow(unit, slot)
         self._fetch(u for u in shape.outer if u.in_prologue or u.name in shape.on_device)
         self._renew([unit.name for unit in shape.outer if unit.device_state])
         self.draft += self._slots.keep_next(self._order, shape.num_slots)
@@ -285,15 +304,29 @@ class _Transfers:
         self._release(unit for unit in before if not unit.stays)
 
     def _forward(self, run: list[Pass]) -> None:
-        assert run[0].layer is not None
-        self.draft += [(one, self._slots.resident[run[0].layer], NOTHING) for one in run]
+        layer = run[0].layer
+        assert layer is not None
+        slot, unit = self._slots.resident[layer], f"L{layer}"
+        if unit in self._borrowed:
+            borrowed = self._borrowed.pop(unit)
+            self.draft.append(Action("rework", (unit, slot, borrowed)))
+            self.draft.append(Action("repay", (unit, slot, borrowed)))
+            later = self._shape.reworked[self._shape.reworked.index(unit) + 1 :]
+            waiting = [one for one in later if one not in self._borrowed]
+            if waiting:
+                self._borrow(waiting[0], borrowed)
+            else:
+                self.draft.append(Action("drop", (borrowed,)))
+        self.draft += [(one, slot, NOTHING) for one in run]
+
+    def _borrow(self, unit: str, slot: str) -> None:
+        self._borrowed[unit] = slot
+        self.draft.append(Action("borrow", (unit, late_staging(unit), slot)))
 
     def _prepare_epilogue(self) -> None:
         """Bring what the epilogue needs; it arrives under the passes before."""
         shape = self._shape
         passing = [unit for unit in shape.outer if unit.passes]
-        if shape.shares_memory and shape.training:
-            self.draft += [Action("drop", (name,)) for name in self._gradient_slots()]
         if shape.shares_memory:
             self.draft += [Action("take", (f"S{unit.name}",)) for unit in passing]
         self.draft += [
@@ -429,7 +462,8 @@ class _Transfers:
 def _host_lines(draft: Draft, shape: Shape) -> list[Action]:
     """What the host does first: updates that were left, in the order of need, and lookups."""
     looked_up = [unit.name for unit in shape.outer if unit.looked_up]
-    lines = [Action("order", (unit,)) for unit in shape.on_device if unit in shape.pending]
+    on_device = [*shape.on_device, *shape.reworked]
+    lines = [Action("order", (unit,)) for unit in on_device if unit in shape.pending]
     done = {line.operands[0] for line in lines}
     lines += [
         Action("refresh", (unit, late_staging(unit))) for unit in looked_up if unit in shape.pending
