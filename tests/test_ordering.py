@@ -278,11 +278,12 @@ def golden_schedule(shape: Shape) -> Schedule:
 
 CASES = {
     "golden": Case(golden_schedule),
-    "engine": Case(),
+    "engine": Case(build=build_three),
     "tightest": Case(
         with_numbers(
             num_slots=1, num_cells=3, num_recorded_cells=1, num_gradient_slots=1, num_staging=1
-        )
+        ),
+        build=build_three,
     ),
     "frozen": Case(with_numbers(num_cells=4, num_gradient_slots=1), change=freeze_below),
     "stash_on_device": Case(golden_schedule, settings={"stash": "device"}),
@@ -515,7 +516,7 @@ def test_the_golden_schedule_has_waits_of_every_kind() -> None:
 
 
 EVALUATED = {
-    "new": Case(with_numbers(num_cells=4), num_steps=0),
+    "new": Case(with_numbers(num_cells=4), build=build_three, num_steps=0),
     "tied table on the host": dataclasses.replace(
         LATER["tied table on the host, clipped"], num_steps=1
     ),

@@ -206,7 +206,7 @@ def combined_shapes() -> Iterator[Shape]:
             continue  # nothing to share
         if num_tail == 2 and ("num_kept_cells" in cells or "shared" in mode):
             continue  # no layer to keep anything of, or to share the updates of
-        if "training" in mode and frozen:
+        if "training" in mode and (frozen or "num_kept_cells" in cells):
             continue  # makes no difference
         shape = Shape(
             layers=(0, 1),
@@ -221,7 +221,7 @@ def combined_shapes() -> Iterator[Shape]:
             **cells,
         )
         left = dataclasses.replace(shape, training=True).late_units
-        if not left or not cells:
+        if not left or (not cells and "shared" not in mode):
             yield shape
         if left:
             yield dataclasses.replace(shape, pending=left, held=frozenset(shape.on_device))

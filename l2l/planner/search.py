@@ -29,7 +29,8 @@ from l2l.simulation import Cost, Simulation, simulate
 MOST_TOKENS = 16384  # of a microbatch: more gain nothing
 PIECES = (8192, 4096, 2048, 1024, 512, 256, 128)
 KEEPS = (0.0, 0.16, 0.3)
-NUM_SIMULATED = 4
+NUM_RANKED = 40  # candidates that are looked at more closely
+NUM_SIMULATED = 4  # of each kind
 MOST_PIECES = 6
 MOST_LINES = 12000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
 LIBRARY_BYTES = 96 << 20  # workspaces of matrix libraries, and small tensors
@@ -84,24 +85,26 @@ def find_plan(
         DoesNotFitError: nothing fits; says what the least is.
     """
     model = _Model(problem, hardware)
-    ranked: list[tuple[float, Decisions, int]] = []
+    limit = budget_bytes * (1 - SLACK)
+    chosen = {name: getattr(overrides, name) for name in fixed}
+    fitting: dict[tuple[Decisions, int], float] = {}
     least: tuple[int, Decisions, int] | None = None
-    for decisions, number in _shared(model, _candidates(model, budget_bytes, rows)):
-        if overrides is not None and any(
-            getattr(decisions, name) != getattr(overrides, name) for name in fixed
-        ):
-            decisions = replace(decisions, **{name: getattr(overrides, name) for name in fixed})
+    for candidate, number in _candidates(model, budget_bytes, rows):
+        decisions = replace(candidate, **chosen)
         taken = model.peak_bytes(decisions, number)
         if least is None or taken < least[0]:
             least = (taken, decisions, number)
-        if taken <= budget_bytes * (1 - SLACK):
-            ranked.append((model.estimate(decisions, number), decisions, number))
-    if not ranked:
+        if taken <= limit and (decisions, number) not in fitting:
+            fitting[decisions, number] = model.estimate(decisions, number)
+    if not fitting:
         assert least is not None
         raise DoesNotFitError(_refusal(model, budget_bytes, least))
-    ranked.sort(key=lambda one: one[0])
+    ranked = sorted(fitting, key=fitting.__getitem__)[:NUM_RANKED]
+    if "num_shared" not in fixed:
+        ranked = [one for one in _shared(model, ranked) if model.peak_bytes(*one) <= limit]
+        ranked.sort(key=lambda one: model.estimate(*one))
     best: tuple[Simulation, Decisions, int] | None = None
-    for _, decisions, number in _distinct(ranked):
+    for decisions, number in _distinct(ranked):
         found = model.simulate(decisions, number)
         if best is None or found.seconds < best[0].seconds:
             best = (found, decisions, number)
@@ -132,18 +135,14 @@ def _shared(
                 yield replace(decisions, num_shared=int(share * streamed)), rows
 
 
-def _distinct(
-    ranked: list[tuple[float, Decisions, int]],
-) -> Iterator[tuple[float, Decisions, int]]:
-    """The best candidates, of those that are alike but for one choice only the best."""
-    seen: set[tuple[int, ...]] = set()
-    for one in ranked:
-        key = (one[2], one[1].num_tail, int(100 * one[1].keep), one[1].num_shared)
-        if key not in seen:
-            seen.add(key)
-            yield one
-        if len(seen) == NUM_SIMULATED:
-            return
+def _distinct(ranked: list[tuple[Decisions, int]]) -> Iterator[tuple[Decisions, int]]:
+    """The best candidates, a few of each kind: the formula that ranks them is rough."""
+    seen: dict[tuple[float, ...], int] = {}
+    for decisions, rows in ranked:
+        kind = (decisions.keep, min(decisions.num_shared, 1))
+        seen[kind] = seen.get(kind, 0) + 1
+        if seen[kind] <= NUM_SIMULATED:
+            yield decisions, rows
 
 
 def _candidates(
