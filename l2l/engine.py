@@ -474,7 +474,6 @@ class Engine:
             num_staging=NUM_STAGING,
             device_updates=self._policy is UpdatePolicy.ON_DEVICE,
             shared=self._shared,
-            num_borrowed=decisions.num_borrowed,
             shares_memory=decisions.shares_memory,
         )
 

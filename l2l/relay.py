@@ -116,7 +116,7 @@ class Relay:
             "update": self._updates.update,
             "renew": self._updates.renew,
             "mirror": self._updates.mirror,
-            "borrow": lambda _, unit, *places: self._transfer.borrow(unit, *places),
+            "borrow": self._updates.borrow,
             "rework": self._updates.rework,
             "repay": self._updates.repay,
             "revise": self._updates.revise,

@@ -23,8 +23,8 @@ from torch import Tensor
 from l2l.device import Device
 from l2l.host_memory import Arena
 from l2l.layout import FlatLayout
-from l2l.parameter_server import ParameterServer
-from l2l.schedule import Shape, late_staging
+from l2l.parameter_server import FlatUnit, ParameterServer, UnitForm
+from l2l.schedule import NUM_LENT, NUM_PIECES, Shape, late_staging
 
 ROUNDING_BYTES = 32 << 20
 
@@ -95,12 +95,16 @@ class Transfer:
         own = [f"L{i}" for i in shape.tail]
         own += [u.name for u in shape.outer if u.in_prologue or u.in_epilogue]
         sizes |= {f"S{name}": units[name].form.weight_layout.nbytes for name in own}
-        shared = [units[f"L{i}"].form for i in shape.shared]
-        largest = max((f.staging_layout.nbytes + f.state_bytes for f in shared), default=0)
-        sizes |= {f"W{i}": largest for i in range(shape.num_borrowed if shared else 0)}
+        if shape.shared and shape.training:
+            shared = [units[f"L{i}"] for i in shape.shared]
+            staging = {u.form.name: self._staging_of(u.form) for u in shared}
+            largest = max(
+                u.part(u.form.piece(0, NUM_PIECES), staging[u.form.name]).buffer_bytes
+                for u in shared
+            )
+            sizes |= {f"W{i}": largest for i in range(NUM_LENT)}
         passing = {unit.name for unit in shape.outer if unit.passes and shape.shares_memory}
         taken_later = {f"{kind}{name}" for name in passing for kind in "SG"}
-        taken_later |= {f"W{i}" for i in range(shape.num_borrowed)}
         if not shape.training:
             return taken_later
         trained = [name for name in own if units[name].form.trained.names]
@@ -114,19 +118,21 @@ class Transfer:
                 taken_later |= {f"G{i}" for i in range(number)}
         return taken_later
 
-    def borrow(self, unit: str, staging: str, slot: str) -> None:
-        """Copy a unit's drained gradient and optimizer state to the device; the unstash lane."""
-        found = self._server.units[unit]
-        nbytes = found.form.staging_layout.nbytes
-        self._slots[slot][:nbytes].copy_(self.staging[staging][:nbytes], non_blocking=True)
-        found.lend(self._slots[slot][nbytes:]).copy_from(found)
+    def borrow(self, unit: str, span: slice, staging: str, place: str) -> None:
+        """Copy elements of a unit, with gradient and state, to the device; for the lend lane."""
+        source = self._server.units[unit].part(span, self.staging[staging])
+        for mine, theirs in zip(self.lent(place, source).tensors, source.tensors, strict=True):
+            mine.copy_(theirs, non_blocking=True)
 
-    def repay(self, unit: str, slot: str, borrowed: str) -> None:
-        """Copy a unit's weights and optimizer state back to the host; the drain lane does this."""
-        found = self._server.units[unit]
-        nbytes = found.form.staging_layout.nbytes
-        found.lend(self._slots[borrowed][nbytes:]).copy_to(found)
-        self.mirror(unit, slot)
+    def repay(self, unit: str, span: slice, staging: str, place: str) -> None:
+        """Copy them back, but for the gradient; the drain lane does this."""
+        target = self._server.units[unit].part(span, self.staging[staging])
+        for mine, theirs in zip(self.lent(place, target).changed, target.changed, strict=True):
+            theirs.copy_(mine, non_blocking=True)
+
+    def lent(self, place: str, like: FlatUnit) -> FlatUnit:
+        """The elements that were copied to a place."""
+        return like.in_buffer(self._slots[place])
 
     def take(self, name: str) -> None:
         """Take memory for a place; the compute lane does this."""
@@ -277,6 +283,11 @@ class Transfer:
             layout: FlatLayout = self._server.units[unit].form.gradient_layout
             self._views[key] = layout.views(self._gradients[slot])
         return self._views[key]
+
+    @staticmethod
+    def _staging_of(form: UnitForm) -> Tensor:
+        """Bytes as of a staging buffer, without memory."""
+        return torch.empty(form.staging_layout.nbytes, dtype=torch.uint8, device="meta")
 
     def _memory(self, name: str) -> dict[str, Tensor]:
         return self._gradients if name.startswith("G") else self._slots

@@ -33,7 +33,7 @@ from l2l.parameter_server import (
     device_update,
     state_name,
 )
-from l2l.schedule import Lane, Schedule, late_staging
+from l2l.schedule import NUM_PIECES, Lane, Schedule, late_staging
 from l2l.step import Step
 from l2l.transfer import Transfer
 
@@ -207,32 +207,46 @@ class Updates:
         if waiting is not None and waiting.renewed:
             self._server.take_waiting(unit)
 
-    def rework(self, step: Step, unit: str, slot: str, borrowed: str) -> None:
-        """An update on the device with borrowed gradient and state."""
-        waiting = self._server.waiting[unit]
+    def borrow(self, step: Step, unit: str, piece: str, staging: str, place: str) -> None:
+        """Gradient, weights and state of a piece to the device."""
+        self._transfer.borrow(unit, self._piece(unit, piece), staging, place)
+
+    def rework(self, step: Step, unit: str, piece: str, place: str) -> None:
+        """The update of a borrowed piece."""
+        waiting, optimizer = self._server.waiting[unit], self._server.optimizer
         assert waiting.numbers is not None
+        assert waiting.gradient is not None
+        assert isinstance(optimizer, HostOptimizer)
         numbers = waiting.numbers.to(self._device.torch_device, non_blocking=True)
-        self._apply(waiting.step, unit, slot, borrowed, numbers)
+        held, span = self._server.units[unit], self._piece(unit, piece)
+        lent = self._transfer.lent(place, held.part(span, waiting.gradient))
+        for row, owners in self._runs(waiting.step, unit):
+            first, last = (held.form.trained.span(owner) for owner in (owners[0], owners[-1]))
+            start, end = max(first.start, span.start), min(last.stop, span.stop)
+            if start < end:
+                part = lent.cut(start - span.start, end - span.start)
+                device_update.update(optimizer, part, numbers[row], compiled=self._compiled)
 
-    def repay(self, step: Step, unit: str, slot: str, borrowed: str) -> None:
-        """Weights and state of such an update to the host: it waits no longer."""
-        self._transfer.repay(unit, slot, borrowed)
-        self._server.take_waiting(unit)
+    def repay(self, step: Step, unit: str, piece: str, place: str) -> None:
+        """Weights and state of a piece to the host; after the last the update waits no longer."""
+        span = self._piece(unit, piece)
+        self._transfer.repay(unit, span, late_staging(unit), place)
+        if span.stop == self._server.units[unit].form.trained.padded_numel:
+            self._server.waiting.pop(unit, None)
 
-    def _apply(self, step: Step, name: str, slot: str, place: str, numbers: Tensor) -> None:
-        """Update a unit with the gradients of a step, in a gradient slot or borrowed."""
+    def _piece(self, unit: str, piece: str) -> slice:
+        return self._server.units[unit].form.piece(int(piece[1:]), NUM_PIECES)
+
+    def _apply(self, step: Step, name: str, slot: str, gradient_slot: str, numbers: Tensor) -> None:
+        """Update a unit with the gradients of a step."""
         unit, optimizer = self._server.units[name], self._server.optimizer
         assert isinstance(optimizer, HostOptimizer)
-        weights, lent = self._transfer.slot(slot), None
-        if place.startswith("W"):
-            gradients = self._transfer.slot(place)
-            lent = unit.lend(gradients[unit.form.staging_layout.nbytes :])
-        else:
-            gradients = self._transfer.gradient_slot(place)
+        weights = self._transfer.slot(slot)
+        gradients = self._transfer.gradient_slot(gradient_slot)
         for row, run in self._runs(step, name):
             device_update.update(
                 optimizer,
-                unit.flat(run, weights=weights, gradients=gradients, lent=lent),
+                unit.flat(run, weights=weights, gradients=gradients),
                 numbers[row],
                 compiled=self._compiled,
             )

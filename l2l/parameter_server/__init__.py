@@ -3,6 +3,7 @@
 from l2l.parameter_server import device_update as device_update
 from l2l.parameter_server import host_kernel as host_kernel
 from l2l.parameter_server.adafactor import Adafactor as Adafactor
+from l2l.parameter_server.device_update import FlatUnit as FlatUnit
 from l2l.parameter_server.host_kernel import HostKernel as HostKernel
 from l2l.parameter_server.host_kernel import load as load_kernel
 from l2l.parameter_server.optimizer import SGD as SGD
@@ -29,6 +30,7 @@ __all__ = [
     "SGD",
     "Adafactor",
     "AdamW",
+    "FlatUnit",
     "HostKernel",
     "HostOptimizer",
     "Lion",

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
+from l2l.layout import ALIGNMENT_BYTES, round_up
 from l2l.parameter_server.host_kernel import BLOCK_SIZE, num_blocks, rounding_seed
 from l2l.parameter_server.optimizer import SGD, AdamW, HostOptimizer, Lion, Settings
 from l2l.precision import join_master
@@ -69,6 +70,53 @@ class FlatUnit:
     gradient: Tensor  # float32, bfloat16 or float16
     state: dict[str, Tensor]  # as `HostOptimizer.state_kinds` names them
     position: int  # of the first element in its unit's flat buffer, a multiple of 128
+
+    @property
+    def changed(self) -> list[Tensor]:
+        """What an update changes."""
+        companion = [] if self.companion is None else [self.companion]
+        return [self.weight, *companion, *self.state.values()]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of it."""
+        return [*self.changed, self.gradient]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of a buffer for all of it."""
+        return sum(round_up(tensor.nbytes, ALIGNMENT_BYTES) for tensor in self.tensors)
+
+    def in_buffer(self, buffer: Tensor) -> FlatUnit:
+        """The same run in a byte buffer, each tensor after the other."""
+        found, start = list[Tensor](), 0
+        for tensor in self.tensors:
+            found.append(buffer[start : start + tensor.nbytes].view(tensor.dtype))
+            start += round_up(tensor.nbytes, ALIGNMENT_BYTES)
+        weight, *rest, gradient = found
+        companion = None if self.companion is None else rest.pop(0)
+        return FlatUnit(
+            weight=weight,
+            companion=companion,
+            gradient=gradient,
+            state=dict(zip(self.state, rest, strict=True)),
+            position=self.position,
+        )
+
+    def cut(self, start: int, end: int) -> FlatUnit:
+        """Elements `start` to `end` of the run; `start` is a multiple of 128."""
+        span, blocks = slice(start, end), slice(start // BLOCK_SIZE, -(-end // BLOCK_SIZE))
+        whole = self.weight.numel()
+        return FlatUnit(
+            weight=self.weight[span],
+            companion=None if self.companion is None else self.companion[span],
+            gradient=self.gradient[span],
+            state={
+                name: state[span if state.numel() == whole else blocks]
+                for name, state in self.state.items()
+            },
+            position=self.position + start,
+        )
 
     def __post_init__(self) -> None:
         companion = None if self.companion is None else self.companion.dtype

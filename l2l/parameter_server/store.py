@@ -71,6 +71,12 @@ class UnitForm:
         """How gradients arrive on the host."""
         return self.trained.astype(DRAINED)
 
+    def piece(self, number: int, num_pieces: int) -> slice:
+        """Elements of one of so many pieces of the trained parameters, cut at blocks."""
+        total = self.trained.padded_numel
+        size = round_up(-(-total // num_pieces), ALIGNMENT_ELEMENTS)
+        return slice(min(total, number * size), min(total, (number + 1) * size))
+
     @property
     def state_bytes(self) -> int:
         """Bytes of what an update changes besides the weights, each buffer aligned."""
@@ -136,20 +142,14 @@ class Unit:
         return self.companion[self.form.trained.span(owner)].view(self.weight_of(owner).shape)
 
     def flat(
-        self,
-        owners: tuple[str, ...],
-        *,
-        weights: Tensor,
-        gradients: Tensor,
-        lent: Lent | None = None,
+        self, owners: tuple[str, ...], *, weights: Tensor, gradients: Tensor
     ) -> device_update.FlatUnit:
-        """Parameters that lie in one row, from the first to the last, on the device.
+        """Parameters that lie in one row, from the first to the last, with state on the device.
 
         Args:
             owners: the parameters.
             weights: flat buffer of the unit's weights, there.
-            gradients: flat buffer of their gradients: sums, or as they were drained.
-            lent: what else an update changes; None: it is there already.
+            gradients: flat buffer of the sums of their gradients.
         """
         form = self.form
         first, last = form.trained.span(owners[0]), form.trained.span(owners[-1])
@@ -158,64 +158,43 @@ class Unit:
             weight = form.weight_layout.view(weights, owners[0]).view(-1)
         else:
             weight = form.weight_layout.segment_views(weights)[0][span]
-        layout = form.gradient_layout if lent is None else form.staging_layout
-        gradient = layout.view(gradients, owners[0]).as_strided((span.stop - span.start,), (1,))
-        companion = self.companion if lent is None else lent.companion
-        has_companion = companion is not None and weight.dtype in COMPANION
+        view = form.gradient_layout.view(gradients, owners[0])
+        has_companion = self.companion is not None and weight.dtype in COMPANION
         return device_update.FlatUnit(
             weight=weight,
-            companion=companion[span] if companion is not None and has_companion else None,
-            gradient=gradient,
-            state=self._state(span, self.state if lent is None else lent.state),
+            companion=self.companion[span]
+            if self.companion is not None and has_companion
+            else None,
+            gradient=view.as_strided((span.stop - span.start,), (1,)),
+            state=self._state(span),
             position=span.start,
         )
 
-    def lend(self, buffer: Tensor) -> Lent:
-        """Room in a byte buffer for what an update changes besides the weights."""
-        start, found = 0, dict[str, Tensor]()
-        kept = {"": self.companion, **self.state}
-        for name, tensor in kept.items():
-            if tensor is not None:
-                room = buffer[start : start + tensor.nbytes]
-                found[name] = room.view(tensor.dtype)
-                start += round_up(tensor.nbytes, ALIGNMENT_BYTES)
-        return Lent(companion=found.pop("", None), state=found)
+    def part(self, span: slice, gradients: Tensor) -> device_update.FlatUnit:
+        """Some elements of a unit that is one row, here on the host; for copies to and fro."""
+        weight = self.form.weight_layout.segment_views(self.weights)[0][span]
+        has_companion = self.companion is not None and weight.dtype in COMPANION
+        return device_update.FlatUnit(
+            weight=weight,
+            companion=self.companion[span]
+            if self.companion is not None and has_companion
+            else None,
+            gradient=self.form.staging_layout.segment_views(gradients)[0][span],
+            state=self._state(span),
+            position=span.start,
+        )
 
     def state_of(self, owner: str) -> dict[str, Tensor]:
         """A parameter's state, flat."""
-        return self._state(self.form.trained.span(owner), self.state)
+        return self._state(self.form.trained.span(owner))
 
-    def _state(self, span: slice, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _state(self, span: slice) -> dict[str, Tensor]:
         blocks = slice(span.start // ALIGNMENT_ELEMENTS, -(-span.stop // ALIGNMENT_ELEMENTS))
         kinds = self.form.state_kinds
         return {
             name: buffer[blocks if kinds[name].per_block else span]
-            for name, buffer in state.items()
+            for name, buffer in self.state.items()
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lent:
-    """Companion and state of a unit, in memory of somebody else."""
-
-    companion: Tensor | None
-    state: Mapping[str, Tensor]
-
-    def copy_from(self, unit: Unit) -> None:
-        """Take over what the unit has."""
-        for mine, theirs in self._pairs(unit):
-            mine.copy_(theirs, non_blocking=True)
-
-    def copy_to(self, unit: Unit) -> None:
-        """Give the unit what is here."""
-        for mine, theirs in self._pairs(unit):
-            theirs.copy_(mine, non_blocking=True)
-
-    def _pairs(self, unit: Unit) -> list[tuple[Tensor, Tensor]]:
-        pairs = [(mine, unit.state[name]) for name, mine in self.state.items()]
-        if self.companion is not None and unit.companion is not None:
-            pairs.append((self.companion, unit.companion))
-        return pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from l2l.layer_cost import seconds
 from l2l.parameter_server import NUM_STAGING, UpdatePolicy
 from l2l.planner.plan import ALWAYS, Decisions, LedgerLine
 from l2l.planner.problem import Problem, UnitSize
-from l2l.schedule import Action, Shape, make_schedule
+from l2l.schedule import NUM_LENT, NUM_PIECES, Action, Shape, make_schedule
 from l2l.simulation import Cost, Simulation, simulate
 
 MOST_TOKENS = 16384  # of a microbatch: more gain nothing
@@ -303,9 +303,8 @@ class _Model:
             forward = max(cost.forward.at(rows).working_bytes for cost in of_streamed)
             yield "forward", "one layer at work", forward + kept
             if decisions.num_shared:
-                size = max(streamed, key=lambda unit: unit.state_bytes)
-                borrowed = decisions.num_borrowed * (size.state_bytes + size.staging_bytes)
-                yield "forward", "borrowed optimizer state", borrowed
+                lent = max(u.state_bytes + u.staging_bytes + u.weight_bytes for u in streamed)
+                yield ALWAYS, "lent optimizer state", NUM_LENT * lent // NUM_PIECES
             if decisions.shares_memory:
                 yield "forward", "head: weights, arriving", head_weights
                 yield "backward", "gradient slots", gradients
@@ -430,17 +429,21 @@ class _Model:
         fetched += sum(u.weight_bytes for u in tail[: len(tail) - decisions.num_device_states])
         stash = len(streamed) * number * mean * problem.hidden_bytes
         stash += len(streamed) * number * self._kept_bytes(decisions, rows)
-        lent = sum(streamed[index].state_bytes + streamed[index].staging_bytes for index in shared)
+        lent = sum(self._lent_bytes(streamed[index]) for index in shared)
         link = (fetched + stash + lent) / self.hardware.both_ways_rate
         if problem.policy is UpdatePolicy.JUST_IN_TIME:
             first = self.update_seconds(streamed[0].num_trained) if streamed else host
-            moved = 2 * lent / self.hardware.both_ways_rate if shared else 0.0
+            moved = lent / self.hardware.both_ways_rate
             lead = max(forward + rows_first + first, host + rows_first, moved)
             step = middle + backward + ends + lead
         else:
             layer = backward / max(1, len(streamed))
             step = max(compute + rows_first, host + rows_first + middle + layer)
         return max(step, link)
+
+    @staticmethod
+    def _lent_bytes(unit: UnitSize) -> int:
+        return unit.state_bytes + unit.staging_bytes + unit.weight_bytes
 
     def _rows_seconds(self) -> float:
         """What the host does before the first microbatch can begin: rows of tables."""
@@ -513,7 +516,6 @@ def make_shape(problem: Problem, decisions: Decisions, *, num_microbatches: int)
         num_staging=NUM_STAGING,
         device_updates=problem.policy is UpdatePolicy.ON_DEVICE,
         shared=decisions.shared_layers(num_layers),
-        num_borrowed=decisions.num_borrowed,
         shares_memory=decisions.shares_memory,
     )
 
@@ -558,11 +560,13 @@ class _Costs:
         if verb in ("mirror", "return"):
             return Cost(link="out", nbytes=size.weight_bytes)
         if verb == "borrow":
-            return Cost(link="in", nbytes=size.state_bytes + size.staging_bytes)
+            return Cost(link="in", nbytes=model._lent_bytes(size) // NUM_PIECES)
         if verb == "repay":
-            return Cost(link="out", nbytes=size.state_bytes + size.weight_bytes)
+            nbytes = (size.state_bytes + size.weight_bytes) // NUM_PIECES
+            return Cost(link="out", nbytes=nbytes)
         if verb in ("renew", "revise", "rework"):
-            return Cost(size.num_trained * DEVICE_UPDATE_BYTES / hardware.memory_rate)
+            pieces = NUM_PIECES if verb == "rework" else 1
+            return Cost(size.num_trained * DEVICE_UPDATE_BYTES / hardware.memory_rate / pieces)
         return Cost(self._host_seconds(verb, size))
 
     def _host_seconds(self, verb: str, size: UnitSize) -> float:

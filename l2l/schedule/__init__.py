@@ -46,8 +46,9 @@ before anything else; `settle` the rest, before the table is fetched.
 
 [Note: shared updates] Where the host is slower than the forward pass under which it must update all
 layers, the device does some of these updates (`shared`), over the link that is idle then: `borrow
-L3 HL3 W0` copies the gradient and the optimizer state of layer 3 to the device, `rework L3 S1 W0`
-updates the weights in their slot, `repay L3 S1 W0` copies weights and state back.
+L3 p0 HL3 W0` copies a piece of layer 3 to the device, weights, gradient and optimizer state;
+`rework L3 p0 W0` updates it there; `repay L3 p0 W0` copies weights and state back. To everybody
+else this is an update on the host: the fetch of layer 3 waits for it.
 
 [Note: device updates] An optimizer with next to no state runs on the device: `revise L2 S0 G0`
 updates the weights in their slot after the last backward pass, and `return L2 S0` copies them to
@@ -83,6 +84,8 @@ from dataclasses import dataclass
 
 from l2l.schedule.lines import NOTHING, OUTER, VERBS, Action, Lane, Line, Verb, Wait, parse_line
 from l2l.schedule.lowering import (
+    NUM_LENT,
+    NUM_PIECES,
     OuterUnit,
     Pass,
     Shape,
@@ -95,6 +98,8 @@ from l2l.schedule.ordering import Orders, add_waits
 
 __all__ = [
     "NOTHING",
+    "NUM_LENT",
+    "NUM_PIECES",
     "OUTER",
     "VERBS",
     "Action",
@@ -213,7 +218,7 @@ def _contents(action: Action, shape: Shape) -> tuple[dict[str, str], dict[str, s
         return _outer_contents(action, shape)
     expects: dict[str, str] = {}
     leaves: dict[str, str] = {}
-    if verb in ("fetch", "release", "revise", "return", "renew", "mirror", "rework", "repay"):
+    if verb in ("fetch", "release", "revise", "return", "renew", "mirror"):
         (leaves if verb == "fetch" else expects)[operands[1]] = operands[0]
     if verb in ("drain", "update", "revise", "measure"):
         expects[operands[2 if verb == "revise" else 1]] = f"gradient {operands[0]}"
@@ -223,9 +228,9 @@ def _contents(action: Action, shape: Shape) -> tuple[dict[str, str], dict[str, s
         out, back = {cell: value}, {f"host {value}": value}
         expects, leaves = (out, back) if verb == "stash" else (back, out)
     if verb in ("rework", "repay"):
-        expects[operands[2]] = f"state {operands[0]}"
+        expects[operands[2]] = f"state {operands[0]} {operands[1]}"
     elif verb == "borrow":
-        leaves[operands[2]] = f"state {operands[0]}"
+        leaves[operands[3]] = f"state {operands[0]} {operands[1]}"
     elif verb == "lookup":
         leaves[f"host e {operands[0]}"] = f"e {operands[0]}"
     return expects, leaves

@@ -26,6 +26,10 @@ class Lane(enum.Enum):
     """Boundary tensors back into cells; never queues behind a weight fetch."""
     UPDATE = "update"
     """The host optimizer."""
+    LEND = "lend"
+    """Optimizer state, host to device, for updates there."""
+    REWORK = "rework"
+    """Updates on the device, beside what it computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +71,9 @@ VERBS: Final[Mapping[str, Verb]] = {
     "settle": Verb(lane=Lane.UPDATE, operands=("LOT", "H<")),
     "order": Verb(lane=Lane.UPDATE, operands=("LOT",)),
     "renew": Verb(lane=Lane.COMPUTE, operands=("LOT", "S>", "G<")),
-    "borrow": Verb(lane=Lane.UNSTASH, operands=("L", "H<", "W>")),
-    "rework": Verb(lane=Lane.COMPUTE, operands=("L", "S>", "W>")),
-    "repay": Verb(lane=Lane.DRAIN, operands=("L", "S<", "W<")),
+    "borrow": Verb(lane=Lane.LEND, operands=("L", "p", "H<", "W>")),
+    "rework": Verb(lane=Lane.REWORK, operands=("L", "p", "W>")),
+    "repay": Verb(lane=Lane.DRAIN, operands=("L", "p", "W<")),
     "revise": Verb(lane=Lane.COMPUTE, operands=("LOT", "S>", "G<"), also=("loss<",)),
     "mirror": Verb(lane=Lane.DRAIN, operands=("LOT", "S<")),
     "return": Verb(lane=Lane.DRAIN, operands=("LOT", "S>")),

@@ -14,6 +14,9 @@ from itertools import groupby, pairwise
 
 from l2l.schedule.lines import NOTHING, OUTER, Action
 
+NUM_PIECES = 4  # in which optimizer state is lent to the device
+NUM_LENT = 3  # pieces of optimizer state on the device at once: one comes, one works, one goes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterUnit:
@@ -79,8 +82,6 @@ class Shape:
     device_updates: bool = False
     shared: frozenset[int] = frozenset()
     """Streamed layers whose late update is done on the device, with borrowed state."""
-    num_borrowed: int = 1
-    """How many layers' state can be borrowed at once."""
     shares_memory: bool = False
     """Whether units of the epilogue and the gradients of layers take turns in the same memory."""
 
@@ -96,7 +97,6 @@ class Shape:
             ("num_gradient_slots", 1),
             ("num_staging", 1),
             ("num_tail", 0),
-            ("num_borrowed", 1),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, found {getattr(self, name)}")
@@ -277,11 +277,7 @@ class _Transfers:
         self._order = [run[0].layer for run in runs if run[0].layer is not None]
         if shape.shares_memory and shape.training:
             self.draft += [Action("drop", (name,)) for name in self._gradient_slots()]
-        self._borrowed: dict[str, str] = {}
-        slots = [f"W{i}" for i in range(min(shape.num_borrowed, len(shape.reworked)))]
-        self.draft += [Action("take", (slot,)) for slot in slots]
-        for unit, slot in zip(shape.reworked, slots, strict=False):
-            self._borrow(unit, slot)
+        self._rework()
         self._fetch(u for u in shape.outer if u.in_prologue or u.name in shape.on_device)
         self._renew([unit.name for unit in shape.outer if unit.device_state])
         self.draft += self._slots.keep_next(self._order, shape.num_slots)
@@ -304,24 +300,21 @@ class _Transfers:
         self._release(unit for unit in before if not unit.stays)
 
     def _forward(self, run: list[Pass]) -> None:
-        layer = run[0].layer
-        assert layer is not None
-        slot, unit = self._slots.resident[layer], f"L{layer}"
-        if unit in self._borrowed:
-            borrowed = self._borrowed.pop(unit)
-            self.draft.append(Action("rework", (unit, slot, borrowed)))
-            self.draft.append(Action("repay", (unit, slot, borrowed)))
-            later = self._shape.reworked[self._shape.reworked.index(unit) + 1 :]
-            waiting = [one for one in later if one not in self._borrowed]
-            if waiting:
-                self._borrow(waiting[0], borrowed)
-            else:
-                self.draft.append(Action("drop", (borrowed,)))
-        self.draft += [(one, slot, NOTHING) for one in run]
+        assert run[0].layer is not None
+        self.draft += [(one, self._slots.resident[run[0].layer], NOTHING) for one in run]
 
-    def _borrow(self, unit: str, slot: str) -> None:
-        self._borrowed[unit] = slot
-        self.draft.append(Action("borrow", (unit, late_staging(unit), slot)))
+    def _rework(self) -> None:
+        """Updates that the step before has left to the device, piece by piece."""
+        shape, number = self._shape, 0
+        for unit in shape.reworked:
+            for piece in range(NUM_PIECES):
+                place = f"W{number % NUM_LENT}"
+                number += 1
+                self.draft += [
+                    Action("borrow", (unit, f"p{piece}", late_staging(unit), place)),
+                    Action("rework", (unit, f"p{piece}", place)),
+                    Action("repay", (unit, f"p{piece}", place)),
+                ]
 
     def _prepare_epilogue(self) -> None:
         """Bring what the epilogue needs; it arrives under the passes before."""
