@@ -105,6 +105,8 @@ class Transfer:
             sizes |= {f"W{i}": largest for i in range(NUM_LENT)}
         passing = {unit.name for unit in shape.outer if unit.passes and shape.shares_memory}
         taken_later = {f"{kind}{name}" for name in passing for kind in "SG"}
+        if shape.shares_memory:
+            taken_later |= {f"W{i}" for i in range(NUM_LENT)}
         if not shape.training:
             return taken_later
         trained = [name for name in own if units[name].form.trained.names]

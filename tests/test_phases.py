@@ -44,6 +44,7 @@ from l2l.lookup import TableLookup
 from l2l.loss import Rule
 from l2l.outer_pass import pieces
 from l2l.rehearsal import Usage
+from l2l.rehearsal import _same as same
 from l2l.schedule import Lane
 
 ROWS, SIZE = 8, 3  # three microbatches, the last one smaller
@@ -804,7 +805,13 @@ def test_what_is_read_before_and_after_the_layers(name: str):
 @pytest.mark.parametrize("gate", [0.5, 0.0], ids=["open", "closed"])
 def test_an_epilogue_that_uses_the_embedding_is_not_alone(gate: float, size: int):
     """Also where a factor of zero hides it: that factor is trained."""
-    family = words_family(gate=gate)
+
+    def build() -> nn.Module:
+        model = build_words(gate=gate)
+        nn.init.constant_(model.gate, gate)
+        return model
+
+    family = Family("gated", build, hand_written_batch, "tokens")
     batch = family.batch(ROWS)
     recorder = l2l.RecordGradients()
     settings = {**ON_HOST, "overrides": {"num_tail": 1, "piece_tokens": 5, "shares_memory": True}}
@@ -818,6 +825,14 @@ def test_an_epilogue_that_uses_the_embedding_is_not_alone(gate: float, size: int
     found = (loss, recorder.gradients)
     assert_gradients(found, plain_gradients(family, batch, size), tolerant={"words.weight"})
     assert bool(recorder.gradients["gate"].abs() > 0)
+
+
+def test_only_nan_is_the_same_as_nan():
+    nan, zero = torch.tensor([torch.nan]), torch.zeros(1)
+    assert same(nan, nan)
+    assert same(zero, zero)
+    assert not same(nan, zero)
+    assert not same(zero, nan)
 
 
 def test_a_table_that_the_epilogue_reads_without_gradient():

@@ -31,6 +31,7 @@ PIECES = (8192, 4096, 2048, 1024, 512, 256, 128)
 KEEPS = (0.0, 0.16, 0.3)
 NUM_RANKED = 40  # candidates that are looked at more closely
 NUM_SIMULATED = 4  # of each kind
+PROMISING = 1.2  # times the best estimate: what lies above is not simulated
 MOST_PIECES = 6
 MOST_LINES = 12000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
 LIBRARY_BYTES = 96 << 20  # workspaces of matrix libraries, and small tensors
@@ -104,7 +105,10 @@ def find_plan(
         ranked = [one for one in _shared(model, ranked) if model.peak_bytes(*one) <= limit]
         ranked.sort(key=lambda one: model.estimate(*one))
     best: tuple[Simulation, Decisions, int] | None = None
+    promising = model.estimate(*ranked[0]) * PROMISING
     for decisions, number in _distinct(ranked):
+        if best is not None and model.estimate(decisions, number) > promising:
+            continue
         found = model.simulate(decisions, number)
         if best is None or found.seconds < best[0].seconds:
             best = (found, decisions, number)
@@ -304,7 +308,8 @@ class _Model:
             yield "forward", "one layer at work", forward + kept
             if decisions.num_shared:
                 lent = max(u.state_bytes + u.staging_bytes + u.weight_bytes for u in streamed)
-                yield ALWAYS, "lent optimizer state", NUM_LENT * lent // NUM_PIECES
+                phase = "forward" if decisions.shares_memory else ALWAYS
+                yield phase, "lent optimizer state", NUM_LENT * lent // NUM_PIECES
             if decisions.shares_memory:
                 yield "forward", "head: weights, arriving", head_weights
                 yield "backward", "gradient slots", gradients

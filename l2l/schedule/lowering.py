@@ -306,6 +306,7 @@ class _Transfers:
     def _rework(self) -> None:
         """Updates that the step before has left to the device, piece by piece."""
         shape, number = self._shape, 0
+        self.draft += [Action("take", (place,)) for place in self._lent_places()]
         for unit in shape.reworked:
             for piece in range(NUM_PIECES):
                 place = f"W{number % NUM_LENT}"
@@ -316,10 +317,17 @@ class _Transfers:
                     Action("repay", (unit, f"p{piece}", place)),
                 ]
 
+    def _lent_places(self) -> list[str]:
+        """Places for lent state that the schedule takes itself."""
+        shape = self._shape
+        number = min(NUM_LENT, NUM_PIECES * len(shape.reworked)) if shape.shares_memory else 0
+        return [f"W{index}" for index in range(number)]
+
     def _prepare_epilogue(self) -> None:
         """Bring what the epilogue needs; it arrives under the passes before."""
         shape = self._shape
         passing = [unit for unit in shape.outer if unit.passes]
+        self.draft += [Action("drop", (place,)) for place in self._lent_places()]
         if shape.shares_memory:
             self.draft += [Action("take", (f"S{unit.name}",)) for unit in passing]
         self.draft += [
