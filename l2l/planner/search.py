@@ -29,8 +29,8 @@ from l2l.simulation import Cost, Simulation, simulate
 MOST_TOKENS = 16384  # of a microbatch: more gain nothing
 PIECES = (8192, 4096, 2048, 1024, 512, 256, 128)
 KEEPS = (0.0, 0.16, 0.3)
-NUM_RANKED = 40  # candidates that are looked at more closely
-NUM_SIMULATED = 4  # of each kind
+NUM_RANKED = 24  # candidates that are looked at more closely
+NUM_SIMULATED = 2  # of each kind
 PROMISING = 1.2  # times the best estimate: what lies above is not simulated
 MOST_PIECES = 6
 MOST_LINES = 12000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
