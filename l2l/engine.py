@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self, final
 
 import torch
@@ -52,6 +53,15 @@ MOST_STEPS_AHEAD = 2  # how far the host may run ahead of the device
 LARGE_UNIT_BYTES = 16 << 20  # a smaller table is not worth a lookup on the host
 
 Batches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a plan puts the model's units."""
+
+    outer: tuple[OuterUnit, ...] = ()
+    device_state: frozenset[int] = frozenset()
+    shared: frozenset[int] = frozenset()
 
 
 @final
@@ -130,13 +140,16 @@ class Engine:
             update, optimizer=description, clip_norm=clip_norm, link=self._precision.link
         )
         self._clip_norm = clip_norm
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        self.optimizer = ServerOptimizer(groups, description.defaults, names=names)
+        self.optimizer = ServerOptimizer(
+            groups,
+            description.defaults,
+            names={parameter: name for name, parameter in model.named_parameters()},
+        )
         self._precision.warn_of_rounding(model, trained=self.optimizer.settings())
         forms = self._forms(description)
-        model_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        budget = HostBudget.of(host_memory, model_bytes=model_bytes)
-        host_limit = budget.limit_bytes
+        budget = HostBudget.of(
+            host_memory, model_bytes=sum(parameter.nbytes for parameter in model.parameters())
+        )
         budget.check(
             host_bytes(forms, self._policy),
             alternatives=alternatives(self._forms, self._policy, self._precision.link),
@@ -163,25 +176,7 @@ class Engine:
             transfer=self._transfer,
             loss_function=loss,
         )
-        self._relay = Relay(
-            carved=self._carved,
-            server=self._server,
-            device=self._device,
-            transfer=self._transfer,
-            stash=self._stash,
-            outer=self._outer,
-            updates=Updates(
-                server=self._server,
-                device=self._device,
-                transfer=self._transfer,
-                rows=self._rows,
-                seed=seed,
-                compiled=self._compiler.is_on,
-            ),
-            compiler=self._compiler,
-            seed=seed,
-            scale_of=None if self._scaler is None else self._scaler.scale_of,
-        )
+        self._relay = self._make_relay(seed)
         self._rehearsal = Rehearsal(
             carved=self._carved,
             server=self._server,
@@ -199,13 +194,11 @@ class Engine:
             policy=self._policy,
             kernel=native,
             budget=parse_budget(device_memory),
-            host_limit=host_limit,
+            host_limit=budget.limit_bytes,
             compiled=self._compiler.is_on,
             overrides=overrides or {},
         )
-        self._outer_units: tuple[OuterUnit, ...] = ()
-        self._on_device: frozenset[int] = frozenset()
-        self._shared: frozenset[int] = frozenset()
+        self._placement = Placement()
         self._held: frozenset[str] = frozenset()
         self._schedules: dict[Shape, Schedule] = {}
         self._step_ends: deque[Event] = deque()
@@ -302,6 +295,27 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------------
 
+    def _make_relay(self, seed: int) -> Relay:
+        return Relay(
+            carved=self._carved,
+            server=self._server,
+            device=self._device,
+            transfer=self._transfer,
+            stash=self._stash,
+            outer=self._outer,
+            updates=Updates(
+                server=self._server,
+                device=self._device,
+                transfer=self._transfer,
+                rows=self._rows,
+                seed=seed,
+                compiled=self._compiler.is_on,
+            ),
+            compiler=self._compiler,
+            seed=seed,
+            scale_of=None if self._scaler is None else self._scaler.scale_of,
+        )
+
     def _move_in(self, forms: list[UnitForm]) -> None:
         """Move every unit into the server; if one does not fit, the model is as it was."""
         moved: list[tuple[str, UnitTensors]] = []
@@ -383,10 +397,8 @@ class Engine:
     def _enter_device(self, outer: tuple[OuterUnit, ...]) -> None:
         """Let everything follow the choices."""
         decisions = self._planning.decisions
-        self._outer_units = tuple(
-            decisions.outer_unit(unit) if unit.trained else unit for unit in outer
-        )
-        units = {unit.name: unit for unit in self._outer_units}
+        outer_units = tuple(decisions.outer_unit(unit) if unit.trained else unit for unit in outer)
+        units = {unit.name: unit for unit in outer_units}
         self._rows.lookups = tuple(
             lookup
             for name, usage in self._rehearsal.usage.items()
@@ -398,17 +410,18 @@ class Engine:
         self._outer.compiled = self._compiler.is_on
         self._relay.keep = decisions.keep
         num_layers = self._carved.num_layers
-        self._on_device = frozenset(
+        on_device = frozenset(
             layer
             for layer in range(num_layers - decisions.num_device_states, num_layers)
             if self._server.units[f"L{layer}"].form.trained.names
         )
-        self._shared = frozenset(
+        shared = frozenset(
             layer
             for layer in decisions.shared_layers(num_layers)
             if self._server.units[f"L{layer}"].form.is_one_run
         )
-        for layer in self._shared:
+        self._placement = Placement(outer=outer_units, device_state=on_device, shared=shared)
+        for layer in shared:
             self._server.register(f"L{layer}", self._device)
         for name in self._shape(1, training=True).on_device:
             self._server.place_state(name, self._device.torch_device)
@@ -465,15 +478,15 @@ class Engine:
             num_gradient_slots=decisions.num_gradient_slots,
             training=training,
             frozen_layers=frozenset(i for i in range(num_layers) if f"L{i}" not in trained),
-            outer=self._outer_units,
+            outer=self._placement.outer,
             num_tail=decisions.num_tail,
-            device_state=self._on_device,
+            device_state=self._placement.device_state,
             held=self._held,
             num_late=len(trained) if just_in_time else decisions.num_late,
             pending=tuple(self._server.waiting),
             num_staging=NUM_STAGING,
             device_updates=self._policy is UpdatePolicy.ON_DEVICE,
-            shared=self._shared,
+            shared=self._placement.shared,
             shares_memory=decisions.shares_memory,
         )
 

@@ -171,9 +171,8 @@ class Answers(TorchFunctionMode):
             lookup = Lookup.of(args, kwargs)
             if id(lookup.weight) in self._rows:
                 return self._rows[id(lookup.weight)](lookup)
-        elif func is F.linear and len(args) > 1 and id(args[1]) in self._heads:
-            if all(bias is None for bias in (*args[2:], *kwargs.values())):
-                return self._stand_in(args[0], args[1], self._heads[id(args[1])])
+        elif func is F.linear and self._is_head(args, kwargs):
+            return self._stand_in(args[0], args[1], self._heads[id(args[1])])
         if self._put_off:
             found = self._use(func, args, kwargs)
             if found is not None:
@@ -183,6 +182,11 @@ class Answers(TorchFunctionMode):
             self._refuse(args)
             self._refuse(kwargs.values())
         return func(*args, **kwargs)
+
+    def _is_head(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether a linear map is that of a head, without a bias."""
+        known = len(args) > 1 and id(args[1]) in self._heads
+        return known and all(bias is None for bias in (*args[2:], *kwargs.values()))
 
     def _stand_in(
         self, given: Tensor, weight: Tensor, head: Head, *, dtype: torch.dtype | None = None
@@ -202,18 +206,16 @@ class Answers(TorchFunctionMode):
             return None
         if func is F.cross_entropy:
             return cross_entropy(one.given, one.weight, one.head, args, kwargs)
-        dtype, wide = one.stand_in.dtype, torch.float32
+        given, dtype, wide = one.given, one.stand_in.dtype, torch.float32
         if func is Tensor.float or (func is Tensor.to and args[1:] == (wide,) and not kwargs):
-            return self._stand_in(one.given, one.weight, one.head, dtype=wide)
-        if func is Tensor.contiguous:
-            return args[0]
-        width = one.given.shape[-1]
-        if func in (Tensor.view, Tensor.reshape) and args[-1] == one.weight.shape[0]:
-            shape = (*args[1:-1], width)
-            return self._stand_in(one.given.reshape(shape), one.weight, one.head, dtype=dtype)
-        if func is Tensor.__getitem__ and _keeps_words(args[1], one.stand_in.dim()):
-            return self._stand_in(one.given[args[1]], one.weight, one.head, dtype=dtype)
-        return None
+            dtype = wide
+        elif func in (Tensor.view, Tensor.reshape) and args[-1] == one.weight.shape[0]:
+            given = given.reshape((*args[1:-1], given.shape[-1]))
+        elif func is Tensor.__getitem__ and _keeps_words(args[1], one.stand_in.dim()):
+            given = given[args[1]]
+        elif func is not Tensor.contiguous:
+            return None
+        return self._stand_in(given, one.weight, one.head, dtype=dtype)
 
     def _computed(self, tree: Any) -> Any:
         """Arguments with logits that were put off computed after all."""

@@ -101,6 +101,8 @@ class Planning:
         self._most_tokens = 0  # of a microbatch, that the plan is for
         self._marks: list[float] = []
         self.decisions = Decisions().override(self._overrides)
+        if device is not None and budget is not None:
+            device.limit_memory(budget)
 
     def must_plan(self, batch: Any, *, rows: int | None) -> bool:
         """Whether a batch has larger microbatches than the plan is for."""
@@ -202,7 +204,7 @@ class Planning:
             self._hardware = known_hardware(self._device, self._kernel)
             if self._budget is None:
                 self._budget = int(FREE_SHARE * self._device.free_bytes())
-            self._device.limit_memory(self._budget)
+                self._device.limit_memory(self._budget)
         return True
 
     def mark(self, *, training: bool) -> None:

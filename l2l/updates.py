@@ -229,9 +229,8 @@ class Updates:
 
     def repay(self, step: Step, unit: str, piece: str, place: str) -> None:
         """Weights and state of a piece to the host; after the last the update waits no longer."""
-        span = self._piece(unit, piece)
-        self._transfer.repay(unit, span, late_staging(unit), place)
-        if span.stop == self._server.units[unit].form.trained.padded_numel:
+        self._transfer.repay(unit, self._piece(unit, piece), late_staging(unit), place)
+        if piece == f"p{NUM_PIECES - 1}":  # of a small unit the last pieces are empty
             self._server.waiting.pop(unit, None)
 
     def _piece(self, unit: str, piece: str) -> slice:

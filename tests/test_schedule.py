@@ -19,6 +19,8 @@ import pytest
 
 from l2l.schedule import (
     NOTHING,
+    NUM_LENT,
+    NUM_PIECES,
     VERBS,
     Action,
     Lane,
@@ -112,7 +114,7 @@ def write_golden_files() -> None:
 
 def small_shapes(*, training: bool = True) -> Iterator[Shape]:
     for num_layers, num_microbatches, num_cells in itertools.product(
-        range(1, 8), (1, 2, 3, 5), range(3, 9)
+        (1, 2, 3, 4, 5, 7), (1, 2, 3, 5), (3, 4, 5, 6, 8)
     ):
         for num_slots in range(1, num_layers + 1):
             yield Shape(
@@ -181,13 +183,15 @@ OUTER_KINDS = {
 TAILS = ((0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2))  # layers that stay, and of them with state
 MODES = (
     {"num_late": 0},
-    {"num_late": 1},
     {"num_late": 9},
     {"num_late": 9, "shared": frozenset({0, 1})},
-    {"num_late": 9, "shared": frozenset({0, 1}), "num_borrowed": 2},
-    {"device_updates": True},
     {"training": False, "num_late": 9},
+)
+MODES_WITH_MANY_CELLS = (
+    {"num_late": 1},
+    {"num_late": 9, "shared": frozenset({1})},
     {"training": False, "num_late": 9, "shared": frozenset({0, 1})},
+    {"device_updates": True},
 )
 FEW = {"num_cells": 3, "num_recorded_cells": 1, "num_gradient_slots": 1, "num_staging": 1}
 CELLS = ({}, {"num_kept_cells": 2}, FEW, {"num_kept_cells": 1, **FEW})
@@ -196,7 +200,12 @@ CELLS = ({}, {"num_kept_cells": 2}, FEW, {"num_kept_cells": 1, **FEW})
 def combined_shapes() -> Iterator[Shape]:
     """Two layers and two microbatches, all else combined: first steps and steps that follow."""
     for outer, (num_tail, num_states), mode, shares_memory, frozen, cells in itertools.product(
-        OUTER_KINDS.values(), TAILS, MODES, (False, True), ((), (0,), (1,)), CELLS
+        OUTER_KINDS.values(),
+        TAILS,
+        (*MODES, *MODES_WITH_MANY_CELLS),
+        (False, True),
+        ((), (0,), (1,)),
+        CELLS,
     ):
         has_state = num_states or any(unit.device_state for unit in outer)
         has_rows = any(unit.looked_up and unit.trained for unit in outer)
@@ -206,6 +215,8 @@ def combined_shapes() -> Iterator[Shape]:
             continue  # nothing to share
         if num_tail == 2 and ("num_kept_cells" in cells or "shared" in mode):
             continue  # no layer to keep anything of, or to share the updates of
+        if cells and mode in MODES_WITH_MANY_CELLS:
+            continue  # is not about cells
         if "training" in mode and (frozen or "num_kept_cells" in cells):
             continue  # makes no difference
         shape = Shape(
@@ -295,7 +306,7 @@ def test_golden_schedules_use_every_verb_and_lane() -> None:
         ("stash e m0 C0", "takes operands"),
         ("unstash x m0 C0", "takes operands"),
         ("take C0", "takes operands like 'SGW>'"),
-        ("borrow T0 HT0 W0", "takes operands like 'L H< W>'"),
+        ("borrow T0 p0 HT0 W0", "takes operands like 'L p H< W>'"),
         ("loading waits release L0 S0", "no lane 'loading'; lanes are compute"),
         ("fetch waits compute waits report", "not another wait"),
         ("fetch waits release L0", "takes operands"),
@@ -353,7 +364,7 @@ def test_a_unit_is_resident_when_computed_on_and_slots_hold_one_unit_and_end_fre
                 held[words[1]] = words[0]
             elif verb in ("release", "return"):
                 assert held.pop(words[1]) == words[0], (shape, action)
-            elif verb in ("renew", "revise", "mirror", "rework", "repay"):
+            elif verb in ("renew", "revise", "mirror"):
                 assert held[words[1]] == words[0], (shape, action)
             elif verb in ("forward", "backward"):
                 assert held[words[2]] == words[0], (shape, action)
@@ -469,39 +480,38 @@ def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> No
         shape = schedule.shape
         pending, looked_up = set(shape.pending), {u.name for u in shape.outer if u.looked_up}
         renewed, reworked = pending & units_with_state(shape), pending & borrowing_units(shape)
+        settled = pending - renewed - reworked
         for verb in ("renew", "mirror"):
             assert units_of(schedule, verb) == renewed, shape
-        for verb in ("borrow", "rework", "repay"):
-            assert units_of(schedule, verb) == reworked, shape
         assert units_of(schedule, "order") == renewed | reworked, shape
-        assert units_of(schedule, "settle") == pending - renewed - reworked, shape
+        assert units_of(schedule, "settle") == settled, shape
         assert units_of(schedule, "refresh") == pending & looked_up, shape
-        num_settled += len(pending - renewed - reworked)
+        for verb in ("borrow", "rework", "repay"):
+            pieces = [a.operands[:2] for a in schedule.actions if a.verb == verb]
+            every = [(unit, f"p{i}") for unit in sorted(reworked) for i in range(NUM_PIECES)]
+            assert pieces == every, shape
+        num_settled += len(settled)
         num_renewed += len(renewed)
         num_reworked += len(reworked)
         done: set[str] = set()
-        repaid: set[str] = set()
         for action in schedule.actions:
             verb, words = action.verb, action.operands
             if verb in ("renew", "rework"):
                 assert f"order {words[0]}" in done, (shape, action)
-                assert verb == "renew" or f"borrow {words[0]}" in done, (shape, action)
-            if verb in ("settle", "renew", "rework"):
+            if verb in ("settle", "renew") or (verb, *words[1:2]) == (
+                "repay",
+                f"p{NUM_PIECES - 1}",
+            ):
                 done.add(words[0])
-            elif verb in ("order", "refresh", "borrow", "fetch", "repay"):
-                again = f"{verb} {words[0]}" in done  # the host has the new weights only then
-                assert verb != "fetch" or not again or words[0] not in reworked - repaid
+            elif verb in ("order", "refresh"):
                 done.add(f"{verb} {words[0]}")
-                repaid |= {words[0]} if verb == "repay" else set()
-            if verb == "fetch":
-                assert words[0] not in pending - done - reworked, (shape, action)
-            elif verb in ("forward", "mirror", "repay", "drain", "collect", "measure", "update"):
+            elif verb in ("fetch", "mirror", "drain", "collect", "measure", "update", "revise"):
                 assert words[0] not in pending - done, (shape, action)
             elif verb in ("prologue", "epilogue", "score", "regress"):
                 assert not renewed & {*read_by(shape, verb)} - done, (shape, action)
             elif verb == "lookup":
                 assert all(f"refresh {unit}" in done for unit in pending & looked_up), shape
-    assert min(num_settled, num_renewed, num_reworked) > 500
+    assert min(num_settled, num_renewed, num_reworked) > 300
 
 
 def borrowing_units(shape: Shape) -> set[str]:
@@ -516,20 +526,24 @@ def test_places_that_take_turns_have_memory_when_used_and_never_both() -> None:
         shape = schedule.shape
         turns = {a.operands[0] for a in schedule.actions if a.verb in ("take", "drop")}
         borrowed = {place for place in turns if place.startswith("W")}
-        assert shape.shares_memory or turns == borrowed
-        assert borrowed <= {f"W{i}" for i in range(shape.num_borrowed)}
-        assert bool(borrowed) == bool(borrowing_units(shape) & {*shape.pending})
+        assert shape.shares_memory or not turns
+        assert borrowed <= {f"W{i}" for i in range(NUM_LENT)}
         num_turns += bool(turns)
         gradients = {place for place in turns if place.startswith("G") and place[1:].isdigit()}
         if shape.shares_memory:
             head = {f"S{unit.name}" for unit in shape.outer if unit.passes}
             assert head <= turns
+            assert bool(borrowed) == bool(borrowing_units(shape) & {*shape.pending})
         has: set[str] = set(gradients)  # from the step before, unless it is the first
         for action in schedule.actions:
             if action.verb == "take":
                 assert action.operands[0] not in has, (shape, action)
                 has.add(action.operands[0])
-                assert has <= gradients or not has & gradients, (shape, action)
+                kinds = {
+                    "gradients" if place in gradients else "lent" if place in borrowed else "head"
+                    for place in has
+                }
+                assert len(kinds) == 1, (shape, action)
             elif action.verb == "drop":
                 has.remove(action.operands[0])
             else:
@@ -596,7 +610,7 @@ TOUCHED = {  # verb -> what it reads, what it writes: places, or positions of op
     "drop": ([], [0]),
     "fetch": (["weights"], [1]),
     "release": ([], [1]),
-    "refresh": ([1], ["weights", "state"]),
+    "refresh": ([1], ["weights"]),
     "lookup": (["tables"], ["rows"]),
     "prologue": ([1, 3], [2, 4]),
     "forward": ([2, 3, 4], [5, 6]),
@@ -608,13 +622,13 @@ TOUCHED = {  # verb -> what it reads, what it writes: places, or positions of op
     "drain": ([1], [2]),
     "measure": ([1], []),
     "collect": (["gradients of rows"], [1]),
-    "update": ([1, "reported loss"], ["weights", "state"]),
-    "settle": ([1], ["weights", "state"]),
+    "update": ([1, "reported loss"], ["weights"]),
+    "settle": ([1], ["weights"]),
     "order": ([], ["numbers"]),
     "renew": ([2, "numbers"], [1]),
-    "borrow": ([1, "state"], [2]),
-    "rework": (["numbers"], [1, 2]),
-    "repay": ([1, 2], ["weights", "state"]),
+    "borrow": ([2, "piece"], [3]),
+    "rework": (["numbers"], [2]),
+    "repay": ([2], ["weights", "piece"]),
     "revise": ([2, "loss"], [1]),
     "mirror": ([1], ["weights"]),
     "return": ([], [1, "weights"]),
@@ -629,7 +643,7 @@ def touched(action: Action, shape: Shape) -> tuple[set[str], set[str]]:
     microbatches = range(shape.num_microbatches)
     own = {
         "weights": [f"weights {first}"],
-        "state": [f"state {first}"],
+        "piece": ["piece " + " ".join(words[:2])],
         "tables": [f"weights {unit.name}" for unit in shape.outer if unit.looked_up],
         "numbers": [f"numbers {first}"],
         "kept": ["kept " + " ".join(words[:2])],
@@ -875,6 +889,27 @@ def test_a_schedule_with_a_mistake_is_refused(old: str, new: str, reason: str) -
         validate(Schedule.parse(text, ONE_LAYER))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("\nrenew L2", "\nfetch L2 SL2\nrenew L2", "SL2 still holds 'L2'"),
+        ("\nrenew L2", "\nrelease L2 SL2\nrenew L2", "SL2 must hold 'L2', found 'nothing'"),
+        ("\nmirror L2", "\nmirror L1", "SL2 must hold 'L1', found 'L2'"),
+        ("\nmeasure L2", "\nmeasure L1", "GL2 must hold 'gradient L1', found 'gradient L2'"),
+        ("order L2\nfetch O", "fetch O", "waits for a line that has not been given"),
+        ("\nmirror L2", "\ndrop SL2\nmirror L2", "SL2 still holds 'L2'"),
+    ],
+)
+def test_a_schedule_with_a_mistake_about_a_unit_that_stays_is_refused(
+    old: str, new: str, reason: str
+) -> None:
+    shape = GOLDEN["tail_of_one_with_device_state"]
+    text = str(make_schedule(shape))
+    assert text.count(old) == 1
+    with pytest.raises(ValueError, match=reason):
+        validate(Schedule.parse(text.replace(old, new), shape))
+
+
 def test_a_refusal_names_the_line_and_its_number() -> None:
     text = ONE_LAYER_TEXT.replace("compute waits fetch L0 S0\n", "")
     with pytest.raises(ValueError, match=r"^line 5, 'forward L0 m0 S0 R0 C0 C1 -': is not ordered"):
@@ -895,7 +930,6 @@ def test_a_refusal_names_the_line_and_its_number() -> None:
         ({"num_gradient_slots": 0}, "num_gradient_slots must be at least 1"),
         ({"num_staging": 0}, "num_staging must be at least 1"),
         ({"num_tail": -1}, "num_tail must be at least 0"),
-        ({"num_borrowed": 0}, "num_borrowed must be at least 1"),
         ({"num_tail": 3}, "num_tail=3, but there are 2 layers"),
         ({"num_tail": 1, "device_state": frozenset({0, 1})}, r"the tail is \(1,\)"),
         ({"outer": (dataclasses.replace(TIED[0], in_prologue=True),)}, "looked up on the host"),

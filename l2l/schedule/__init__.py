@@ -167,7 +167,7 @@ def validate(schedule: Schedule) -> None:
             occupied, or two conflicting lines are not ordered.
     """
     orders = Orders()
-    contents: dict[str, str] = {}
+    contents = {f"S{unit}": unit for unit in schedule.shape.held}
     for number, line in enumerate(schedule.lines, start=1):
         try:
             if isinstance(line, Wait):
@@ -182,7 +182,7 @@ def validate(schedule: Schedule) -> None:
             orders.perform(line)
         except ValueError as error:
             raise ValueError(f"line {number}, '{line}': {error}") from None
-    stays = {f"S{unit}" for unit in schedule.shape.on_device}
+    stays = {f"S{unit}" for unit in (*schedule.shape.on_device, *schedule.shape.held)}
     occupied = [place for place in contents if place.startswith("S") and place not in stays]
     if occupied:
         raise ValueError(f"slots are left occupied: {', '.join(sorted(occupied))}")
@@ -192,8 +192,7 @@ def _follow(action: Action, contents: dict[str, str], shape: Shape) -> None:
     """Check that places hold what the action expects, then note what it leaves in them."""
     expects, leaves = _contents(action, shape)
     for place, value in expects.items():
-        held = {f"S{unit}": unit for unit in shape.held}.get(place)
-        if place != NOTHING and contents.get(place, held) != value:
+        if place != NOTHING and contents.get(place) != value:
             found = contents.get(place, "nothing")
             raise ValueError(f"{place} must hold {value!r}, found {found!r}")
     if action.verb == "fetch" and action.operands[1] in contents:

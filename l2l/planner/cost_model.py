@@ -1,0 +1,443 @@
+"""What choices take, in bytes by phase, and how long a step lasts with them.
+
+[Note: rates] Seconds come from counted operations and measured rates. What no rate tells was
+measured once, on an H200 with the 3.2-billion-parameter shape, and stands below as constants:
+plans for other shapes and budgets are predictions (docs/benchmarks.md compares).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Final, Literal
+
+from l2l.hardware import Hardware
+from l2l.layer_cost import PassCost, seconds
+from l2l.parameter_server import NUM_STAGING, UpdatePolicy
+from l2l.planner.plan import ALWAYS, Decisions, LedgerLine
+from l2l.planner.problem import CostLine, Problem, UnitSize
+from l2l.schedule import NUM_LENT, NUM_PIECES, Action, Lane, OuterUnit, Shape, make_schedule
+from l2l.simulation import Cost, Simulation, simulate
+
+MOST_LINES = 12000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
+LIBRARY_BYTES = 96 << 20  # workspaces of matrix libraries, and small tensors
+ROUNDING_BYTES = 32 << 20
+HEAD_EFFICIENCY = 0.85
+ACCUMULATE_BYTES = 16.0  # to add a parameter's gradient to its sum
+DEVICE_UPDATE_BYTES = 34.0
+PASS_SECONDS = 0.2e-3  # of a pass, beside its arithmetic: launches, copies into cells
+PROLOGUE_SECONDS = 2e-3
+HOST_COPY_RATE = 28e9  # of gathering rows; bytes that are read
+BUSY_HOST = 0.75  # of the optimizer's rate while the link is busy and passes are launched
+NUM_HEAD_VALUES = 8  # hidden states of a microbatch that an epilogue makes besides its logits
+
+COPIED: Final[Mapping[str, tuple[Literal["in", "out"], tuple[str, ...]]]] = {
+    "fetch": ("in", ("weight",)),
+    "drain": ("out", ("staging",)),
+    "mirror": ("out", ("weight",)),
+    "return": ("out", ("weight",)),
+    "borrow": ("in", ("weight", "staging", "state")),
+    "repay": ("out", ("weight", "state")),
+}
+"""Which way a line copies a unit, and what of it."""
+
+
+class CostModel:
+    """Bytes and seconds of choices."""
+
+    def __init__(self, problem: Problem, hardware: Hardware) -> None:
+        self.problem = problem
+        self.hardware = hardware
+        self._memory: dict[tuple[Decisions, int], int] = {}
+        self._costs: dict[tuple[int, str, float], PassCost] = {}
+        self._passes: dict[tuple[int, str, float], float] = {}
+
+    # ----------------------------------------------------------------------------------------------
+    # Bytes
+
+    def peak_bytes(self, decisions: Decisions, rows: int) -> int:
+        """Device memory in the phase that takes most."""
+        key = (replace(decisions, num_late=0), rows)
+        if key not in self._memory:
+            phases: dict[str, int] = {}
+            for line in self.ledger(decisions, rows):
+                if line.place == "device":
+                    phases[line.phase] = phases.get(line.phase, 0) + line.nbytes
+            always = phases.pop(ALWAYS, 0)
+            self._memory[key] = always + max(phases.values(), default=0)
+        return self._memory[key]
+
+    def most_states(self, decisions: Decisions, rows: int, limit: float) -> int:
+        """How many layers of the tail may have their optimizer state on the device."""
+        low, high = 0, decisions.num_tail
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.peak_bytes(replace(decisions, num_device_states=middle), rows) <= limit
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def ledger(self, decisions: Decisions, rows: int) -> list[LedgerLine]:
+        """What goes where."""
+        lines = [
+            LedgerLine(place="device", purpose=purpose, nbytes=nbytes, phase=phase)
+            for phase, purpose, nbytes in self._device_lines(decisions, rows)
+            if nbytes
+        ]
+        return lines + [
+            LedgerLine(place="host", purpose=purpose, nbytes=nbytes)
+            for purpose, nbytes in self._host_lines(decisions, rows)
+            if nbytes
+        ]
+
+    def _device_lines(self, decisions: Decisions, rows: int) -> Iterator[tuple[str, str, int]]:
+        yield from self._of_layers(decisions, rows)
+        yield from self._of_outer(decisions)
+        yield from self._of_phases(decisions, rows)
+
+    def _of_layers(self, decisions: Decisions, rows: int) -> Iterator[tuple[str, str, int]]:
+        """What layers and the values between them take in every phase."""
+        problem = self.problem
+        streamed, tail = self._split(decisions)
+        slots = min(decisions.num_slots, len(streamed))
+        yield ALWAYS, "weight slots", slots * max((u.weight_bytes for u in streamed), default=0)
+        yield ALWAYS, "tail: weights", sum(unit.weight_bytes for unit in tail)
+        yield ALWAYS, "tail: gradients", sum(unit.gradient_bytes for unit in tail)
+        states = problem.layers[len(problem.layers) - decisions.num_device_states :]
+        yield ALWAYS, "tail: optimizer state", sum(unit.state_bytes for unit in states)
+        cell = max(problem.hidden_bytes, problem.looked_up_bytes) * rows
+        yield ALWAYS, "boundary cells", decisions.num_cells * cell
+        yield ALWAYS, "recorded arguments", 2 * problem.recorded_bytes * rows
+        kept = self.kept_bytes_of(decisions, rows)
+        yield ALWAYS, "kept results", decisions.num_kept_cells * kept
+        if decisions.num_shared:
+            lent = max(self.lent_bytes(unit) for unit in streamed)
+            phase = "forward" if decisions.shares_memory else ALWAYS
+            yield phase, "lent optimizer state", NUM_LENT * lent // NUM_PIECES
+        yield ALWAYS, "buffers, libraries", problem.buffer_bytes + LIBRARY_BYTES + ROUNDING_BYTES
+
+    def _of_outer(self, decisions: Decisions) -> Iterator[tuple[str, str, int]]:
+        """What stays of that which is around the layers."""
+        staying = [
+            size
+            for unit, size in self.problem.outer
+            if not self._passes_by(unit, decisions)
+            and (unit.in_prologue or unit.in_epilogue or decisions.outer_state)
+        ]
+        yield ALWAYS, "around the layers: weights", sum(size.weight_bytes for size in staying)
+        yield ALWAYS, "around the layers: gradients", sum(size.gradient_bytes for size in staying)
+        if decisions.outer_state:
+            yield ALWAYS, "around the layers: state", sum(size.state_bytes for size in staying)
+
+    def _of_phases(self, decisions: Decisions, rows: int) -> Iterator[tuple[str, str, int]]:
+        """What comes and goes."""
+        problem = self.problem
+        streamed, tail = self._split(decisions)
+        passing = [size for unit, size in problem.outer if self._passes_by(unit, decisions)]
+        trains = [unit for unit in streamed if unit.num_trained]
+        number = min(decisions.num_gradient_slots, len(trains))
+        gradients = number * max((unit.gradient_bytes for unit in trains), default=0)
+        head_weights = sum(size.weight_bytes for size in passing)
+        head_gradients = sum(size.gradient_bytes for size in passing)
+        shares = decisions.shares_memory
+        yield "backward" if shares else ALWAYS, "gradient slots", gradients
+        if shares:
+            yield "forward", "head: weights, arriving", head_weights
+        yield "epilogue" if shares else ALWAYS, "head: weights", head_weights
+        yield "epilogue" if shares else ALWAYS, "head: gradients", head_gradients
+        if streamed:
+            forward = self._most("forward", range(len(streamed)), rows).working_bytes
+            yield "forward", "one layer at work", forward + self.kept_bytes_of(decisions, rows)
+            backward = self._most("backward", range(len(streamed)), rows).working_bytes
+            yield "backward", "one layer at work", backward
+        piece = min(decisions.piece_tokens or 2**62, rows * problem.length)
+        logits = int(piece * problem.head_width * problem.logit_bytes)
+        working = logits + NUM_HEAD_VALUES * problem.hidden_bytes * rows
+        if tail:
+            indices = range(len(streamed), len(problem.layers))
+            kept = [self._at("kept_forward", index, rows) for index in indices]
+            held = sum(cost.kept_bytes + cost.output_bytes for cost in kept)
+            yield "epilogue", "tail: kept for backward", held
+            last = self._most("kept_backward", indices, rows).working_bytes
+            working = max(working, last - kept[-1].kept_bytes)
+        yield "epilogue", "a piece at work", working
+
+    def _at(self, kind: str, layer: int, rows: float) -> PassCost:
+        """The cost of a pass of a layer."""
+        costs = self.problem.costs[layer]
+        key = (id(costs), kind, rows)
+        if key not in self._costs:
+            line: CostLine = getattr(costs, kind)
+            self._costs[key] = line.at(rows)
+        return self._costs[key]
+
+    def _most(self, kind: str, layers: range, rows: int) -> PassCost:
+        """The pass that takes most memory, of those of some layers."""
+        distinct = {id(self.problem.costs[index]): index for index in layers}
+        found = (self._at(kind, index, rows) for index in distinct.values())
+        return max(found, key=lambda cost: cost.working_bytes)
+
+    def _host_lines(self, decisions: Decisions, rows: int) -> Iterator[tuple[str, int]]:
+        problem = self.problem
+        streamed, _ = self._split(decisions)
+        states = problem.layers[len(problem.layers) - decisions.num_device_states :]
+        moved = sum(unit.state_bytes for unit in states)
+        yield "parameter server", problem.server_bytes - moved
+        number = self.num_microbatches(rows)
+        values = len(streamed) + 1 if streamed else 0
+        yield "stash", values * number * problem.hidden_bytes * rows
+        kept = self.kept_bytes_of(decisions, rows)
+        yield "stash: kept results", len(streamed) * number * kept
+        yield "looked-up rows", 4 * problem.num_rows * problem.looked_up_bytes
+
+    def may_keep(self, decisions: Decisions, rows: int) -> bool:
+        """Whether layers can keep results, and the host has room for them."""
+        if not self.problem.may_keep:
+            return False
+        taken = sum(nbytes for _, nbytes in self._host_lines(decisions, rows))
+        return taken <= self.problem.host_limit_bytes
+
+    def _split(self, decisions: Decisions) -> tuple[tuple[UnitSize, ...], tuple[UnitSize, ...]]:
+        number = len(self.problem.layers) - decisions.num_tail
+        return self.problem.layers[:number], self.problem.layers[number:]
+
+    @staticmethod
+    def _passes_by(unit: OuterUnit, decisions: Decisions) -> bool:
+        return unit.passes and not decisions.outer_state
+
+    def kept_bytes_of(self, decisions: Decisions, rows: int) -> int:
+        """Of one streamed layer and microbatch."""
+        if not decisions.num_kept_cells:
+            return 0
+        number = len(self.problem.layers) - decisions.num_tail
+        if not number:
+            return 0
+        return int(self._most("kept_forward", range(number), rows).kept_bytes * decisions.keep)
+
+    # ----------------------------------------------------------------------------------------------
+    # Seconds
+
+    def num_microbatches(self, rows: int) -> int:
+        """Microbatches of a step."""
+        return -(-self.problem.num_rows // rows)
+
+    def pass_seconds(self, layer: int, kind: str, rows: float) -> float:
+        """Of one pass of a layer."""
+        key = (id(self.problem.costs[layer]), kind, rows)
+        if key not in self._passes:
+            self._passes[key] = seconds(self._at(kind, layer, rows), self.hardware) + PASS_SECONDS
+        return self._passes[key]
+
+    def _accumulate(self, unit: UnitSize) -> float:
+        return unit.num_trained * ACCUMULATE_BYTES / self.hardware.memory_rate
+
+    def backward_seconds(self, layer: int, decisions: Decisions, rows: float) -> float:
+        """Of recomputation and backward of a streamed layer, its gradients added up."""
+        recomputed = self.pass_seconds(layer, "backward", rows)
+        kept = self.pass_seconds(layer, "kept_backward", rows)
+        saved = (recomputed - kept) * decisions.keep**0.8 if decisions.num_kept_cells else 0.0
+        return recomputed - saved + self._accumulate(self.problem.layers[layer])
+
+    def epilogue_seconds(self, decisions: Decisions, rows: float) -> float:
+        """Of the tail and the epilogue for one microbatch."""
+        problem, hardware = self.problem, self.hardware
+        tokens = rows * problem.length
+        piece = min(decisions.piece_tokens or tokens, tokens)
+        matrix = 6.0 * problem.head_parameters * tokens / hardware.matrix_rate / HEAD_EFFICIENCY
+        moved = problem.logit_moved_bytes * problem.head_width * tokens
+        moved += math.ceil(tokens / max(1, piece)) * 8.0 * problem.head_parameters
+        total = matrix + moved / hardware.memory_rate + PASS_SECONDS
+        for layer in range(len(problem.layers) - decisions.num_tail, len(problem.layers)):
+            total += self.pass_seconds(layer, "kept_forward", rows)
+            total += self.pass_seconds(layer, "kept_backward", rows)
+            total += self._accumulate(problem.layers[layer])
+        return total
+
+    def update_seconds(self, num_parameters: float) -> float:
+        """Of the host optimizer."""
+        if self.problem.eight_bit:
+            return num_parameters / (self.hardware.eight_bit_rate * BUSY_HOST)
+        return num_parameters * self.problem.update_bytes / (self.hardware.host_rate * BUSY_HOST)
+
+    def estimate(self, decisions: Decisions, rows: int) -> float:
+        """Seconds of a step, by formula."""
+        problem = self.problem
+        number, mean = self.num_microbatches(rows), problem.num_rows / self.num_microbatches(rows)
+        streamed, tail = self._split(decisions)
+        indices = range(len(streamed))
+        forward = number * sum(self.pass_seconds(i, "forward", mean) for i in indices)
+        backward = number * sum(self.backward_seconds(i, decisions, mean) for i in indices)
+        middle = number * self.epilogue_seconds(decisions, mean)
+        ends = number * 2 * PROLOGUE_SECONDS
+        compute = forward + backward + middle + ends
+        shared = decisions.shared_layers(len(problem.layers))
+        on_host = [unit for index, unit in enumerate(streamed) if index not in shared]
+        on_host += tail[: len(tail) - decisions.num_device_states]
+        outer = [] if decisions.outer_state else [size for _, size in problem.outer]
+        host = self.update_seconds(sum(u.num_trained for u in [*on_host, *outer]))
+        host = 0.0 if problem.policy is UpdatePolicy.ON_DEVICE else host
+        rows_first = self._rows_seconds() if not decisions.outer_state else 0.0
+        fetched = sum(unit.weight_bytes for unit in streamed) * 2
+        fetched += sum(u.weight_bytes for u in tail[: len(tail) - decisions.num_device_states])
+        stash = len(streamed) * number * mean * problem.hidden_bytes
+        stash += len(streamed) * number * self.kept_bytes_of(decisions, rows)
+        lent = sum(self.lent_bytes(streamed[index]) for index in shared)
+        link = (fetched + stash + lent) / self.hardware.both_ways_rate
+        if problem.policy is UpdatePolicy.JUST_IN_TIME:
+            first = self.update_seconds(streamed[0].num_trained) if streamed else host
+            moved = lent / self.hardware.both_ways_rate
+            lead = max(forward + rows_first + first, host + rows_first, moved)
+            step = middle + backward + ends + lead
+        else:
+            layer = backward / max(1, len(streamed))
+            step = max(compute + rows_first, host + rows_first + middle + layer)
+        return max(step, link)
+
+    @staticmethod
+    def lent_bytes(unit: UnitSize) -> int:
+        """What is copied to the device for an update there."""
+        return unit.state_bytes + unit.staging_bytes + unit.weight_bytes
+
+    def _rows_seconds(self) -> float:
+        """What the host does before the first microbatch can begin: rows of tables."""
+        problem = self.problem
+        total = 0.0
+        for unit, size in problem.outer:
+            if unit.looked_up:
+                share = min(1.0, problem.num_rows * problem.looked_up_bytes / size.weight_bytes)
+                total += self.update_seconds(size.num_trained * share * 0.8)
+        return total + 2 * problem.num_rows * problem.looked_up_bytes / HOST_COPY_RATE
+
+    def with_late(self, decisions: Decisions, rows: int) -> Decisions:
+        """The same, with as many updates left to the next step as the host cannot do in its own."""
+        problem = self.problem
+        if problem.policy is not UpdatePolicy.EAGER:
+            return decisions
+        streamed, _ = self._split(decisions)
+        if not streamed:
+            return decisions
+        number = self.num_microbatches(rows)
+        mean = problem.num_rows / number
+        host = self.update_seconds(streamed[0].num_trained)
+        device = number * self.backward_seconds(0, decisions, mean)
+        done = len(streamed) if host <= device else int(len(streamed) * device / host)
+        late = len(streamed) - done
+        before = sum(unit.in_prologue and unit.trained for unit, _ in problem.outer)
+        return replace(decisions, num_late=late + before if late else 0)
+
+    def simulate(self, decisions: Decisions, rows: int) -> Simulation:
+        """A step, line by line, in the middle of a run."""
+        problem, hardware = self.problem, self.hardware
+        number = self.num_microbatches(rows)
+        lines = number * len(problem.layers) * 6
+        fewer = max(2, MOST_LINES // (len(problem.layers) * 6)) if lines > MOST_LINES else number
+        shape = make_shape(problem, decisions, num_microbatches=fewer)
+        shape = replace(shape, pending=shape.late_units, held=frozenset(shape.on_device))
+        scale = number / fewer
+        costs = _Costs(self, decisions, rows, scale=scale)
+        return simulate(
+            make_schedule(shape),
+            costs,
+            fetch_rate=hardware.fetch_rate,
+            drain_rate=hardware.drain_rate,
+            both_ways_rate=hardware.both_ways_rate,
+        )
+
+
+def make_shape(problem: Problem, decisions: Decisions, *, num_microbatches: int) -> Shape:
+    """The shape of a training step."""
+    num_layers = len(problem.layers)
+    just_in_time = problem.policy is UpdatePolicy.JUST_IN_TIME
+    return Shape(
+        layers=tuple(range(num_layers)),
+        num_microbatches=num_microbatches,
+        num_slots=max(1, min(decisions.num_slots, num_layers - decisions.num_tail)),
+        num_cells=decisions.num_cells,
+        num_kept_cells=decisions.num_kept_cells,
+        num_gradient_slots=decisions.num_gradient_slots,
+        frozen_layers=frozenset(i for i, u in enumerate(problem.layers) if not u.num_trained),
+        outer=tuple(
+            decisions.outer_unit(unit) if size.num_trained else unit for unit, size in problem.outer
+        ),
+        num_tail=decisions.num_tail,
+        device_state=frozenset(
+            i
+            for i in range(num_layers - decisions.num_device_states, num_layers)
+            if problem.layers[i].num_trained
+        ),
+        num_late=num_layers + len(problem.outer) if just_in_time else decisions.num_late,
+        num_staging=NUM_STAGING,
+        device_updates=problem.policy is UpdatePolicy.ON_DEVICE,
+        shared=decisions.shared_layers(num_layers),
+        shares_memory=decisions.shares_memory,
+    )
+
+
+class _Costs:
+    """What a line costs."""
+
+    def __init__(self, model: CostModel, decisions: Decisions, rows: int, *, scale: float) -> None:
+        self._model = model
+        self._decisions = decisions
+        self._scale = scale  # microbatches that one line stands for
+        problem = model.problem
+        self._mean = problem.num_rows / model.num_microbatches(rows)
+        self._rows = rows
+        self._sizes = {f"L{i}": unit for i, unit in enumerate(problem.layers)}
+        self._sizes |= {unit.name: size for unit, size in problem.outer}
+
+    def __call__(self, action: Action) -> Cost:
+        if action.lane in (Lane.STASH, Lane.UNSTASH):
+            nbytes = int(self._scale * self._value_bytes(action.operands[0]))
+            return Cost(link="out" if action.lane is Lane.STASH else "in", nbytes=nbytes)
+        size = self._sizes.get(action.operands[0]) if action.operands else None
+        if size is not None and action.verb in COPIED:
+            way, parts = COPIED[action.verb]
+            nbytes = sum(getattr(size, f"{part}_bytes") for part in parts)
+            pieces = NUM_PIECES if action.verb in ("borrow", "repay") else 1
+            return Cost(link=way, nbytes=nbytes // pieces)
+        if action.lane is Lane.UPDATE:
+            return Cost(self._host_seconds(action.verb, size))
+        return Cost(self._device_seconds(action, size))
+
+    def _device_seconds(self, action: Action, size: UnitSize | None) -> float:
+        model, verb = self._model, action.verb
+        if verb in ("epilogue", "score"):
+            return self._scale * model.epilogue_seconds(self._decisions, self._mean)
+        if verb in ("prologue", "regress"):
+            return self._scale * PROLOGUE_SECONDS
+        if verb == "forward":
+            layer = int(action.operands[0][1:])
+            return self._scale * model.pass_seconds(layer, "forward", self._mean)
+        if verb == "backward":
+            layer = int(action.operands[0][1:])
+            return self._scale * model.backward_seconds(layer, self._decisions, self._mean)
+        if size is not None and verb in ("renew", "revise", "rework"):
+            moved = size.num_trained * DEVICE_UPDATE_BYTES / model.hardware.memory_rate
+            return moved / NUM_PIECES if verb == "rework" else moved
+        return 0.0
+
+    def _host_seconds(self, verb: str, size: UnitSize | None) -> float:
+        model, problem = self._model, self._model.problem
+        if verb == "lookup":
+            return self._scale * self._mean * problem.looked_up_bytes / HOST_COPY_RATE
+        if size is None:
+            return 0.0
+        share = min(1.0, problem.num_rows * problem.looked_up_bytes / max(1, size.weight_bytes))
+        if verb == "refresh":
+            return model.update_seconds(size.num_trained * share * 0.8)
+        if verb == "collect":
+            return 2 * problem.num_rows * problem.looked_up_bytes / HOST_COPY_RATE
+        if verb in ("update", "settle"):
+            return model.update_seconds(size.num_trained)
+        return 0.0
+
+    def _value_bytes(self, value: str) -> float:
+        problem = self._model.problem
+        if value.startswith("k"):
+            return self._model.kept_bytes_of(self._decisions, self._rows)
+        if value.startswith("r"):
+            return problem.recorded_bytes * self._mean
+        if value in ("e", "x"):
+            return problem.looked_up_bytes * self._mean
+        return problem.hidden_bytes * self._mean
