@@ -202,8 +202,7 @@ class Engine:
         self._held: frozenset[str] = frozenset()
         self._schedules: dict[Shape, Schedule] = {}
         self._step_ends: deque[Event] = deque()
-        self._step_number = 0
-        self._state = "open"
+        self._step_number, self._state = 0, "open"
         self._move_in(forms)
 
     def step(self, batch: Batches) -> StepReport:

@@ -49,22 +49,14 @@ class Rows:
     gradients: Tensor  # the same form
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowSet:
     """The lookups of one step."""
 
     microbatches: list[Rows]
-
-    def ids(self, lookups: Sequence[TableLookup], unit: str) -> Tensor:
-        """Distinct rows of a table that the step looks up, in order."""
-        found = [
-            ids
-            for one in self.microbatches
-            for lookup, ids in zip(lookups, one.ids, strict=True)
-            if lookup.unit == unit
-        ]
-        distinct: Tensor = torch.unique(torch.cat(found))
-        return distinct
+    ids: list[Tensor]  # of all microbatches, for each lookup
+    groups: list[host_kernel.RowGroups]  # the same, grouped
+    distinct: Mapping[str, Tensor]  # rows of each unit that are looked up, ascending
 
 
 @final
@@ -91,7 +83,20 @@ class HostRows:
         pieces = torch.split(self._memory[self._turn][:total], needed * 2)
         for index, one in enumerate(found):
             one.rows, one.gradients = pieces[index], pieces[index + len(found)]
-        return RowSet(found)
+        # Sorted here, on the thread that has time, and not when the device waits for it.
+        ids = [torch.cat([one.ids[index] for one in found]) for index in range(len(self.lookups))]
+        of_unit: dict[str, list[Tensor]] = {}
+        for lookup, own in zip(self.lookups, ids, strict=True):
+            of_unit.setdefault(lookup.unit, []).append(own)
+        return RowSet(
+            microbatches=found,
+            ids=ids,
+            groups=[
+                host_kernel.RowGroups.of(own, without=lookup.padding_idx)
+                for lookup, own in zip(self.lookups, ids, strict=True)
+            ],
+            distinct={unit: torch.unique(torch.cat(own)) for unit, own in of_unit.items()},
+        )
 
     def _rows(self, microbatch: Mapping[str, Any]) -> Rows:
         ids, described = [], []
@@ -143,28 +148,36 @@ class HostRows:
                 continue
             target = layout.view(staging, lookup.owner)
             width = target.shape[1]
-            found = [
-                (one.ids[index], one.form.views(one.gradients)[index].view(-1, width))
-                for one in rows.microbatches
+            views = [
+                one.form.views(one.gradients)[index].view(-1, width) for one in rows.microbatches
             ]
             if target.dtype is not torch.float32:  # round once, not for every microbatch
-                ids, gradients = zip(*found, strict=True)
-                found = [(torch.cat(ids), _joined(list(gradients)))]
-            for own, gradient in found:
-                grown += self._add(target, own, gradient, without=lookup.padding_idx)
+                groups = rows.groups[index]
+                grown += self._add(target, rows.ids[index], _joined(views), lookup, groups)
+                continue
+            for one, view in zip(rows.microbatches, views, strict=True):
+                grown += self._add(target, one.ids[index], view, lookup, None)
         return grown
 
-    def _add(self, target: Tensor, ids: Tensor, gradients: Tensor, *, without: int | None) -> float:
+    def _add(
+        self,
+        target: Tensor,
+        ids: Tensor,
+        gradients: Tensor,
+        lookup: TableLookup,
+        groups: host_kernel.RowGroups | None,
+    ) -> float:
+        without = lookup.padding_idx
         if self._kernel is None:
             return host_kernel.add_rows(target, ids, gradients, without=without)
         return self._kernel.add_rows(
-            target, ids, gradients, without=without, num_threads=num_threads()
+            target, ids, gradients, without=without, groups=groups, num_threads=num_threads()
         )
 
     def clear(self, unit: str, rows: RowSet, staging: Tensor) -> None:
         """Make the collected rows zero again, in the staging of a table that no head fills."""
         layout = self._server.units[unit].form.staging_layout
-        ids = rows.ids(self.lookups, unit)
+        ids = rows.distinct[unit]
         for owner in {one.owner for one in self.lookups if one.unit == unit}:
             layout.view(staging, owner).index_fill_(0, ids, 0)
 

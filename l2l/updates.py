@@ -150,8 +150,7 @@ class Updates:
         self._device.wait(Lane.UPDATE, waiting.drained)
         rows = step.rows
         assert rows is not None
-        lookups = self._rows.lookups
-        return lambda: self._server.refresh(waiting, rows.ids(lookups, unit))
+        return partial(self._server.refresh, waiting, rows.distinct[unit])
 
     def _clear(self, rows: RowSet, waiting: WaitingUpdate) -> None:
         assert waiting.gradient is not None

@@ -1,13 +1,16 @@
 """Every wait of a schedule matters, shown by running it without.
 
 The checking device can run any lane ahead of all others as far as its waits allow ([Note: hostile
-order] in device.py). Under every such order a whole schedule gives the bits of plain PyTorch. With
-one wait deleted, the order that favours the waiting lane gives something else, or breaks: for each
-wait of each schedule here, in real steps.
+order] in device/checking.py). Under every such order a whole schedule gives the bits of plain
+PyTorch, or, where arithmetic differs, always the same bits. With one wait deleted, the order that
+favours the waiting lane gives something else, or breaks: for each wait of each schedule here, in
+real steps, and as text.
 
-The model is tiny, and made so that everything that moves is needed and different: layers get a
+The models are tiny, and made so that everything that moves is needed and different: layers get a
 tensor besides the hidden state (the recorded cells), each microbatch has its own rows, and two
-steps with momentum are taken, so that an update that is late or skipped shows.
+steps with momentum are taken, so that an update that is late or skipped shows. Where norms are
+drained alone, gradients are clipped by them; what the host has of units that stay on the device
+counts as a result, too.
 """
 
 import dataclasses

@@ -291,6 +291,26 @@ def gather(table: Tensor, ids: Tensor, out: Tensor) -> None:
     torch.index_select(table, 0, ids, out=out)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowGroups:
+    """Which of many rows are to be added to which: the rows of each distinct id, in their order."""
+
+    rows: Tensor  # distinct ids, ascending
+    starts: Tensor  # of each id's positions, and the end of the last
+    positions: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, *, without: int | None) -> RowGroups:
+        """Group ids, leaving one out."""
+        ordered, positions = ids.sort(stable=True)
+        if without is not None:
+            counted = ordered != without
+            ordered, positions = ordered[counted], positions[counted]
+        rows, counts = torch.unique_consecutive(ordered, return_counts=True)
+        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        return cls(rows=rows, starts=starts, positions=positions)
+
+
 def add_rows(target: Tensor, ids: Tensor, source: Tensor, *, without: int | None = None) -> float:
     """`HostKernel.add_rows` in PyTorch: the same target, and the same result but for rounding."""
     _check_add_rows(target, ids, source)
@@ -652,6 +672,7 @@ class HostKernel:
         source: Tensor,  # float32, bfloat16 or float16 [n, width]
         *,
         without: int | None = None,  # a row that nothing is added to
+        groups: RowGroups | None = None,  # of these ids, if they are known
         num_threads: int,
     ) -> float:
         """Add each row of `source` to the row of `target` that `ids` says.
@@ -668,13 +689,10 @@ class HostKernel:
             ValueError: the target has no such row; nothing was written then.
         """
         _check_add_rows(target, ids, source)
-        ordered, positions = ids.sort(stable=True)
-        if without is not None:
-            ordered, positions = ordered[ordered != without], positions[ordered != without]
-        rows, counts = torch.unique_consecutive(ordered, return_counts=True)
-        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        groups = groups or RowGroups.of(ids, without=without)
+        rows = groups.rows
         forms = (_TARGET_FORMS[target.dtype], _GRADIENT_FORMS[source.dtype])
-        tensors = (target, source, rows, starts, positions)
+        tensors = (target, source, rows, groups.starts, groups.positions)
         pointers = (tensor.data_ptr() for tensor in tensors)
         sizes = (len(rows), target.shape[1])
         return float(self._call("add_rows", *forms, *pointers, *sizes, num_threads=num_threads))
