@@ -1,12 +1,14 @@
 """A plan for a model that is not there: nothing is allocated, nothing runs.
 
-The model may be on the meta device; of a real one only the shapes are looked at. What an engine
-finds out by running a few rows is assumed here: that the epilogue does without the prologue, and
-that a loss over tokens can be taken in pieces. `Engine.plan` has the facts.
+The model may be on the meta device; of a real one only the shapes are looked at. The code around
+the layers runs with weights that take no memory (hollow.py). What an engine finds out by running a
+few rows is assumed here: that the epilogue does without the prologue, and that a loss over tokens
+can be taken in pieces and its logits put off. `Engine.plan` has the facts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,9 +17,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l2l.batch import Microbatch
+from l2l.byte_size import format_bytes
 from l2l.carving import CarvedModel, Recording
 from l2l.device import num_devices, open_device
 from l2l.hardware import H200, Hardware, known_hardware
+from l2l.hollow import Hollowing, hollow
 from l2l.host_memory import HostBudget
 from l2l.interception import Readers
 from l2l.loss import trial_batch
@@ -27,7 +31,9 @@ from l2l.parameter_server import (
     ServerOptimizer,
     UnitForm,
     UpdatePolicy,
+    alternatives,
     groups_of,
+    host_bytes,
     load_kernel,
 )
 from l2l.planner import DoesNotFitError, Plan
@@ -37,15 +43,16 @@ from l2l.rehearsal import Usage, outer_units, usage_of
 from l2l.units import forms_of
 
 LARGE_UNIT_BYTES = 16 << 20
+UNLIMITED = 2**62
 
 
 def plan(
     model: nn.Module,
-    batch: Mapping[str, Tensor] | None = None,
+    batch: Mapping[str, Any] | None = None,
     *,
     num_rows: int = 8,
     length: int = 1024,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | torch.optim.Optimizer | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     microbatch_size: int | None = None,
@@ -54,17 +61,20 @@ def plan(
     layers: str | None = None,
     compile: bool = True,  # noqa: A002 (torch's name for torch's thing)
     hardware: Hardware | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The plan that an engine would make, without allocating anything.
 
     Args:
         model: any model an engine takes, also on the meta device.
-        batch: one step's tensors, on any device; None: `num_rows` rows of `length` tokens.
+        batch: one step's tensors, on any device, also the meta device; None: `num_rows` rows of
+            `length` tokens.
         num_rows: of the batch.
         length: of a row, in tokens.
         optimizer: as for the engine.
         device_memory: as for the engine; None: 90% of the device's.
-        host_memory: as for the engine.
+        host_memory: for the parameter server and the stash. None: as for the engine if the plan is
+            for this machine, else not limited.
         microbatch_size: as for the engine.
         precision: as for the engine.
         clip_norm: as for the engine.
@@ -72,6 +82,7 @@ def plan(
         compile: whether layers are compiled.
         hardware: rates to plan with. None: those of this machine's accelerator, measured; without
             one, those of an H200.
+        overrides: as for the engine.
 
     Raises:
         ValueError: nothing fits, or the model cannot be cut.
@@ -84,18 +95,23 @@ def plan(
     )
     names = {parameter: name for name, parameter in model.named_parameters()}
     settings = ServerOptimizer(groups, description.defaults, names=names).settings()
-    forms = {
-        form.name: form
-        for form in forms_of(carved, optimizer=description, settings=settings, precision=policy_of)
-    }
-    if hardware is None:
-        kernel = load_kernel()
-        hardware = known_hardware(open_device(None), kernel) if num_devices() else H200
-    budget = parse_budget(device_memory) or int(FREE_SHARE * hardware.device_bytes)
+
+    def forms_with(optimizer: Optimizer) -> list[UnitForm]:
+        own = settings
+        if optimizer.defaults.keys() != description.defaults.keys():
+            own = dict.fromkeys(settings, optimizer.defaults)
+        return forms_of(carved, optimizer=optimizer, settings=own, precision=policy_of)
+
+    host = _host_budget(host_memory, model, is_elsewhere=hardware is not None)
+    found = forms_with(description)
+    needed = host_bytes(found, policy)
+    if needed > host.limit_bytes:
+        host.check(needed, alternatives=alternatives(forms_with, policy, policy_of.link))
+    forms = {form.name: form for form in found}
+    hardware = hardware or measured_hardware() or H200
     if batch is None:
         ids = torch.empty((num_rows, length), dtype=torch.int64, device="meta")
         batch = {"input_ids": ids, "labels": ids}
-    preview = _Preview(carved, forms, dict(batch))
     planning = Planning(
         carved=carved,
         forms=forms,
@@ -103,29 +119,14 @@ def plan(
         optimizer=description,
         policy=policy,
         kernel=None,
-        budget=budget,
-        host_limit=HostBudget.of(host_memory, model_bytes=0).limit_bytes,
+        budget=parse_budget(device_memory) or int(FREE_SHARE * hardware.device_bytes),
+        host_limit=host.limit_bytes,
         compiled=compile,
-        overrides={},
+        overrides=overrides or {},
         hardware=hardware,
     )
-    usage = preview.usage()
-
-    def looked_up(name: str) -> bool:
-        large = forms[name].weight_layout.nbytes >= LARGE_UNIT_BYTES
-        return large and policy is not UpdatePolicy.ON_DEVICE
-
-    tokens = _over_tokens(batch)
-    planning.make(
-        batch,
-        rows=microbatch_size,
-        outer=outer_units(forms, usage, looked_up),
-        usage=usage,
-        facts=OuterFacts(alone=True, within_rows=tokens, puts_off=tokens),
-        record=preview.record,
-        buffer_bytes=sum(b.nbytes for b in carved.outer_tensors.buffers.values()),
-    )
-    return planning.plan(
+    _make(planning, _Preview(carved, forms, batch), batch, policy=policy, rows=microbatch_size)
+    result = planning.plan(
         arena={},
         reserved={},
         choices=(
@@ -137,11 +138,63 @@ def plan(
         ),
         peak_bytes=0,
     )
+    _check_host(result, host)
+    return result
 
 
-def _over_tokens(batch: Mapping[str, Tensor]) -> bool:
+def measured_hardware() -> Hardware | None:
+    """What this machine's accelerator can do, measured once; None if there is none."""
+    return known_hardware(open_device(None), load_kernel()) if num_devices() else None
+
+
+def _host_budget(
+    host_memory: int | str | None, model: nn.Module, *, is_elsewhere: bool
+) -> HostBudget:
+    if host_memory is None and (is_elsewhere or not num_devices()):
+        return HostBudget(limit_bytes=UNLIMITED, rule="not limited")
+    own = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    return HostBudget.of(host_memory, model_bytes=own)
+
+
+def _check_host(plan: Plan, host: HostBudget) -> None:
+    """Refuse a plan whose stash has no room beside the parameter server."""
+    needed = plan.total_bytes("host")
+    if needed > host.limit_bytes:
+        lines = [line for line in plan.ledger if line.place == "host"]
+        parts = ", ".join(f"{line.purpose} {format_bytes(line.nbytes)}" for line in lines)
+        raise DoesNotFitError(
+            f"the step needs {format_bytes(needed)} of host memory ({parts}), found "
+            f"{format_bytes(host.limit_bytes)} ({host.rule}). Give host_memory="
+            f"'{math.ceil(needed / 2**20)}MiB' or more, or a batch of fewer rows."
+        )
+
+
+def _make(
+    planning: Planning,
+    preview: _Preview,
+    batch: Mapping[str, Any],
+    *,
+    policy: UpdatePolicy,
+    rows: int | None,
+) -> None:
+    """Let the choices be made, from what a preview can know."""
+    usage = preview.usage()
+
+    def looked_up(name: str) -> bool:
+        large = preview.forms[name].weight_layout.nbytes >= LARGE_UNIT_BYTES
+        return large and policy is not UpdatePolicy.ON_DEVICE
+
     labels = batch.get("labels")
-    return labels is not None and labels.dim() == 2
+    tokens = isinstance(labels, Tensor) and labels.dim() == 2
+    planning.make(
+        batch,
+        rows=rows,
+        outer=outer_units(preview.forms, usage, looked_up),
+        usage=usage,
+        facts=OuterFacts(alone=True, within_rows=tokens, puts_off=tokens),
+        record=preview.record,
+        buffer_bytes=preview.buffer_bytes,
+    )
 
 
 class _Preview:
@@ -150,8 +203,8 @@ class _Preview:
     def __init__(
         self, carved: CarvedModel, forms: Mapping[str, UnitForm], batch: Mapping[str, Any]
     ) -> None:
+        self.forms = forms
         self._carved = carved
-        self._forms = forms
         self._batch = batch
         self._weights = {
             name: tensor
@@ -162,29 +215,25 @@ class _Preview:
         carved.set_training(True)
         carved.skeleton.bind(self._weights)
         buffers = carved.outer_tensors.buffers
-        carved.skeleton.bind(
-            {
-                name: torch.ones(buffer.shape, dtype=buffer.dtype) if buffer.is_meta else buffer
-                for name, buffer in buffers.items()
-            }
-        )
+        self.buffer_bytes = sum(buffer.nbytes for buffer in buffers.values())
+        carved.skeleton.bind({name: _with_values(buffer) for name, buffer in buffers.items()})
 
     def _run_layer(self, index: int, args: Any, kwargs: Any) -> Any:
         part = self._carved.layers[index]
-        part.bind(_hollow(self._forms[f"L{index}"], "meta"))
+        part.bind(_hollow(self.forms[f"L{index}"], "meta"))
         args, kwargs = pytree.tree_map_only(Tensor, lambda one: one.to("meta"), (args, kwargs))
         return part.module(*args, **kwargs)
 
     def record(self, microbatch: Mapping[str, Any]) -> Recording:
         """What a prologue run yields for rows of this shape."""
-        with torch.no_grad():
-            return self._carved.prologue(_zeros(microbatch), learn=self._run_layer)
+        with torch.no_grad(), Hollowing():
+            return self._carved.prologue(_with_all_values(microbatch), learn=self._run_layer)
 
     def usage(self) -> dict[str, Usage]:
         """Which units are read before the layers, and which after."""
-        trial = _zeros(trial_batch(self._batch, cut=True))
+        trial = _with_all_values(trial_batch(self._batch, cut=True))
         before, after = Readers(self._weights), Readers(self._weights)
-        with torch.no_grad():
+        with torch.no_grad(), Hollowing():
             self._carved.prologue(trial, learn=self._run_layer)
             with before:
                 hidden = self._carved.prologue(trial).hidden
@@ -196,47 +245,82 @@ class _Preview:
 
             with after:
                 self._carved.epilogue(trial, hidden, on_delivery=start)
-        return usage_of(self._forms, trial, before, after)
+        return usage_of(self.forms, trial, before, after)
 
 
-def _zeros(batch: Mapping[str, Any]) -> Microbatch:
-    """A batch of this shape, of zeros."""
+def _with_all_values(batch: Mapping[str, Any]) -> Microbatch:
     return {
-        name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
+        name: _with_values(value) if isinstance(value, Tensor) else value
         for name, value in batch.items()
     }
+
+
+def _with_values(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU; zeros for one that has no values."""
+    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
 
 
 def _hollow(form: UnitForm, device: str) -> dict[str, Tensor]:
     """A unit's tensors without memory."""
     return {
-        field.name: torch.zeros((), dtype=segment.dtype, device=device).expand(field.shape)
+        field.name: hollow(field.shape, segment.dtype, device)
         for segment in form.weight_layout.segments
         for field in segment.fields
     }
 
 
+STREAMED = {
+    "num_tail": 0,
+    "num_device_states": 0,
+    "num_shared": 0,
+    "keep": 0.0,
+    "num_kept_cells": 0,
+    "outer_state": False,
+}
+"""What takes least memory: on the host a straight line in the number of layers, constant on the
+device."""
+
+
 def largest_model(
-    make: Callable[[int], nn.Module], *, most_layers: int = 4096, **settings: Any
+    make: Callable[[int], nn.Module],
+    *,
+    host_memory: int | str | None = None,
+    most_layers: int = 4096,
+    period: int = 1,
+    **settings: Any,
 ) -> tuple[int, Plan] | None:
-    """The most layers of a shape that can be trained, and their plan.
+    """The most layers of a shape that can be trained, all of them streamed, and their plan.
+
+    Host memory is a straight line in the number of layers: two plans give the line, a third
+    confirms what it says. Nothing is allocated, whatever the number.
 
     Args:
         make: the model with so many layers, on the meta device.
+        host_memory: as for the engine.
         most_layers: where to stop looking.
+        period: after how many layers their sizes repeat.
         settings: as for `plan`.
+
+    Returns:
+        None if not even `period` layers fit.
     """
-    found: tuple[int, Plan] | None = None
-    low, high = 1, most_layers
-    while low <= high:
-        number = (low + high) // 2
-        try:
-            one = plan(make(number), **settings)
-        except DoesNotFitError:
-            one = None
-        limit = HostBudget.of(settings.get("host_memory"), model_bytes=0).limit_bytes
-        if one is not None and one.total_bytes("host") <= limit:
-            found, low = (number, one), number + 1
-        else:
-            high = number - 1
-    return found
+    limit = HostBudget.of(host_memory, model_bytes=0).limit_bytes
+    settings["overrides"] = {**STREAMED, **(settings.get("overrides") or {})}
+    settings.setdefault("hardware", measured_hardware() or H200)
+    try:
+        points = [
+            (number, plan(make(number), **settings).total_bytes("host"))
+            for number in (2 * period, 4 * period)
+        ]
+    except DoesNotFitError:  # the device, and more layers take no less of it
+        return None
+    (first, low), (second, high) = points
+    slope = (high - low) / (second - first)
+    number = min(most_layers, int(first + (limit - low) / slope))
+    while number >= 1:
+        found = plan(make(number), **settings)
+        if found.total_bytes("host") <= limit:
+            return number, found
+        excess = found.total_bytes("host") - limit
+        number -= max(1, int(excess / slope))
+    return None

@@ -357,7 +357,7 @@ LATER = {  # the waits are those of the second step, which settles what the firs
     "shared updates": Case(
         build=build_untied,
         batch=make_tokens,
-        settings={"overrides": {"num_shared": 2}, "clip_norm": 0.05},
+        settings={"overrides": {"num_shared": 1}, "clip_norm": 0.05},
         kinds=("rework waits borrow", "drain waits rework", "lend waits repay"),
     ),
     "shared memory": Case(

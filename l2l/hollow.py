@@ -1,0 +1,95 @@
+"""Running a model's code without its memory: large tensors are hollow, small ones are real.
+
+A hollow tensor is a single zero, expanded to its shape: it is on the CPU, answers every question
+about itself and takes no memory. Inside `Hollowing` an operator that reads one, or would write a
+large result, is not run: its result has the shape that the meta device finds, of zeros, hollow
+again if it is large. All other operators are run, so code that looks at small values (masks,
+positions, counts of labels) does what it always does, which it could not on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+LARGE_BYTES = 8 << 20
+
+
+def hollow(shape: Sequence[int], dtype: torch.dtype, device: str | torch.device = "cpu") -> Tensor:
+    """Zeros of any shape, in the memory of one."""
+    return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
+
+
+def is_hollow(tensor: Tensor) -> bool:
+    """Whether a tensor is large and has no memory for it."""
+    return tensor.nbytes > max(LARGE_BYTES, tensor.untyped_storage().nbytes())
+
+
+@final
+class Hollowing(TorchDispatchMode):
+    """Does not run what is large."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(tensor.is_meta for tensor in tensors) or _is_view(func):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            if any(map(is_hollow, tensors)):
+                return _written(func, args, kwargs)
+            return func(*args, **kwargs)
+        try:
+            shapes = _on_meta(func, args, kwargs)
+        except (NotImplementedError, RuntimeError):  # its result depends on values
+            return func(*args, **kwargs)
+        results = [leaf for leaf in pytree.tree_leaves(shapes) if isinstance(leaf, Tensor)]
+        if not any(map(is_hollow, tensors)) and not any(map(_is_large, results)):
+            return func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, _zeros, shapes)
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.nbytes > LARGE_BYTES
+
+
+def _is_view(func: Any) -> bool:
+    aliases = [argument.alias_info for argument in func._schema.arguments]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operator returns that writes into its arguments: these, as they are."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    written = [
+        given[argument.name]
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    number = len(func._schema.returns)
+    return written[0] if number == 1 else tuple(written[:number]) or None
+
+
+def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    args, kwargs = pytree.tree_map_only(Tensor, lambda one: one.to("meta"), (args, kwargs))
+    if any(argument.name == "device" for argument in func._schema.arguments):
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    return func(*args, **kwargs)
+
+
+def _zeros(found: Tensor) -> Tensor:
+    if _is_large(found):
+        return hollow(found.shape, found.dtype)
+    return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype).zero_()
