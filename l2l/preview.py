@@ -27,6 +27,7 @@ from l2l.interception import Readers
 from l2l.loss import trial_batch
 from l2l.outer_pass import OuterFacts
 from l2l.parameter_server import (
+    NUM_STAGING,
     Optimizer,
     ServerOptimizer,
     UnitForm,
@@ -106,7 +107,10 @@ def plan(
     found = forms_with(description)
     needed = host_bytes(found, policy)
     if needed > host.limit_bytes:
-        host.check(needed, alternatives=alternatives(forms_with, policy, policy_of.link))
+        try:
+            host.check(needed, alternatives=alternatives(forms_with, policy, policy_of.link))
+        except ValueError as error:
+            raise DoesNotFitError(str(error)) from None
     forms = {form.name: form for form in found}
     hardware = hardware or measured_hardware() or H200
     if batch is None:
@@ -285,7 +289,7 @@ def largest_model(
     make: Callable[[int], nn.Module],
     *,
     host_memory: int | str | None = None,
-    most_layers: int = 4096,
+    most_layers: int = 1024,
     period: int = 1,
     **settings: Any,
 ) -> tuple[int, Plan] | None:
@@ -302,25 +306,30 @@ def largest_model(
         settings: as for `plan`.
 
     Returns:
-        None if not even `period` layers fit.
+        None if nothing fits.
     """
     limit = HostBudget.of(host_memory, model_bytes=0).limit_bytes
     settings["overrides"] = {**STREAMED, **(settings.get("overrides") or {})}
-    settings.setdefault("hardware", measured_hardware() or H200)
+    settings["hardware"] = settings.get("hardware") or measured_hardware() or H200
+    depths = [factor * NUM_STAGING * period for factor in (2, 4)]  # fewer have less staging
     try:
-        points = [
-            (number, plan(make(number), **settings).total_bytes("host"))
-            for number in (2 * period, 4 * period)
-        ]
-    except DoesNotFitError:  # the device, and more layers take no less of it
+        low, high = (plan(make(depth), **settings).total_bytes("host") for depth in depths)
+    except DoesNotFitError:  # the device, of which fewer layers take as much
         return None
-    (first, low), (second, high) = points
-    slope = (high - low) / (second - first)
-    number = min(most_layers, int(first + (limit - low) / slope))
+    slope = (high - low) / (depths[1] - depths[0])
+    number = depths[0] + math.floor((limit - low) / slope)
+    fitting: tuple[int, Plan] | None = None
+    too_many = most_layers + 1
     while number >= 1:
+        number = min(number, too_many - 1)
         found = plan(make(number), **settings)
-        if found.total_bytes("host") <= limit:
-            return number, found
-        excess = found.total_bytes("host") - limit
-        number -= max(1, int(excess / slope))
-    return None
+        spare = limit - found.total_bytes("host")
+        if spare >= 0:
+            fitting = (number, found)
+        else:
+            too_many = number
+        step = math.floor(spare / slope)
+        if fitting and (step < 1 or fitting[0] == too_many - 1):
+            break
+        number += step
+    return fitting

@@ -2,7 +2,7 @@
 
 Each span has the text of its line in the schedule. A trace can be written in the Chrome format
 (open it in Perfetto or chrome://tracing) and summed up: how much of the time each lane was busy,
-and how much of the host's updates lay under device compute.
+how much of the host's updates lay under device compute, and what bound the step.
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import final
+
+
+SOURCES = {"host": ("update",), "link": ("fetch", "drain", "stash", "unstash", "lend")}
+MOSTLY_BUSY = 0.1  # of the time: with less idle than this the device itself is the bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +49,38 @@ class Trace:
 
     def overlap_seconds(self, lane: str, other: str) -> float:
         """Time in which both lanes had something to do."""
-        mine, theirs = _merged(self._of(lane)), _merged(self._of(other))
-        total = 0.0
-        for start, end in mine:
-            total += sum(max(0.0, min(end, b) - max(start, a)) for a, b in theirs)
-        return total
+        return _overlap(_merged(self._of(lane)), _merged(self._of(other)))
+
+    def idle_seconds(self) -> dict[str, float]:
+        """Time in which the device computed nothing, by who was at work meanwhile."""
+        busy = _merged(self._of("compute"))
+        idle = [(end, start) for (_, end), (start, _) in pairwise(busy)]
+        found = {"in all": sum(end - start for start, end in idle)}
+        for name, lanes in SOURCES.items():
+            spans = _merged(one for lane in lanes for one in self._of(lane))
+            found[name] = _overlap(idle, spans)
+        return found
+
+    def bound(self) -> str:
+        """What the time was bound by: "compute", "link" or "host"."""
+        idle = self.idle_seconds()
+        if idle["in all"] <= MOSTLY_BUSY * self.seconds:
+            return "compute"
+        return "host" if idle["host"] >= idle["link"] else "link"
 
     def summary(self) -> str:
-        """One line per lane: busy seconds and share of the trace."""
+        """One line per lane, busy seconds and share of the trace; then what bound it."""
         lanes = sorted({span.lane for span in self.spans})
         rows = [f"{'lane':<10}{'busy':>10}{'share':>8}   over {self.seconds:.3f} s"]
         for lane in lanes:
             busy = self.busy_seconds(lane)
             rows.append(f"{lane:<10}{busy:>8.3f} s{busy / max(self.seconds, 1e-9):>8.1%}")
+        idle = self.idle_seconds()
+        rows.append(
+            f"{self.bound()} bound: the device computed nothing for {idle['in all']:.3f} s; the "
+            f"host was updating in {idle['host']:.3f} s of that, the link copying in "
+            f"{idle['link']:.3f} s"
+        )
         return "\n".join(rows)
 
     def write(self, path: Path) -> None:
@@ -81,6 +105,15 @@ class Trace:
 
     def _of(self, lane: str) -> Iterable[tuple[float, float]]:
         return ((span.start, span.end) for span in self.spans if span.lane == lane)
+
+
+def _overlap(mine: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> float:
+    """Time that lies in ranges of both."""
+    return sum(
+        max(0.0, min(end, other_end) - max(start, other_start))
+        for start, end in mine
+        for other_start, other_end in theirs
+    )
 
 
 def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

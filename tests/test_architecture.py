@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "batch": "",
     "byte_size": "",
     "layer_list": "",
+    "hollow": "",
     "carving": "layer_list",
     "loss": "batch",
     "device": "schedule trace",
@@ -62,8 +63,8 @@ MAY_IMPORT = {
         "units updates"
     ),
     "preview": (
-        "batch carving device hardware host_memory interception loss outer_pass parameter_server "
-        "planner planning precision rehearsal units"
+        "batch byte_size carving device hardware hollow host_memory interception loss outer_pass "
+        "parameter_server planner planning precision rehearsal units"
     ),
     "benchmark": "device parameter_server",
     "peers": "",

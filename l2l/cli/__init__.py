@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from l2l.benchmark import describe_host, measure_host
+from l2l.cli import plan
 from l2l.comparison import (
     PLAIN_VARIANTS,
     SYSTEMS,
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="l2l", description="Layer-to-layer training: models that do not fit the device."
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    plan.add_options(verbs.add_parser("plan", help="what an engine would do with a model"))
     bench = verbs.add_parser("bench", help="measure this machine")
     subjects = bench.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     host = subjects.add_parser("host", help="the host optimizers", description=HOST_HELP)
@@ -50,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     host.add_argument("--level", default=None, help="instructions: portable, avx2, avx512")
     _add_step_options(subjects.add_parser("step", help="training steps", description=STEP_HELP))
     parsed = parser.parse_args(arguments)
+    if parsed.verb == "plan":
+        return plan.run(parsed)
     if parsed.subject == "step":
         try:
             runs = _runs_of(parsed)
