@@ -407,7 +407,7 @@ class Engine:
         self._outer.facts.lookups = self._rows.lookups
         self._outer.piece_tokens = decisions.piece_tokens
         self._outer.compiled = self._compiler.is_on
-        self._relay.keep = decisions.keep
+        self._relay.follow(decisions.keep, num_pieces=decisions.num_pieces)
         num_layers = self._carved.num_layers
         on_device = frozenset(
             layer
@@ -486,6 +486,7 @@ class Engine:
             num_staging=NUM_STAGING,
             device_updates=self._policy is UpdatePolicy.ON_DEVICE,
             shared=self._placement.shared,
+            num_pieces=decisions.num_pieces,
             shares_memory=decisions.shares_memory,
         )
 

@@ -21,9 +21,9 @@ from typing_extensions import override
 LARGE_BYTES = 8 << 20
 
 
-def hollow(shape: Sequence[int], dtype: torch.dtype, device: str | torch.device = "cpu") -> Tensor:
+def hollow(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros of any shape, in the memory of one."""
-    return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
+    return torch.zeros((), dtype=dtype).expand(tuple(shape))
 
 
 def is_hollow(tensor: Tensor) -> bool:
@@ -44,7 +44,8 @@ class Hollowing(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(tensor.is_meta for tensor in tensors) or _is_view(func):
+        is_for_meta = torch.device(kwargs.get("device") or "cpu").type == "meta"
+        if is_for_meta or any(tensor.is_meta for tensor in tensors) or _is_view(func):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             if any(map(is_hollow, tensors)):

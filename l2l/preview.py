@@ -9,7 +9,7 @@ can be taken in pieces and its logits put off. `Engine.plan` has the facts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,8 @@ def plan(
     Raises:
         ValueError: nothing fits, or the model cannot be cut.
     """
+    if microbatch_size is not None and microbatch_size < 1:
+        raise ValueError(f"microbatch_size={microbatch_size}; expected at least 1 row, or None.")
     policy_of = PrecisionPolicy.for_model(model, precision=precision)
     carved = CarvedModel(model, layers=layers)
     description, groups = groups_of(optimizer, model)
@@ -214,7 +216,7 @@ class _Preview:
             name: tensor
             for unit, form in forms.items()
             if not unit.startswith("L")
-            for name, tensor in _hollow(form, "cpu").items()
+            for name, tensor in _tensors(form, hollow).items()
         }
         carved.set_training(True)
         carved.skeleton.bind(self._weights)
@@ -224,7 +226,7 @@ class _Preview:
 
     def _run_layer(self, index: int, args: Any, kwargs: Any) -> Any:
         part = self._carved.layers[index]
-        part.bind(_hollow(self.forms[f"L{index}"], "meta"))
+        part.bind(_tensors(self.forms[f"L{index}"], _on_meta))
         args, kwargs = pytree.tree_map_only(Tensor, lambda one: one.to("meta"), (args, kwargs))
         return part.module(*args, **kwargs)
 
@@ -264,10 +266,16 @@ def _with_values(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
 
 
-def _hollow(form: UnitForm, device: str) -> dict[str, Tensor]:
-    """A unit's tensors without memory."""
+def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def _tensors(
+    form: UnitForm, make: Callable[[Sequence[int], torch.dtype], Tensor]
+) -> dict[str, Tensor]:
+    """A unit's tensors, without memory."""
     return {
-        field.name: hollow(field.shape, segment.dtype, device)
+        field.name: make(field.shape, segment.dtype)
         for segment in form.weight_layout.segments
         for field in segment.fields
     }

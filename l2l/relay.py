@@ -125,6 +125,11 @@ class Relay:
             "unstash": lambda _, value, m, cell: self._stash.unstash(f"{value} {m}", cell),
         }
 
+    def follow(self, keep: float, *, num_pieces: int) -> None:
+        """Take over what a plan has chosen."""
+        self.keep = keep
+        self._updates.num_pieces = num_pieces
+
     def close(self) -> None:
         """Give the buffers that layers change back."""
         self.layer_buffers.clear()

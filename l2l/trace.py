@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import final
 
-
 SOURCES = {"host": ("update",), "link": ("fetch", "drain", "stash", "unstash", "lend")}
 MOSTLY_BUSY = 0.1  # of the time: with less idle than this the device itself is the bound
 

@@ -24,7 +24,7 @@ from l2l.device import Device
 from l2l.host_memory import Arena
 from l2l.layout import FlatLayout
 from l2l.parameter_server import FlatUnit, ParameterServer, UnitForm
-from l2l.schedule import NUM_LENT, NUM_PIECES, Shape, late_staging
+from l2l.schedule import NUM_LENT, Shape, late_staging
 
 ROUNDING_BYTES = 32 << 20
 
@@ -99,7 +99,7 @@ class Transfer:
             shared = [units[f"L{i}"] for i in shape.shared]
             staging = {u.form.name: self._staging_of(u.form) for u in shared}
             largest = max(
-                u.part(u.form.piece(0, NUM_PIECES), staging[u.form.name]).buffer_bytes
+                u.part(u.form.piece(0, shape.num_pieces), staging[u.form.name]).buffer_bytes
                 for u in shared
             )
             sizes |= {f"W{i}": largest for i in range(NUM_LENT)}

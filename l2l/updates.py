@@ -33,7 +33,7 @@ from l2l.parameter_server import (
     device_update,
     state_name,
 )
-from l2l.schedule import NUM_PIECES, Lane, Schedule, late_staging
+from l2l.schedule import Lane, Schedule, late_staging
 from l2l.step import Step
 from l2l.transfer import Transfer
 
@@ -73,6 +73,7 @@ class Updates:
         self._rows = rows
         self._seed = seed
         self._compiled = compiled
+        self.num_pieces = 1  # in which state is lent; the engine sets it
 
     def accumulate(self, step: Step, unit: str, slot: str, gradients: Mapping[str, Tensor]) -> None:
         """Add one microbatch's gradients to a unit's sums."""
@@ -229,11 +230,11 @@ class Updates:
     def repay(self, step: Step, unit: str, piece: str, place: str) -> None:
         """Weights and state of a piece to the host; after the last the update waits no longer."""
         self._transfer.repay(unit, self._piece(unit, piece), late_staging(unit), place)
-        if piece == f"p{NUM_PIECES - 1}":  # of a small unit the last pieces are empty
+        if piece == f"p{self.num_pieces - 1}":  # of a small unit the last pieces are empty
             self._server.waiting.pop(unit, None)
 
     def _piece(self, unit: str, piece: str) -> slice:
-        return self._server.units[unit].form.piece(int(piece[1:]), NUM_PIECES)
+        return self._server.units[unit].form.piece(int(piece[1:]), self.num_pieces)
 
     def _apply(self, step: Step, name: str, slot: str, gradient_slot: str, numbers: Tensor) -> None:
         """Update a unit with the gradients of a step."""

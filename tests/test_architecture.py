@@ -71,7 +71,10 @@ MAY_IMPORT = {
     "plot": "",
     "workload": "byte_size engine parameter_server peers",
     "comparison": "byte_size peers plot workload",
-    "cli": "benchmark comparison parameter_server plot workload",
+    "cli": (
+        "benchmark byte_size comparison hardware host_memory parameter_server planner plot preview "
+        "workload"
+    ),
 }
 
 ROOT = Path(__file__).parent.parent

@@ -357,7 +357,7 @@ LATER = {  # the waits are those of the second step, which settles what the firs
     "shared updates": Case(
         build=build_untied,
         batch=make_tokens,
-        settings={"overrides": {"num_shared": 1}, "clip_norm": 0.05},
+        settings={"overrides": {"num_shared": 1, "num_pieces": 6}, "clip_norm": 0.05},
         kinds=("rework waits borrow", "drain waits rework", "lend waits repay"),
     ),
     "shared memory": Case(
@@ -375,6 +375,7 @@ LATER = {  # the waits are those of the second step, which settles what the firs
                 "num_tail": 1,
                 "num_device_states": 1,
                 "num_shared": 1,
+                "num_pieces": 4,
                 "shares_memory": True,
                 "num_cells": 3,
             },
@@ -626,7 +627,7 @@ def test_the_device_updates_layers_of_fewer_blocks_than_pieces(first: Lane | Non
     case = Case(
         build=build_three,
         batch=partial(make_batch, rows=FEW_ROWS),
-        settings={"overrides": {"num_shared": 2}, "update": "just in time"},
+        settings={"overrides": {"num_shared": 2, "num_pieces": 4}, "update": "just in time"},
         num_steps=3,
     )
     assert is_same(engine_result(case, make_schedule, first), plain_result(case))

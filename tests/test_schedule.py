@@ -20,7 +20,6 @@ import pytest
 from l2l.schedule import (
     NOTHING,
     NUM_LENT,
-    NUM_PIECES,
     VERBS,
     Action,
     Lane,
@@ -102,6 +101,7 @@ GOLDEN = {
         num_late=4,
         pending=("L2", "L1", "L0", "O"),
         shared=frozenset({0, 2}),
+        num_pieces=4,
     ),
 }
 
@@ -184,13 +184,13 @@ TAILS = ((0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2))  # layers that stay, an
 MODES = (
     {"num_late": 0},
     {"num_late": 9},
-    {"num_late": 9, "shared": frozenset({0, 1})},
+    {"num_late": 9, "shared": frozenset({0, 1}), "num_pieces": 2},
     {"training": False, "num_late": 9},
 )
 MODES_WITH_MANY_CELLS = (
     {"num_late": 1},
-    {"num_late": 9, "shared": frozenset({1})},
-    {"training": False, "num_late": 9, "shared": frozenset({0, 1})},
+    {"num_late": 9, "shared": frozenset({1}), "num_pieces": 2},
+    {"training": False, "num_late": 9, "shared": frozenset({0, 1}), "num_pieces": 2},
     {"device_updates": True},
 )
 FEW = {"num_cells": 3, "num_recorded_cells": 1, "num_gradient_slots": 1, "num_staging": 1}
@@ -488,7 +488,7 @@ def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> No
         assert units_of(schedule, "refresh") == pending & looked_up, shape
         for verb in ("borrow", "rework", "repay"):
             pieces = [a.operands[:2] for a in schedule.actions if a.verb == verb]
-            every = [(unit, f"p{i}") for unit in sorted(reworked) for i in range(NUM_PIECES)]
+            every = [(unit, f"p{i}") for unit in sorted(reworked) for i in range(shape.num_pieces)]
             assert pieces == every, shape
         num_settled += len(settled)
         num_renewed += len(renewed)
@@ -500,7 +500,7 @@ def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> No
                 assert f"order {words[0]}" in done, (shape, action)
             if verb in ("settle", "renew") or (verb, *words[1:2]) == (
                 "repay",
-                f"p{NUM_PIECES - 1}",
+                f"p{shape.num_pieces - 1}",
             ):
                 done.add(words[0])
             elif verb in ("order", "refresh"):

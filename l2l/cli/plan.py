@@ -6,6 +6,7 @@ import argparse
 import importlib
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -43,6 +44,12 @@ OPTIMIZERS: Mapping[str, Callable[[], Optimizer]] = {
 }
 LARGEST = {"adamw": "AdamW, exact", "adamw-8bit": "AdamW, 8-bit moments", "adafactor": "Adafactor"}
 MOST_LAYERS = 1024
+FLAGS = {  # what errors advise, as it is said here
+    r"layers='dotted\.name'": "--layer-list NAME",
+    r"(device|host)_memory='([^']*)'": r"--\1-memory \2",
+    r"optimizer=l2l\.AdamW\(moments='8bit'\)": "--optimizer adamw-8bit",
+    r"optimizer=l2l\.Adafactor\(\)": "--optimizer adafactor",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -129,6 +136,7 @@ def run(parsed: argparse.Namespace) -> int:
         if parsed.hardware:
             print(f"{hardware or H200}\n")
         model = source.make(None)
+        _warn_of_length(model, parsed.length)
         settings["batch"] = _batch(model, num_rows, parsed.length)
         found: dict[str, Any] = {
             "model": parsed.model,
@@ -139,7 +147,7 @@ def run(parsed: argparse.Namespace) -> int:
         if parsed.largest:
             found["largest"] = _largest(parsed, source, hardware, settings)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(_with_flags(str(error)), file=sys.stderr)
         return 2
     if parsed.hardware:
         found["hardware"] = asdict(hardware or H200)
@@ -165,12 +173,19 @@ def _plan(
             **settings,
         )
     except DoesNotFitError as error:
-        print(error, file=sys.stderr)
-        found |= {"fits": False, "reason": str(error)}
+        reason = _with_flags(str(error))
+        print(reason, file=sys.stderr)
+        found |= {"fits": False, "reason": reason}
         return False
     print(made)
     found |= {"fits": True, **_facts(made)}
     return True
+
+
+def _with_flags(text: str) -> str:
+    for words, flag in FLAGS.items():
+        text = re.sub(words, flag, text)
+    return text
 
 
 def _facts(made: Plan) -> dict[str, Any]:
@@ -197,7 +212,8 @@ def _largest(
 ) -> list[dict[str, Any]]:
     """Print and return the most layers of a shape that would fit, for some optimizers."""
     host = HostBudget.of(parsed.host_memory, model_bytes=0)
-    print(f"\nmost layers in {format_bytes(host.limit_bytes)} of host memory ({host.rule}):")
+    print(f"\nmost layers in {format_bytes(host.limit_bytes)} of host memory ({host.rule}),")
+    print("with the stash of such a batch; smaller batches leave room for more:")
     rows = []
     for word, name in LARGEST.items():
         clips = parsed.clip_norm if word != "adafactor" else None
@@ -216,7 +232,8 @@ def _largest(
         if found is not None:
             number, made = found
             parameters = int(dict(made.choices)["parameters"].replace(",", ""))
-            row |= {"layers": number, "parameters": parameters, **_facts(made)}
+            facts = {key: value for key, value in _facts(made).items() if key != "choices"}
+            row |= {"layers": number, "parameters": parameters, **facts}
             more = " or more" if number == MOST_LAYERS else ""
             text = f"{number:>5,} layers{more}, {parameters / 1e9:,.1f} billion parameters"
             text += f", {row['tokens_per_second']:,.0f} tokens/s with all of them streamed"
@@ -319,7 +336,7 @@ def _transformers() -> Any:
 
 def _config(path: Path) -> Any:
     try:
-        return _transformers().AutoConfig.from_pretrained(path.parent / path.name)
+        return _transformers().AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(
@@ -370,6 +387,13 @@ def _from_config(path: Path, config: Any, num_layers: int | None) -> nn.Module:
     return model.train()
 
 
+def _warn_of_length(model: nn.Module, length: int) -> None:
+    config: Any = model.config
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(most, int) and length > most:
+        print(f"note: rows of {length} tokens, but {type(model).__name__} is made for {most}")
+
+
 def _batch(model: nn.Module, num_rows: int, length: int) -> dict[str, Tensor]:
     """One step's tensors, without values."""
 
@@ -387,6 +411,6 @@ def _batch(model: nn.Module, num_rows: int, length: int) -> dict[str, Tensor]:
         pixels = torch.empty((num_rows, channels, side, side), device="meta")
         return {"pixel_values": pixels, "labels": integers(num_rows)}
     raise ValueError(
-        f"{type(model).__name__} takes {main!r}, of which the command line knows no shape. Expected "
-        "a model of tokens or images. Plan it from Python: l2l.plan(model, batch=...)."
+        f"{type(model).__name__} takes {main!r}, of which the command line knows no shape. "
+        "Expected a model of tokens or images. Plan it from Python: l2l.plan(model, batch=...)."
     )

@@ -17,7 +17,7 @@ from l2l.layer_cost import PassCost, seconds
 from l2l.parameter_server import NUM_STAGING, UpdatePolicy
 from l2l.planner.plan import ALWAYS, Decisions, LedgerLine
 from l2l.planner.problem import CostLine, Problem, UnitSize
-from l2l.schedule import NUM_LENT, NUM_PIECES, Action, Lane, OuterUnit, Shape, make_schedule
+from l2l.schedule import NUM_LENT, Action, Lane, OuterUnit, Shape, make_schedule
 from l2l.simulation import Cost, Simulation, simulate
 
 MOST_LINES = 12000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
@@ -113,7 +113,7 @@ class CostModel:
         if decisions.num_shared:
             lent = max(self.lent_bytes(unit) for unit in streamed)
             phase = "forward" if decisions.shares_memory else ALWAYS
-            yield phase, "lent optimizer state", NUM_LENT * lent // NUM_PIECES
+            yield phase, "lent optimizer state", NUM_LENT * lent // decisions.num_pieces
         yield ALWAYS, "buffers, libraries", problem.buffer_bytes + LIBRARY_BYTES + ROUNDING_BYTES
 
     def _of_outer(self, decisions: Decisions) -> Iterator[tuple[str, str, int]]:
@@ -369,6 +369,7 @@ def make_shape(problem: Problem, decisions: Decisions, *, num_microbatches: int)
         num_staging=NUM_STAGING,
         device_updates=problem.policy is UpdatePolicy.ON_DEVICE,
         shared=decisions.shared_layers(num_layers),
+        num_pieces=decisions.num_pieces,
         shares_memory=decisions.shares_memory,
     )
 
@@ -394,7 +395,7 @@ class _Costs:
         if size is not None and action.verb in COPIED:
             way, parts = COPIED[action.verb]
             nbytes = sum(getattr(size, f"{part}_bytes") for part in parts)
-            pieces = NUM_PIECES if action.verb in ("borrow", "repay") else 1
+            pieces = self._decisions.num_pieces if action.verb in ("borrow", "repay") else 1
             return Cost(link=way, nbytes=nbytes // pieces)
         if action.lane is Lane.UPDATE:
             return Cost(self._host_seconds(action.verb, size))
@@ -414,7 +415,7 @@ class _Costs:
             return self._scale * model.backward_seconds(layer, self._decisions, self._mean)
         if size is not None and verb in ("renew", "revise", "rework"):
             moved = size.num_trained * DEVICE_UPDATE_BYTES / model.hardware.memory_rate
-            return moved / NUM_PIECES if verb == "rework" else moved
+            return moved / self._decisions.num_pieces if verb == "rework" else moved
         return 0.0
 
     def _host_seconds(self, verb: str, size: UnitSize | None) -> float:

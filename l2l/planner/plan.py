@@ -33,6 +33,8 @@ class Decisions:
     """Units whose update is left to the next step although it could be done in its own."""
     num_shared: int = 0
     """Streamed layers whose late updates the device does, with state brought over the link."""
+    num_pieces: int = 16
+    """In which the state of such a layer is lent."""
     shares_memory: bool = False
     """Whether head and layers' gradients take turns in the same memory."""
     outer_state: bool = False

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from l2l.byte_size import format_bytes
 from l2l.hardware import Hardware
@@ -24,10 +25,11 @@ from l2l.simulation import Simulation
 MOST_TOKENS = 16384  # of a microbatch: more gain nothing
 PIECES = (8192, 4096, 2048, 1024, 512, 256, 128)
 KEEPS = (0.0, 0.16, 0.3)
-NUM_RANKED = 24  # candidates that are looked at more closely
-NUM_SIMULATED = 2  # of each kind
+NUM_RANKED = 60  # candidates that are looked at more closely
+NUM_SIMULATED = 1  # of each kind
 PROMISING = 1.2  # times the best estimate: what lies above is not simulated
-MOST_PIECES = 6
+MOST_PIECES = 6  # ways to run the epilogue that fit
+MOST_CELLS = 18
 SLACK = 0.02  # of the budget, for what lies between tensors
 
 SHARES = (0.0, 0.2, 0.35, 0.5)  # of streamed layers that the device updates
@@ -128,7 +130,7 @@ def _distinct(ranked: list[tuple[Decisions, int]]) -> Iterator[tuple[Decisions, 
     """The best candidates, a few of each kind: the formula that ranks them is rough."""
     seen: dict[tuple[float, ...], int] = {}
     for decisions, rows in ranked:
-        kind = (decisions.keep, min(decisions.num_shared, 1))
+        kind = (rows, decisions.num_kept_cells, min(decisions.num_shared, 1))
         seen[kind] = seen.get(kind, 0) + 1
         if seen[kind] <= NUM_SIMULATED:
             yield decisions, rows
@@ -146,16 +148,21 @@ def _candidates(
         if problem.may_cut_rows:
             smallest = 1 if problem.may_cut_positions else problem.length
             pieces += [size for size in PIECES if smallest <= size < tokens]
-        num_fitting = 0
-        for piece in pieces:
-            for shares in (False, True):
-                start = Decisions(
-                    microbatch_tokens=tokens, piece_tokens=piece, shares_memory=shares
-                )
-                num_fitting += model.peak_bytes(start, number) <= budget_bytes * (1 - SLACK)
-                yield from _tails(model, start, number, budget_bytes)
-            if num_fitting >= MOST_PIECES:
+        many = model.num_microbatches(number) + 2  # cells in which all of them stay for a while
+        cells = sorted({Decisions().num_cells, many if many <= MOST_CELLS else 0} - {0})
+        num_fitting, start_piece = 0, pieces[0]
+        for piece, shares, num_cells in product(pieces, (False, True), cells):
+            start = Decisions(
+                microbatch_tokens=tokens,
+                piece_tokens=piece,
+                shares_memory=shares,
+                num_cells=max(num_cells, Decisions().num_cells),
+            )
+            if num_fitting >= MOST_PIECES and piece != start_piece:
                 break  # smaller ones are only slower
+            start_piece = piece
+            num_fitting += model.peak_bytes(start, number) <= budget_bytes * (1 - SLACK)
+            yield from _tails(model, start, number, budget_bytes)
 
 
 def _tails(

@@ -85,7 +85,6 @@ from dataclasses import dataclass
 from l2l.schedule.lines import NOTHING, OUTER, VERBS, Action, Lane, Line, Verb, Wait, parse_line
 from l2l.schedule.lowering import (
     NUM_LENT,
-    NUM_PIECES,
     OuterUnit,
     Pass,
     Shape,
@@ -99,7 +98,6 @@ from l2l.schedule.ordering import Orders, add_waits
 __all__ = [
     "NOTHING",
     "NUM_LENT",
-    "NUM_PIECES",
     "OUTER",
     "VERBS",
     "Action",

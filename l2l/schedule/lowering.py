@@ -7,15 +7,16 @@ fit to the stash and back.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
 from l2l.schedule.lines import NOTHING, OUTER, Action
 
-NUM_PIECES = 4  # in which optimizer state is lent to the device
-NUM_LENT = 3  # pieces of optimizer state on the device at once: one comes, one works, one goes
+NUM_LENT = 4  # pieces of optimizer state that are on the device at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,8 @@ class Shape:
     device_updates: bool = False
     shared: frozenset[int] = frozenset()
     """Streamed layers whose late update is done on the device, with borrowed state."""
+    num_pieces: int = 16
+    """In which the state of such a layer is lent."""
     shares_memory: bool = False
     """Whether units of the epilogue and the gradients of layers take turns in the same memory."""
 
@@ -97,6 +100,7 @@ class Shape:
             ("num_gradient_slots", 1),
             ("num_staging", 1),
             ("num_tail", 0),
+            ("num_pieces", 1),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, found {getattr(self, name)}")
@@ -308,7 +312,7 @@ class _Transfers:
         shape, number = self._shape, 0
         self.draft += [Action("take", (place,)) for place in self._lent_places()]
         for unit in shape.reworked:
-            for piece in range(NUM_PIECES):
+            for piece in range(shape.num_pieces):
                 place = f"W{number % NUM_LENT}"
                 number += 1
                 self.draft += [
@@ -320,7 +324,7 @@ class _Transfers:
     def _lent_places(self) -> list[str]:
         """Places for lent state that the schedule takes itself."""
         shape = self._shape
-        number = min(NUM_LENT, NUM_PIECES * len(shape.reworked)) if shape.shares_memory else 0
+        number = min(NUM_LENT, shape.num_pieces * len(shape.reworked)) if shape.shares_memory else 0
         return [f"W{index}" for index in range(number)]
 
     def _prepare_epilogue(self) -> None:
@@ -494,28 +498,41 @@ def _places(kind: str, units: Iterable[OuterUnit]) -> str:
 
 @dataclass(slots=True)
 class _Cells:
-    """A fixed number of cells; the least recently used one is taken next.
+    """A fixed number of cells, each with the value it holds.
 
-    Least recently used gives double buffering by itself: what the next pass needs arrives in cells
-    that the pass before the running one has left.
+    A new value takes the cell whose value is needed last, or not at all any more. Cells that the
+    last passes have touched are left alone if others are there: what the next pass needs should
+    arrive while the running one still works on its own cells.
     """
 
     values: OrderedDict[str, str | None]  # cell -> value, least recently used first
+    touched: dict[str, int] = field(default_factory=dict)  # cell -> pass that used it last
 
-    def find(self, value: str) -> str | None:
+    def find(self, value: str, now: int) -> str | None:
         """The cell that holds a value."""
         for cell, held in self.values.items():
             if held == value:
-                self.values.move_to_end(cell)
+                self._touch(cell, now)
                 return cell
         return None
 
-    def take(self, value: str, *, busy: set[str]) -> tuple[str, str | None]:
+    def take(
+        self, value: str, *, busy: set[str], now: int, next_use: Callable[[str], float]
+    ) -> tuple[str, str | None]:
         """A cell for a value, and the value that had it."""
-        cell = next(cell for cell in self.values if cell not in busy)
+        cells = [cell for cell in self.values if cell not in busy]
+        rested = [cell for cell in cells if now - self.touched.get(cell, -RESTED - 1) > RESTED]
+        cell = max(rested or cells, key=lambda one: next_use(self.values[one] or ""))
         held, self.values[cell] = self.values[cell], value
-        self.values.move_to_end(cell)
+        self._touch(cell, now)
         return cell, held
+
+    def _touch(self, cell: str, now: int) -> None:
+        self.values.move_to_end(cell)
+        self.touched[cell] = now
+
+
+RESTED = 1  # passes
 
 
 def add_stash(draft: Draft, shape: Shape) -> list[Action]:
@@ -544,7 +561,8 @@ class _Placing:
                 ("K", shape.num_kept_cells),
             )
         }
-        self._uses_left = _count_uses(draft)
+        self._uses = _find_uses(draft)
+        self._now = 0  # passes placed so far
         self._busy: set[str] = set()
         self._written: dict[str, str] = {}
         for item in draft:
@@ -552,6 +570,7 @@ class _Placing:
                 self.lines.append(item)
             else:
                 self._place(*item)
+                self._now += 1
 
     def _place(self, one: Pass, slot: str, gradient: str) -> None:
         self._busy, self._written = set(), {}
@@ -587,33 +606,37 @@ class _Placing:
         return cell
 
     def _read(self, kind: str, value: str) -> str:
-        cell = self._pools[kind].find(value)
+        cell = self._pools[kind].find(value, self._now)
         if cell is None:
             cell = self._take(kind, value)
             self.lines.append(Action("unstash", (*value.split(), cell)))
         self._busy.add(cell)
-        self._uses_left[value] -= 1
         return cell
 
     def _take(self, kind: str, value: str) -> str:
-        cell, held = self._pools[kind].take(value, busy=self._busy)
-        if held is not None and self._uses_left.get(held):
+        cell, held = self._pools[kind].take(
+            value, busy=self._busy, now=self._now, next_use=self._next_use
+        )
+        if held is not None and self._next_use(held) < math.inf:
             self.evicted.add(held)
         self._busy.add(cell)
         return cell
 
+    def _next_use(self, value: str) -> float:
+        """The next pass, this one included, that has yet to read a value."""
+        uses = self._uses.get(value, [])
+        index = bisect_left(uses, self._now)
+        return uses[index] if index < len(uses) else math.inf
 
-def _count_uses(draft: Draft) -> dict[str, int]:
-    """How many passes read each value."""
-    uses: dict[str, int] = {}
-    for item in draft:
-        if isinstance(item, Action):
-            continue
-        one = item[0]
+
+def _find_uses(draft: Draft) -> dict[str, list[int]]:
+    """Which passes read each value."""
+    uses: dict[str, list[int]] = {}
+    passes = [item[0] for item in draft if not isinstance(item, Action)]
+    for number, one in enumerate(passes):
         values = [*one.reads]
         values += ["r"] if one.recorded else []
         values += [f"k{one.layer}"] if one.kept and one.verb == "backward" else []
         for value in values:
-            key = f"{value} m{one.microbatch}"
-            uses[key] = uses.get(key, 0) + 1
+            uses.setdefault(f"{value} m{one.microbatch}", []).append(number)
     return uses
