@@ -1,7 +1,7 @@
 """Device memory against depth and against the number of microbatches: both must leave it alone.
 
 BERT-Large-shaped layers (hidden 1024, perceptron 4096, 16 heads), sequences of 512, bfloat16 on the
-device, AdamW on the host. Prints a table, then one line of JSON.
+device, AdamW on the host, a budget of 1 GiB: with more, the plan would use it. Prints a table, then one line of JSON.
 
     python benchmarks/constant_memory.py [--layers 12 24 48 96 192] [--microbatches 1 8 64]
 """
@@ -18,7 +18,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import l2l
 
-LENGTH, ROWS = 512, 4
+LENGTH, ROWS, BUDGET = 512, 4, "1GiB"
 
 
 def measure(num_layers: int, num_microbatches: int) -> dict[str, float]:
@@ -42,7 +42,8 @@ def measure(num_layers: int, num_microbatches: int) -> dict[str, float]:
         "input_ids": torch.randint(0, config.vocab_size, (rows, LENGTH)),
         "labels": torch.randint(0, 2, (rows,)),
     }
-    with l2l.Engine(model, optimizer=l2l.AdamW(lr=1e-5), microbatch_size=ROWS) as engine:
+    settings = {"microbatch_size": ROWS, "device_memory": BUDGET}
+    with l2l.Engine(model, optimizer=l2l.AdamW(lr=1e-5), **settings) as engine:
         engine.device.reset_peak()
         losses = [engine.step(batch).loss]
         torch.cuda.synchronize()
