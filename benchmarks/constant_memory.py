@@ -1,7 +1,8 @@
 """Device memory against depth and against the number of microbatches: both must leave it alone.
 
 BERT-Large-shaped layers (hidden 1024, perceptron 4096, 16 heads), sequences of 512, bfloat16 on the
-device, AdamW on the host, a budget of 1 GiB: with more, the plan would use it. Prints a table, then one line of JSON.
+device, AdamW on the host, a budget of 1 GiB: with more, the plan would use it. Prints a table, then
+one line of JSON.
 
     python benchmarks/constant_memory.py [--layers 12 24 48 96 192] [--microbatches 1 8 64]
 """

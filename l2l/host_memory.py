@@ -88,5 +88,9 @@ class Arena:
     def take(self, name: str, numel: int, dtype: torch.dtype, *, registered: bool) -> Tensor:
         """Memory for `numel` elements, zeros; registered memory is what lanes copy from and to."""
         nbytes = numel * dtype.itemsize
-        self.bytes_by_name[name] = self.bytes_by_name.get(name, 0) + nbytes
+        self.count(name, nbytes)
         return self._device.host_empty(nbytes, registered=registered).view(dtype)
+
+    def count(self, name: str, nbytes: int) -> None:
+        """Note that so many bytes more, or fewer, are taken for something."""
+        self.bytes_by_name[name] = self.bytes_by_name.get(name, 0) + nbytes

@@ -92,6 +92,7 @@ class Rehearsal:
                 raise
             except Exception:  # a model of fixed length cannot run a few tokens
                 self._learn(trial_batch(microbatch, cut=False), wants_rule=wants_rule)
+        self._outer.bind_only({})  # let go of the copies on the device
         self.done = True
 
     def record(self, microbatch: Microbatch) -> Recording:
@@ -100,7 +101,9 @@ class Rehearsal:
         with self._device.private_random_state(), torch.no_grad():
             self._carved.set_training(True)
             self._bind(self._weights())
-            return self._carved.prologue(self._on_device(microbatch))
+            found = self._carved.prologue(self._on_device(microbatch))
+        self._outer.bind_only({})
+        return found
 
     def outer_units(self, looked_up: Callable[[str], bool]) -> tuple[OuterUnit, ...]:
         """Units around the layers, with the tables for which `looked_up` says so on the host."""

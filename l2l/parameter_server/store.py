@@ -500,14 +500,19 @@ class ParameterServer:
             if tensor is not None and tensor.device.type == "cpu":
                 device.register(tensor)
 
-    def place_state(self, name: str, device: torch.device) -> int:
-        """Move a unit's companion and state to a device; returns the bytes that moved."""
+    def place_state(self, name: str, device: torch.device) -> None:
+        """Move a unit's companion and state to a device, or back to the host."""
         unit = self.units[name]
-        before = [t for t in (unit.companion, *unit.state.values()) if t is not None]
+        kept = {unit.form.companion_name: unit.companion, **unit.state}
+        present = {key: tensor for key, tensor in kept.items() if tensor is not None}
+        if all(tensor.device == device for tensor in present.values()):
+            return
+        sign = 1 if device.type == "cpu" else -1
+        for key, tensor in present.items():
+            self._arena.count(key, sign * tensor.nbytes)
         if unit.companion is not None:
             unit.companion = unit.companion.to(device)
         unit.state = {key: state.to(device) for key, state in unit.state.items()}
-        return sum(tensor.nbytes for tensor in before)
 
     def settle_all(self) -> None:
         """Bring every unit to the last step, on the calling thread."""
