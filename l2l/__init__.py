@@ -6,6 +6,18 @@ from l2l.parameter_server import Adafactor as Adafactor
 from l2l.parameter_server import AdamW as AdamW
 from l2l.parameter_server import Lion as Lion
 from l2l.parameter_server import RecordGradients as RecordGradients
+from l2l.planner import Plan as Plan
+from l2l.preview import plan as plan
 from l2l.report import StepReport as StepReport
 
-__all__ = ["SGD", "Adafactor", "AdamW", "Engine", "Lion", "RecordGradients", "StepReport"]
+__all__ = [
+    "SGD",
+    "Adafactor",
+    "AdamW",
+    "Engine",
+    "Lion",
+    "Plan",
+    "RecordGradients",
+    "StepReport",
+    "plan",
+]

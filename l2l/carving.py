@@ -29,6 +29,7 @@ position bias) is refused.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -417,7 +418,10 @@ class CarvedModel:
                 *part.module.named_buffers(remove_duplicate=False),
             ]
             names = {name: owners[id(tensor)] for name, tensor in tensors}
-            numbers = tuple((module.get_submodule(path), name) for path, name in sorted(numbering))
+            numbers = tuple(
+                (module.get_submodule(path), name)
+                for path, name in sorted(numbering & _attributes(module).keys())
+            )
             templates.append(Template(module=module, names=names, index=index, numbers=numbers))
         return templates
 
@@ -630,10 +634,17 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN)
 
 
+def _comparable(value: Any) -> Any:
+    """A plain value as it is, a function by what it does, anything else by its identity."""
+    if isinstance(value, functools.partial):
+        return (id(value.func), _comparable(value.args), _comparable(value.keywords))
+    return value if _is_plain(value) else id(value)
+
+
 def _attributes(layer: nn.Module) -> dict[tuple[str, str], Any]:
     """What modules of a layer carry besides tensors and modules: plain values, or identities."""
     return {
-        (path, name): value if _is_plain(value) else id(value)
+        (path, name): _comparable(value)
         for path, module in layer.named_modules()
         for name, value in vars(module).items()
         if not name.startswith("_") and name != "training"
@@ -641,16 +652,12 @@ def _attributes(layer: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def _numbering(layers: list[nn.Module]) -> frozenset[tuple[str, str]]:
-    """Attributes that hold the layer's own number, in every layer."""
-    attributes = [_attributes(layer) for layer in layers]
-    return frozenset(
-        key
-        for key in attributes[0]
-        if len(layers) > 1
-        and all(
-            type(one.get(key)) is int and one[key] == index for index, one in enumerate(attributes)
-        )
-    )
+    """Attributes that hold the layer's own number, in every layer that has them."""
+    found: dict[tuple[str, str], list[bool]] = {}
+    for index, layer in enumerate(layers):
+        for key, value in _attributes(layer).items():
+            found.setdefault(key, []).append(type(value) is int and value == index)
+    return frozenset(key for key, own in found.items() if len(own) > 1 and all(own))
 
 
 def _structure(layer: nn.Module, numbering: frozenset[tuple[str, str]]) -> str:

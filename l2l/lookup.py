@@ -56,7 +56,8 @@ class RowSet:
     microbatches: list[Rows]
     ids: list[Tensor]  # of all microbatches, for each lookup
     groups: list[host_kernel.RowGroups]  # the same, grouped
-    distinct: Mapping[str, Tensor]  # rows of each unit that are looked up, ascending
+    first_used: Mapping[str, list[Tensor]]
+    """Rows of each unit, ascending, by the microbatch that is the first to look them up."""
 
 
 @final
@@ -85,9 +86,7 @@ class HostRows:
             one.rows, one.gradients = pieces[index], pieces[index + len(found)]
         # Sorted here, on the thread that has time, and not when the device waits for it.
         ids = [torch.cat([one.ids[index] for one in found]) for index in range(len(self.lookups))]
-        of_unit: dict[str, list[Tensor]] = {}
-        for lookup, own in zip(self.lookups, ids, strict=True):
-            of_unit.setdefault(lookup.unit, []).append(own)
+        units = {lookup.unit for lookup in self.lookups}
         return RowSet(
             microbatches=found,
             ids=ids,
@@ -95,8 +94,19 @@ class HostRows:
                 host_kernel.RowGroups.of(own, without=lookup.padding_idx)
                 for lookup, own in zip(self.lookups, ids, strict=True)
             ],
-            distinct={unit: torch.unique(torch.cat(own)) for unit, own in of_unit.items()},
+            first_used={unit: self._first_used(unit, found) for unit in units},
         )
+
+    def _first_used(self, unit: str, microbatches: list[Rows]) -> list[Tensor]:
+        owners = [(i, one.owner) for i, one in enumerate(self.lookups) if one.unit == unit]
+        table = self._server.units[unit].weight_of(owners[0][1])
+        fresh = torch.ones(table.shape[0], dtype=torch.bool)
+        found: list[Tensor] = []
+        for one in microbatches:
+            rows = torch.unique(torch.cat([one.ids[index] for index, _ in owners]))
+            found.append(rows[fresh[rows]])
+            fresh[rows] = False
+        return found
 
     def _rows(self, microbatch: Mapping[str, Any]) -> Rows:
         ids, described = [], []
@@ -177,7 +187,7 @@ class HostRows:
     def clear(self, unit: str, rows: RowSet, staging: Tensor) -> None:
         """Make the collected rows zero again, in the staging of a table that no head fills."""
         layout = self._server.units[unit].form.staging_layout
-        ids = rows.distinct[unit]
+        ids = torch.cat(rows.first_used[unit])
         for owner in {one.owner for one in self.lookups if one.unit == unit}:
             layout.view(staging, owner).index_fill_(0, ids, 0)
 

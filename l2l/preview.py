@@ -319,13 +319,15 @@ def largest_model(
     limit = HostBudget.of(host_memory, model_bytes=0).limit_bytes
     settings["overrides"] = {**STREAMED, **(settings.get("overrides") or {})}
     settings["hardware"] = settings.get("hardware") or measured_hardware() or H200
-    depths = [factor * NUM_STAGING * period for factor in (2, 4)]  # fewer have less staging
+    depth = math.ceil(2 * NUM_STAGING / period) * period  # fewer layers have less staging
     try:
-        low, high = (plan(make(depth), **settings).total_bytes("host") for depth in depths)
+        low, high = (
+            plan(make(number), **settings).total_bytes("host") for number in (depth, 2 * depth)
+        )
     except DoesNotFitError:  # the device, of which fewer layers take as much
         return None
-    slope = (high - low) / (depths[1] - depths[0])
-    number = depths[0] + math.floor((limit - low) / slope)
+    slope = (high - low) / depth
+    number = depth + math.floor((limit - low) / slope)
     fitting: tuple[int, Plan] | None = None
     too_many = most_layers + 1
     while number >= 1:

@@ -169,7 +169,7 @@ class Relay:
         if action.verb == "settle":  # an update of the step before, with that step's numbers
             return self._updates.settle(action.operands[0])
         if action.verb == "refresh":
-            return self._updates.refresh(step, action.operands[0])
+            return self._updates.refresh(step, *action.operands[:2])
         if action.verb == "order":
             return self._updates.order(step, action.operands[0])
         return partial(self._perform[action.verb], step, *action.operands)

@@ -145,13 +145,14 @@ class Updates:
         """The work of a settle line."""
         return partial(self._server.perform, self.take_waiting(unit))
 
-    def refresh(self, step: Step, unit: str) -> Work:
+    def refresh(self, step: Step, unit: str, microbatch: str) -> Work:
         """The work of a refresh line: the update stays, its rows done, for `settle`."""
         waiting = self._server.waiting[unit]
         self._device.wait(Lane.UPDATE, waiting.drained)
         rows = step.rows
         assert rows is not None
-        return partial(self._server.refresh, waiting, rows.distinct[unit])
+        own = rows.first_used[unit][int(microbatch[1:])]
+        return partial(self._server.refresh, waiting, own)
 
     def _clear(self, rows: RowSet, waiting: WaitingUpdate) -> None:
         assert waiting.gradient is not None

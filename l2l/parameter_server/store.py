@@ -466,16 +466,17 @@ class ParameterServer:
         assert waiting.gradient is not None
         if order is None:
             return
-        shapes = _shapes(form)
+        shapes, earlier = _shapes(form), waiting.refreshed
         if any(shape[-1] % ALIGNMENT_ELEMENTS for shape in shapes):
-            # Rows that do not begin at a block are not updated apart: all are done now.
-            rows = torch.arange(max(shape[0] for shape in shapes))
+            # Rows that do not begin at a block are not updated apart: all are done at first.
+            rows = torch.arange(max(shape[0] for shape in shapes) if earlier is None else 0)
         ranges = {
             name: _row_ranges(rows, shape[-1])
             for name, shape in zip(form.trained.names, shapes, strict=True)
         }
-        self.update(waiting.unit, waiting.gradient, order, ranges=ranges)
-        waiting.refreshed = rows
+        first = earlier is None
+        self.update(waiting.unit, waiting.gradient, order, ranges=ranges, count_step=first)
+        waiting.refreshed = rows if earlier is None else torch.cat([earlier, rows])
 
     def perform(self, waiting: WaitingUpdate) -> None:
         """Do an update that was left, or what `refresh` has left of it."""

@@ -20,7 +20,7 @@ from l2l.planner.problem import CostLine, Problem, UnitSize
 from l2l.schedule import NUM_LENT, Action, Lane, OuterUnit, Shape, make_schedule
 from l2l.simulation import Cost, Simulation, simulate
 
-MOST_LINES = 12000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
+MOST_LINES = 4000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
 LIBRARY_BYTES = 96 << 20  # workspaces of matrix libraries, and small tensors
 ROUNDING_BYTES = 32 << 20
 HEAD_EFFICIENCY = 0.85
@@ -426,7 +426,8 @@ class _Costs:
             return 0.0
         share = min(1.0, problem.num_rows * problem.looked_up_bytes / max(1, size.weight_bytes))
         if verb == "refresh":
-            return model.update_seconds(size.num_trained * share * 0.8)
+            rows = size.num_trained * share * 0.8
+            return self._scale * model.update_seconds(rows) / model.num_microbatches(self._rows)
         if verb == "collect":
             return 2 * problem.num_rows * problem.looked_up_bytes / HOST_COPY_RATE
         if verb in ("update", "settle"):

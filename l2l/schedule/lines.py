@@ -51,7 +51,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "drop": Verb(lane=Lane.COMPUTE, operands=("SGW>",)),
     "fetch": Verb(lane=Lane.FETCH, operands=("LOT", "S>")),
     "release": Verb(lane=Lane.COMPUTE, operands=("LOT", "S>")),
-    "refresh": Verb(lane=Lane.UPDATE, operands=("T", "H<")),
+    "refresh": Verb(lane=Lane.UPDATE, operands=("T", "m", "H<")),
     "lookup": Verb(lane=Lane.UPDATE, operands=("m",)),
     "prologue": Verb(lane=Lane.COMPUTE, operands=("m", "S<", "R>", "C<", "C>")),
     "forward": Verb(lane=Lane.COMPUTE, operands=("L", "m", "S<", "R<", "C<", "C>", "K>")),

@@ -203,7 +203,7 @@ def compute_order(shape: Shape) -> list[Pass]:
     streamed, kept = shape.streamed, shape.num_kept_cells > 0
     following = {a: f"h{b}" for a, b in pairwise([*streamed, "E"])}
     rows = ("e",) if any(unit.looked_up for unit in shape.outer) else ()
-    passes += [Pass("prologue", m, reads=rows, writes=shape.first_value) for m in microbatches]
+    prologue = [Pass("prologue", m, reads=rows, writes=shape.first_value) for m in microbatches]
     backward_layers = shape.backward_layers if shape.training else ()
     for layer in streamed:
         keeps = kept and layer in backward_layers
@@ -211,6 +211,11 @@ def compute_order(shape: Shape) -> list[Pass]:
             Pass("forward", m, layer, (f"h{layer}",), following[layer], recorded=True, kept=keeps)
             for m in microbatches
         ]
+    if rows and streamed:  # rows of a microbatch may be late: the first layer does not wait for all
+        opening = zip(prologue, passes[: len(prologue)], strict=True)
+        passes[: len(prologue)] = [one for pair in opening for one in pair]
+    else:
+        passes = prologue + passes
     walks = shape.num_tail > 0
     if not shape.training:
         return passes + [Pass("score", m, reads=("hE",), recorded=walks) for m in microbatches]
@@ -301,7 +306,8 @@ class _Transfers:
     def _prologue(self, run: list[Pass]) -> None:
         before = [unit for unit in self._shape.outer if unit.in_prologue]
         self.draft += [(one, _places("S", before), NOTHING) for one in run]
-        self._release(unit for unit in before if not unit.stays)
+        if run[-1].microbatch == self._shape.num_microbatches - 1:
+            self._release(unit for unit in before if not unit.stays)
 
     def _forward(self, run: list[Pass]) -> None:
         assert run[0].layer is not None
@@ -469,18 +475,25 @@ def _host_lines(draft: Draft, shape: Shape) -> list[Action]:
     looked_up = [unit.name for unit in shape.outer if unit.looked_up]
     on_device = [*shape.on_device, *shape.reworked]
     lines = [Action("order", (unit,)) for unit in on_device if unit in shape.pending]
-    done = {line.operands[0] for line in lines}
-    lines += [
-        Action("refresh", (unit, late_staging(unit))) for unit in looked_up if unit in shape.pending
-    ]
-    if looked_up:
-        lines += [Action("lookup", (f"m{m}",)) for m in range(shape.num_microbatches)]
-    fetched = [
-        item.operands[0] for item in draft if isinstance(item, Action) and item.verb == "fetch"
-    ]
+    fetched = [line.operands[0] for line in _actions(draft) if line.verb == "fetch"]
     needed = [unit for unit in dict.fromkeys([*fetched, *shape.pending]) if unit in shape.pending]
-    lines += [Action("settle", (unit, late_staging(unit))) for unit in needed if unit not in done]
-    return lines
+    settled = [
+        Action("settle", (unit, late_staging(unit))) for unit in needed if unit not in on_device
+    ]
+    for m in range(shape.num_microbatches if looked_up else 0):
+        lines += [
+            Action("refresh", (unit, f"m{m}", late_staging(unit)))
+            for unit in looked_up
+            if unit in shape.pending
+        ]
+        lines.append(Action("lookup", (f"m{m}",)))
+        if m == 0 and settled and settled[0].operands[0].startswith("L"):
+            lines.append(settled.pop(0))  # what the first microbatch needs next
+    return lines + settled
+
+
+def _actions(draft: Draft) -> Iterator[Action]:
+    return (item for item in draft if isinstance(item, Action))
 
 
 def late_staging(unit: str) -> str:
