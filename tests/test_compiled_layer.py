@@ -1,0 +1,113 @@
+"""Layers through a compiler: how often it compiles, whatever the depth and the lengths."""
+
+import random
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import l2l
+
+BACKEND = "aot_eager_decomp_partition"  # traces and cuts as the real one does, and compiles nothing
+VOCABULARY, NUM_TOKENS = 128, 256
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def llama(num_layers: int) -> torch.nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=num_layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=VOCABULARY,
+        )
+    )
+
+
+def gpt2(num_layers: int) -> torch.nn.Module:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_embd=64,
+            n_layer=num_layers,
+            n_head=4,
+            vocab_size=VOCABULARY,
+            bos_token_id=0,
+            eos_token_id=0,
+            resid_pdrop=0.0,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+        )
+    )
+
+
+def bert(num_layers: int) -> torch.nn.Module:
+    return BertForMaskedLM(
+        BertConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=num_layers,
+            num_attention_heads=4,
+            vocab_size=VOCABULARY,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+def batch(length: int, *, padded: bool, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = max(1, NUM_TOKENS // length)
+    ids = torch.randint(1, VOCABULARY, (rows, length), generator=generator)
+    found = {"input_ids": ids, "labels": ids}
+    if padded:
+        found["attention_mask"] = torch.ones_like(ids)
+        found["attention_mask"][:, -2:] = 0
+    return found
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("build", [llama, gpt2, bert])
+def test_any_number_of_lengths_takes_two_compilations(build, padded: bool) -> None:
+    lengths = random.Random(0).sample(range(5, 61), 50 if build is llama and not padded else 8)
+    with l2l.Engine(build(3), device="cpu", compile=BACKEND) as engine:
+        for number, length in enumerate(lengths):
+            engine.step(batch(length, padded=padded, seed=number))
+        assert engine._compiler.num_programs == 1
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("num_layers", [2, 7])
+def test_depth_adds_no_compilation(num_layers: int) -> None:
+    settings = {"compile": BACKEND, "overrides": {"num_tail": 1}}
+    with l2l.Engine(llama(num_layers), device="cpu", **settings) as engine:
+        for number in range(2):
+            engine.step(batch(16, padded=False, seed=number))
+        assert engine._compiler.num_programs == 2  # of streamed layers, and of the tail
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_the_plan_says_what_compilation_took() -> None:
+    with l2l.Engine(llama(2), device="cpu", compile=BACKEND) as engine:
+        engine.step(batch(16, padded=False, seed=0))
+        line = dict(engine.plan.choices)["layers run"]
+    assert "1 programs" in line
+    assert BACKEND in line
