@@ -12,6 +12,18 @@ import l2l
 pytestmark = pytest.mark.accelerator
 
 ROWS = 6
+STREAMED = {
+    "num_tail": 0,
+    "num_device_states": 0,
+    "num_shared": 0,
+    "outer_state": False,
+    "keep": 0.0,
+}
+
+
+def make_engine(model, **settings) -> l2l.Engine:
+    """An engine that streams all layers, as they are; test_budget.py has the others."""
+    return l2l.Engine(model, **{"compile": False, "overrides": STREAMED, **settings})
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +39,7 @@ def test_gradients_equal_those_of_plain_pytorch_on_the_device(name: str, size: i
     model, plain = family.build(), family.build().cuda()
     batch = family.batch(ROWS)
     recorder = l2l.RecordGradients()
-    with l2l.Engine(
+    with make_engine(
         model,
         optimizer=recorder,
         precision="float32",
@@ -52,7 +64,7 @@ def test_gradients_equal_those_of_plain_pytorch_on_the_device(name: str, size: i
 
 def train(seed: int, **settings):
     model = build_bert(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
-    engine = l2l.Engine(
+    engine = make_engine(
         model, optimizer=l2l.AdamW(lr=1e-3), device="cuda", microbatch_size=2, seed=seed, **settings
     )
     losses = [
@@ -78,7 +90,7 @@ def test_the_stash_may_be_on_the_device():
 
 def test_a_recomputed_layer_gives_the_bits_of_its_forward():
     model = build_bert(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
-    engine = l2l.Engine(model, device="cuda", microbatch_size=2, seed=1)
+    engine = make_engine(model, device="cuda", microbatch_size=2, seed=1)
     batch = FAMILIES["bert_classification"].batch(ROWS)
     engine.step(batch)
     outputs: list[list[torch.Tensor]] = []
@@ -100,7 +112,7 @@ def peak(num_layers: int, rows: int) -> int:
     torch.cuda.empty_cache()
     model = build_bert(num_hidden_layers=num_layers, hidden_size=256, intermediate_size=1024)
     batch = FAMILIES["bert_classification"].batch(rows)
-    with l2l.Engine(model, device="cuda", microbatch_size=2) as engine:
+    with make_engine(model, device="cuda", microbatch_size=2) as engine:
         engine.device.reset_peak()
         for _ in range(2):
             engine.step(batch)
@@ -138,7 +150,7 @@ def test_clipped_steps_equal_those_of_plain_pytorch_on_the_device():
             (plain(**on_device).loss * (share / sum(shares))).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
         optimizer.step()
-    with l2l.Engine(
+    with make_engine(
         model,
         optimizer=l2l.AdamW(**numbers, weight_decay=1e-2),
         device="cuda",
@@ -157,7 +169,7 @@ def test_adafactor_on_the_device_equals_that_of_torch():
     family = FAMILIES["llama_untied"]
     model, plain = family.build(), family.build().cuda()
     optimizer = torch.optim.Adafactor(plain.parameters(), lr=1e-2)
-    with l2l.Engine(
+    with make_engine(
         model,
         optimizer=l2l.Adafactor(lr=1e-2),
         device="cuda",
@@ -177,7 +189,7 @@ def test_adafactor_on_the_device_equals_that_of_torch():
 
 def test_float16_skips_an_overflow_and_goes_on():
     family = FAMILIES["llama_untied"]
-    with l2l.Engine(
+    with make_engine(
         family.build(), device="cuda", precision="float16", microbatch_size=2
     ) as engine:
         engine._scaler.scale.value = 2.0**40
@@ -199,7 +211,7 @@ def test_microbatches_of_growing_lengths_equal_plain_pytorch():
     ]
     model, plain = family.build(), family.build().cuda()
     recorder = l2l.RecordGradients()
-    with l2l.Engine(model, optimizer=recorder, precision="float32", device="cuda") as engine:
+    with make_engine(model, optimizer=recorder, precision="float32", device="cuda") as engine:
         for part in (microbatches[:1], microbatches[:2], microbatches):
             report = engine.step(part)
         assert not report.skipped
@@ -223,7 +235,7 @@ def test_closing_at_once_gives_the_weights_of_the_last_step(settings: dict):
     results = []
     for wait in (False, True):
         model = build_bert(num_hidden_layers=4, hidden_size=512, intermediate_size=4096)
-        engine = l2l.Engine(model, device="cuda", microbatch_size=2, seed=1, **settings)
+        engine = make_engine(model, device="cuda", microbatch_size=2, seed=1, **settings)
         engine.step(FAMILIES["bert_classification"].batch(ROWS))
         if wait:
             torch.cuda.synchronize()
@@ -237,7 +249,7 @@ def test_evaluation_between_late_updates_changes_nothing():
     for evaluates in (False, True):
         model = build_bert()
         batch = FAMILIES["bert_classification"].batch
-        with l2l.Engine(model, device="cuda", microbatch_size=2, clip_norm=0.1, seed=1) as engine:
+        with make_engine(model, device="cuda", microbatch_size=2, clip_norm=0.1, seed=1) as engine:
             for number in range(3):
                 engine.step(batch(ROWS, seed=number))
                 if evaluates:
@@ -248,7 +260,7 @@ def test_evaluation_between_late_updates_changes_nothing():
 
 
 def test_a_trace_has_every_lane():
-    with l2l.Engine(build_bert(), device="cuda", microbatch_size=2) as engine:
+    with make_engine(build_bert(), device="cuda", microbatch_size=2) as engine:
         engine.step(FAMILIES["bert_classification"].batch(ROWS))
         with engine.trace() as trace:
             engine.step(FAMILIES["bert_classification"].batch(ROWS))

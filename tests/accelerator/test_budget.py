@@ -1,0 +1,142 @@
+"""Plans on a CUDA device: every choice gives the same training, and the budget is kept."""
+
+import gc
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import l2l
+
+pytestmark = pytest.mark.accelerator
+
+NUM_LAYERS, VOCABULARY, LENGTH, ROWS = 6, 4096, 64, 16
+ALONE = {
+    "num_tail": 0,
+    "num_device_states": 0,
+    "num_shared": 0,
+    "outer_state": False,
+    "keep": 0.0,
+    "num_kept_cells": 0,
+    "shares_memory": False,
+    "piece_tokens": None,
+}
+CHOICES = {
+    "tail": {"num_tail": 2},
+    "tail with state": {"num_tail": 3, "num_device_states": 3},
+    "everything stays": {
+        "num_tail": NUM_LAYERS,
+        "num_device_states": NUM_LAYERS,
+        "outer_state": True,
+    },
+    "shared updates": {"num_shared": 3, "num_late": 9},
+    "shared memory": {"shares_memory": True},
+    "pieces": {"piece_tokens": 100},
+    "all together": {
+        "num_tail": 2,
+        "num_device_states": 1,
+        "num_shared": 2,
+        "num_late": 9,
+        "shares_memory": True,
+        "piece_tokens": 100,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    gc.collect()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def build(num_layers: int = NUM_LAYERS, width: int = 256) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=num_layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=VOCABULARY,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def batches(number: int, *, rows: int = ROWS, length: int = LENGTH):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(number):
+        ids = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
+        yield {"input_ids": ids, "labels": ids}
+
+
+def train(**settings) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = build()
+    settings = {"precision": "float32", "clip_norm": 1.0, "compile": False, **settings}
+    settings["overrides"] = {**ALONE, **settings.get("overrides", {})}
+    engine = l2l.Engine(
+        model, optimizer=l2l.AdamW(lr=1e-3), device="cuda", microbatch_size=4, **settings
+    )
+    losses = []
+    for number, batch in enumerate(batches(5)):
+        losses.append(engine.step(batch).loss)
+        if number == 2:
+            losses.append(engine.evaluate(batch))
+    engine.close()
+    return losses, model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[list[float], dict[str, torch.Tensor]]:
+    return train(embedding="device")
+
+
+@pytest.mark.parametrize("embedding", ["device", "host"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_every_choice_gives_the_same_training(name: str, embedding: str, expected):
+    losses, state = train(overrides=CHOICES[name], embedding=embedding)
+    assert losses == pytest.approx(expected[0], rel=1e-5)
+    for key, value in state.items():
+        difference = float((value - expected[1][key]).abs().max())
+        assert difference <= 2e-4 * float(expected[1][key].abs().max()) + 1e-6, key
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"num_tail": 2, "num_device_states": 2}, {"keep": 0.3, "num_kept_cells": 3}],
+    ids=["streamed", "tail", "kept"],
+)
+def test_compiled_layers_train_alike(overrides: dict, expected):
+    losses, _ = train(compile=True, overrides=overrides)
+    assert losses == pytest.approx(expected[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("budget", ["256MiB", "512MiB", "1GiB"])
+def test_the_peak_stays_under_the_budget(budget: str):
+    limit = int(budget[:3]) * 2**20 if budget.endswith("MiB") else 2**30
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = build(num_layers=12, width=512)
+    with l2l.Engine(
+        model, optimizer=l2l.AdamW(lr=1e-4), device="cuda", device_memory=budget, clip_norm=1.0
+    ) as engine:
+        losses = [engine.step(one).loss for one in batches(4, rows=32, length=128)]
+        engine.evaluate(next(batches(1)))
+        plan = engine.plan
+    assert losses[-1] < losses[0] + 0.1
+    assert torch.cuda.max_memory_reserved() <= limit
+    assert plan.total_bytes("device") <= limit
+    assert plan.predicted_seconds is not None
+
+
+def test_a_budget_that_is_too_small_says_what_would_do():
+    with (
+        l2l.Engine(build(), device="cuda", device_memory="20MiB", compile=False) as engine,
+        pytest.raises(ValueError, match="Give device_memory="),
+    ):
+        engine.step(next(batches(1)))
