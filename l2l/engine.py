@@ -245,6 +245,8 @@ class Engine:
             choices=(
                 ("layers", f"{self._carved.list_name}, {self._carved.num_layers} of them"),
                 ("precision", str(self._precision.link).removeprefix("torch.")),
+                ("microbatch", self._planning.microbatch(self._microbatch_size)),
+                ("stash", self._stash.policy),
                 ("update", self._policy.value),
                 ("loss averages over", self._rehearsal.rule.value if self._rehearsal.rule else "?"),
                 ("layers run", self._compiler.describe()),

@@ -230,6 +230,14 @@ class Planning:
             f"{format_bytes(peak_bytes)}",
         )
 
+    def microbatch(self, rows: int | None) -> str:
+        """How large a microbatch is, for people."""
+        if self._candidate is not None:
+            return f"{self._candidate.rows} rows, {self.decisions.microbatch_tokens:,} tokens"
+        if rows is not None:
+            return f"{rows} rows"
+        return f"about {self.decisions.microbatch_tokens:,} tokens"
+
     def plan(
         self,
         *,
@@ -247,14 +255,14 @@ class Planning:
             )
             return Plan(
                 ledger=device + host,
-                choices=(*choices, *describe(decisions, None, self._carved.num_layers)),
+                choices=(*choices, *describe(decisions, self._carved.num_layers)),
                 measured=self._measured(peak_bytes),
             )
         places = {"device"} if arena else {"device", "host"}
         planned = tuple(line for line in found.ledger if line.place in places)
         return Plan(
             ledger=planned + host,
-            choices=(*choices, *describe(decisions, found.rows, self._carved.num_layers)),
+            choices=(*choices, *describe(decisions, self._carved.num_layers)),
             budget_bytes=self._budget,
             predicted_seconds=found.seconds,
             bound=found.bound,
@@ -263,13 +271,8 @@ class Planning:
         )
 
 
-def describe(
-    decisions: Decisions, rows: int | None, num_layers: int
-) -> tuple[tuple[str, str], ...]:
+def describe(decisions: Decisions, num_layers: int) -> tuple[tuple[str, str], ...]:
     """Choices for people."""
-    microbatch = f"about {decisions.microbatch_tokens:,} tokens"
-    if rows is not None:
-        microbatch = f"{rows} rows, {decisions.microbatch_tokens:,} tokens"
     tail = "none: all layers are streamed"
     if decisions.num_tail:
         tail = f"the last {decisions.num_tail} of {num_layers} layers stay on the device"
@@ -283,7 +286,6 @@ def describe(
     late = f"{decisions.num_late} units in the next step" if decisions.num_late else "none"
     around = "stays on the device with its state" if decisions.outer_state else "comes when needed"
     return (
-        ("microbatch", microbatch),
         ("tail", tail),
         ("epilogue", f"in pieces of {piece:,} tokens" if piece else "a microbatch at once"),
         ("kept, not recomputed", kept),

@@ -139,6 +139,7 @@ def plan(
             ("layers", f"{carved.list_name}, {carved.num_layers} of them"),
             ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),
             ("precision", str(policy_of.link).removeprefix("torch.")),
+            ("microbatch", planning.microbatch(microbatch_size)),
             ("update", policy.value),
             ("for", hardware.device_name),
         ),

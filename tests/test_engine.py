@@ -405,7 +405,7 @@ def test_the_plan_is_a_ledger_that_sums_up(precision: str) -> None:
     assert 4 * numel <= masters <= 4 * numel * 1.5  # padding weighs much in a tiny model
     for moment in ("exp_avg", "exp_avg_sq"):
         assert 4 * numel <= by_purpose["host", moment] <= 4 * numel * 1.5
-    for purpose in ("weight slots", "gradient slots", "boundary cells"):
+    for purpose in ("weight slots, streamed", "gradient slots, streamed", "boundary cells"):
         assert by_purpose["device", purpose] > 0
     assert by_purpose["host", "stash"] > 0
 
@@ -428,6 +428,8 @@ def test_the_plan_prints_every_line_and_choice() -> None:
     assert choices["precision"] == "float32"
     assert choices["stash"] == "device"
     assert choices["microbatch"] == "2 rows"
+    assert choices["tail"] == "none: all layers are streamed"
+    assert choices["layers run"] == "as they are"
     assert "labels that are not ignored" in choices["loss averages over"]
 
 

@@ -13,9 +13,11 @@ def test_public_names() -> None:
         "AdamW",
         "Engine",
         "Lion",
+        "Plan",
         "RecordGradients",
         "SGD",
         "StepReport",
+        "plan",
     ]
     for name in l2l.__all__:
         assert getattr(l2l, name).__doc__, name
@@ -44,6 +46,7 @@ def test_arguments_of_the_engine() -> None:
         "optimizer": None,
         "loss": None,
         "device": None,
+        "device_memory": None,
         "host_memory": None,
         "microbatch_size": None,
         "precision": "bfloat16",
@@ -51,8 +54,11 @@ def test_arguments_of_the_engine() -> None:
         "layers": None,
         "stash": "host",
         "update": None,
+        "compile": None,
+        "embedding": None,
         "kernel": "native",
         "seed": None,
+        "overrides": None,
     }
     positional = [name for name, one in parameters.items() if one.kind is not one.KEYWORD_ONLY]
     assert positional == ["model"]
@@ -113,25 +119,37 @@ def test_optimizers_have_the_settings_and_defaults_of_torch() -> None:
 
 def test_verbs_and_operands_of_a_schedule() -> None:
     assert {name: " ".join(verb.operands) for name, verb in VERBS.items()} == {
-        "fetch": "LO S>",
-        "release": "LO S>",
-        "prologue": "m R> C>",
-        "forward": "L m S< R< C< C>",
-        "score": "m C<",
-        "epilogue": "m C< C>",
-        "backward": "L m S< G> R< C< C< C>",
-        "regress": "m C<",
+        "take": "SGW>",
+        "drop": "SGW>",
+        "fetch": "LOT S>",
+        "release": "LOT S>",
+        "refresh": "T m H<",
+        "lookup": "m",
+        "prologue": "m S< R> C< C>",
+        "forward": "L m S< R< C< C> K>",
+        "score": "m S< R< C<",
+        "epilogue": "m S< G> R< C< C>",
+        "backward": "L m S< G> R< C< K< C< C>",
+        "regress": "m S< G> C< C< C>",
         "report": "",
-        "drain": "LO G< H>",
-        "update": "LO H<",
-        "settle": "LO H<",
-        "revise": "LO S> G<",
-        "return": "LO S>",
-        "stash": "rhg m CR<",
-        "unstash": "rhg m CR>",
+        "drain": "LOT G< H>",
+        "measure": "LOT G<",
+        "collect": "T H>",
+        "update": "LOT H<",
+        "settle": "LOT H<",
+        "order": "LOT",
+        "renew": "LOT S> G<",
+        "borrow": "L p H< W>",
+        "rework": "L p W>",
+        "repay": "L p W<",
+        "revise": "LOT S> G<",
+        "mirror": "LOT S<",
+        "return": "LOT S>",
+        "stash": "rhgkx m CRK<",
+        "unstash": "rhgke m CRK>",
     }
 
 
 def test_lanes_of_a_schedule() -> None:
-    lanes = ["compute", "fetch", "drain", "stash", "unstash", "update"]
+    lanes = ["compute", "fetch", "drain", "stash", "unstash", "update", "lend", "rework"]
     assert [lane.value for lane in Lane] == lanes

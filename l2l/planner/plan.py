@@ -94,11 +94,12 @@ class Plan:
         """Device bytes in each phase of a step, with what is there always."""
         own = [line for line in self.ledger if line.place == "device"]
         always = sum(line.nbytes for line in own if line.phase == ALWAYS)
-        names = dict.fromkeys(line.phase for line in own if line.phase != ALWAYS)
-        return {
-            name: always + sum(line.nbytes for line in own if line.phase == name)
-            for name in names or (ALWAYS,)
-        }
+        found = {ALWAYS: always}
+        for line in own:
+            if line.phase != ALWAYS:
+                found.pop(ALWAYS, None)
+                found[line.phase] = found.get(line.phase, always) + line.nbytes
+        return found
 
     def total_bytes(self, place: str) -> int:
         """Bytes of a place; of the device those of the phase that takes most."""
