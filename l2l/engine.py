@@ -335,6 +335,7 @@ class Engine:
                 for owner, buffer in self._carved.outer_tensors.buffers.items()
             }
         )
+        self._planning.limit_device()  # the model itself may have been on the device
 
     def _give_back_buffers(self) -> None:
         for owner, buffer in self._rehearsal.present_buffers().items():

@@ -101,8 +101,12 @@ class Planning:
         self._most_tokens = 0  # of a microbatch, that the plan is for
         self._marks: list[float] = []
         self.decisions = Decisions().override(self._overrides)
-        if device is not None and budget is not None:
-            device.limit_memory(budget)
+
+    def limit_device(self) -> None:
+        """Hold torch to the budget from here on, if the user named one."""
+        if self._device is not None and self._budget is not None:
+            self._device.give_back()
+            self._device.limit_memory(self._budget)
 
     def must_plan(self, batch: Any, *, rows: int | None) -> bool:
         """Whether a batch has larger microbatches than the plan is for."""
