@@ -227,7 +227,8 @@ class Planning:
         step = min(later - earlier for earlier, later in pairwise(recent))
         compared = ""
         if self._candidate is not None:
-            compared = f" ({step / self._candidate.seconds - 1:+.0%} of what was expected)"
+            off = step / self._candidate.seconds - 1
+            compared = f" ({abs(off):.0%} {'more' if off > 0 else 'less'} than expected)"
         speed = f"{self._num_tokens / step:,.0f} tokens/s"
         return (
             f"measured: {step:.3f} s a step, {speed}{compared}; device peak "

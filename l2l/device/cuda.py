@@ -117,6 +117,7 @@ class CudaDevice(Device):
         }
         self._streams[Lane.COMPUTE] = torch.cuda.current_stream(self.torch_device)
         self._host_buffers: list[tuple[int, object]] = []  # address, and what owns the memory
+        self._is_limited = False
         self._marks: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] | None = None
         # For a device that is dropped without `close`.
         weakref.finalize(self, self._worker.dismiss).atexit = False
@@ -266,6 +267,7 @@ class CudaDevice(Device):
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.torch_device)
+        self._is_limited = True
 
     @override
     def reset_peak(self) -> None:
@@ -279,6 +281,8 @@ class CudaDevice(Device):
     def close(self) -> None:
         self._worker.close()
         torch.cuda.synchronize(self.torch_device)
+        if self._is_limited:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
         self._counter.close()
         _unregister(self._host_buffers)
 
