@@ -376,16 +376,18 @@ class Engine:
             return
         self._leave_device()
         outer = self._rehearsal.outer_units(self._is_looked_up)
-        self._planning.make(
-            batch,
-            rows=self._microbatch_size,
-            outer=outer,
-            usage=self._rehearsal.usage,
-            facts=self._outer.facts,
-            record=self._rehearsal.record,
-            buffer_bytes=self._rehearsal.resident_buffer_bytes(),
-        )
-        self._enter_device(outer)
+        try:
+            self._planning.make(
+                batch,
+                rows=self._microbatch_size,
+                outer=outer,
+                usage=self._rehearsal.usage,
+                facts=self._outer.facts,
+                record=self._rehearsal.record,
+                buffer_bytes=self._rehearsal.resident_buffer_bytes(),
+            )
+        finally:  # if nothing fits, the choices made before hold
+            self._enter_device(outer)
 
     def _leave_device(self) -> None:
         """Bring everything that stays on the device from step to step back to the host."""

@@ -99,6 +99,7 @@ class Planning:
         self._candidate: Candidate | None = None
         self._num_tokens = 0
         self._most_tokens = 0  # of a microbatch, that the plan is for
+        self._is_whole = False  # whether a batch was planned as one microbatch
         self._marks: list[float] = []
         self.decisions = Decisions().override(self._overrides)
 
@@ -109,13 +110,15 @@ class Planning:
             self._device.limit_memory(self._budget)
 
     def must_plan(self, batch: Any, *, rows: int | None) -> bool:
-        """Whether a batch has larger microbatches than the plan is for."""
+        """Whether a batch has larger microbatches than the plan is for, or should have."""
         if self._candidate is None:
             return not self._most_tokens
         if isinstance(batch, Mapping):
-            length = token_length(batch)
+            length, total = token_length(batch), num_rows(batch)
+            if rows is None and self._is_whole and total * length > self._num_tokens:
+                return True  # only the batch was too small for larger ones
             chosen = rows or max(1, self.decisions.microbatch_tokens // length)
-            return min(chosen, num_rows(batch)) * length > self._most_tokens
+            return min(chosen, total) * length > self._most_tokens
         return max(num_rows(one) * token_length(one) for one in batch) > self._most_tokens
 
     def make(
@@ -197,6 +200,7 @@ class Planning:
         )
         self.decisions = self._candidate.decisions.override(self._overrides)
         self._most_tokens = self._candidate.rows * length
+        self._is_whole = self._candidate.rows >= total
 
     def _look_at_machine(self) -> bool:
         """Measure the machine and limit torch to the budget; False if there is none to keep to."""

@@ -4,6 +4,7 @@ That a step equals plain PyTorch in float32 is in test_parity.py; here are the o
 training in bfloat16 against a reference that is written out.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,7 +28,9 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import l2l
+from l2l.byte_size import format_bytes
 from l2l.engine import Engine
+from l2l.hardware import H200
 
 ROWS = 8
 ADAMW = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.05}
@@ -431,6 +434,179 @@ def test_the_plan_prints_every_line_and_choice() -> None:
     assert choices["tail"] == "none: all layers are streamed"
     assert choices["layers run"] == "as they are"
     assert "labels that are not ignored" in choices["loss averages over"]
+
+
+BUDGETED = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
+LEAST_MIB, MOST_MIB = 146, 240  # all layers streamed; everything on the device, with its state
+
+
+@pytest.fixture
+def as_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans with the figures of an H200: nothing is measured, and choices do not vary."""
+    monkeypatch.setattr("l2l.planning.known_hardware", lambda *_: H200)
+
+
+def train_in(budget: str | None, batches: list[Batch], **settings: Any) -> tuple[Any, ...]:
+    """Losses and weights of training in a budget, and the last plan."""
+    model = build_llama(**BUDGETED)
+    with make_engine(
+        model, device_memory=budget, optimizer=l2l.AdamW(**ADAMW), seed=0, **settings
+    ) as engine:
+        losses = [engine.step(batch).loss for batch in batches]
+        plan = engine.plan
+    return losses, model, plan
+
+
+def longer(batch: Batch) -> Batch:
+    """Rows of twice the length."""
+    return {name: torch.cat([tensor, tensor], dim=1) for name, tensor in batch.items()}
+
+
+def assert_close_training(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    assert found[0] == pytest.approx(expected[0], abs=1e-5)
+    for one, other in zip(found[1].parameters(), expected[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("as_h200")
+@pytest.mark.parametrize("size", [None, 4], ids=["planned", "four_rows"])
+@pytest.mark.parametrize("clip_norm", [None, 0.5], ids=["unclipped", "clipped"])
+def test_training_in_any_budget_is_the_same(clip_norm: float | None, size: int | None) -> None:
+    batches = [causal_batch(ROWS, seed) for seed in range(3)]
+    settings: dict[str, Any] = {"clip_norm": clip_norm, "microbatch_size": size}
+    expected = train_in(None, batches, **settings)
+    tails = []
+    for budget in (LEAST_MIB, 155, MOST_MIB):
+        found = train_in(f"{budget}MiB", batches, **settings)
+        assert_close_training(found, expected)
+        plan = found[2]
+        assert plan.budget_bytes == budget << 20
+        assert plan.total_bytes("device") <= plan.budget_bytes
+        tails.append(dict(plan.choices)["tail"])
+    assert tails[0] == "none: all layers are streamed"
+    assert tails[-1].startswith("the last 6 of 6 layers")
+    assert len(set(tails)) == 3
+
+
+@pytest.mark.usefixtures("as_h200")
+@pytest.mark.parametrize("budget", [LEAST_MIB, 180, MOST_MIB])
+def test_the_ledger_of_a_budget_sums_up(budget: int) -> None:
+    batches = [causal_batch(ROWS)]
+    _, _, plan = train_in(f"{budget}MiB", batches, clip_norm=0.5)
+    device = [line for line in plan.ledger if line.place == "device"]
+    always = sum(line.nbytes for line in device if line.phase == "always")
+    phases = plan.phases()
+    assert phases.keys() == {line.phase for line in device} - {"always"}
+    for phase, nbytes in phases.items():
+        assert nbytes == always + sum(line.nbytes for line in device if line.phase == phase)
+    assert plan.total_bytes("device") == max(phases.values()) <= budget << 20
+    host = [line.nbytes for line in plan.ledger if line.place == "host"]
+    assert plan.total_bytes("host") == sum(host) > 0
+    text = str(plan)
+    assert f"of {format_bytes(budget << 20)}" in text
+    for phase in phases:
+        assert f"{phase}: " in text
+    assert plan.predicted_seconds is not None
+    assert plan.num_tokens == batches[0]["input_ids"].numel()
+    assert f"{plan.predicted_seconds:.3f} s a step" in text
+    assert f"{plan.bound} bound" in text
+
+
+@pytest.mark.usefixtures("as_h200")
+def test_a_budget_that_is_too_small_names_one_that_is_not() -> None:
+    model, batch = build_llama(**BUDGETED), causal_batch(ROWS)
+    with (
+        make_engine(model, device_memory="100MiB") as engine,
+        pytest.raises(ValueError, match=r"found a budget of 100.00 MiB") as refused,
+    ):
+        engine.step(batch)
+    assert_same_state(model, build_llama(**BUDGETED))
+    advice = re.search(r"device_memory='(\d+MiB)'", str(refused.value))
+    assert advice is not None
+    losses = train_in(advice[1], [batch, batch])[0]
+    assert losses == pytest.approx(train_in(None, [batch, batch])[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("wrong", ["0GiB", -1, "much"])
+def test_a_budget_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="device_memory="):
+        make_engine(build_llama(), device_memory=wrong)
+
+
+@pytest.mark.usefixtures("as_h200")
+@pytest.mark.parametrize("num_steps", [2, 6])
+@pytest.mark.parametrize("budget", [None, "180MiB"])
+def test_what_was_measured_is_in_the_plan_after_some_steps(
+    budget: str | None, num_steps: int
+) -> None:
+    batches = [causal_batch(ROWS, seed) for seed in range(num_steps)]
+    plan = train_in(budget, batches)[2]
+    if num_steps == 2:
+        assert plan.measured == ()
+        return
+    (line,) = plan.measured
+    assert line in str(plan)
+    assert re.match(r"measured: \d+\.\d{3} s a step, [\d,]+ tokens/s", line)
+    assert ("expected" in line) == (budget is not None)
+
+
+@pytest.mark.usefixtures("as_h200")
+@pytest.mark.parametrize("clip_norm", [None, 0.5], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("budget", [150, MOST_MIB])
+def test_a_longer_batch_is_planned_anew_and_nothing_is_lost(
+    budget: int, clip_norm: float | None
+) -> None:
+    """State and weights that stayed on the device come back before they are placed again."""
+    short = [causal_batch(ROWS, seed) for seed in range(2)]
+    batches = [*short, longer(short[0]), short[1], longer(longer(short[1])), short[0]]
+    expected = train_in(None, batches, clip_norm=clip_norm)
+    found = train_in(f"{budget}MiB", batches, clip_norm=clip_norm)
+    assert_close_training(found, expected)
+    tokens = dict(found[2].choices)["microbatch"]
+    assert tokens == f"{ROWS} rows, {batches[4]['input_ids'].numel():,} tokens"
+
+
+@pytest.mark.usefixtures("as_h200")
+def test_a_small_first_batch_does_not_make_microbatches_small() -> None:
+    with make_engine(build_llama(**BUDGETED), device_memory=f"{MOST_MIB}MiB") as engine:
+        rows = []
+        for number in (1, ROWS, 2, 2 * ROWS, ROWS):
+            engine.evaluate(causal_batch(number))
+            rows.append(dict(engine.plan.choices)["microbatch"].split()[0])
+    assert rows == ["1", "8", "8", "16", "16"]
+
+
+@pytest.mark.usefixtures("as_h200")
+def test_a_batch_that_does_not_fit_leaves_the_engine_usable() -> None:
+    batch = causal_batch(ROWS)
+    long = {name: tensor.repeat(1, 200) for name, tensor in batch.items()}
+    expected = train_in(None, [batch, batch], clip_norm=0.5)
+    model = build_llama(**BUDGETED)
+    settings = {"optimizer": l2l.AdamW(**ADAMW), "clip_norm": 0.5, "seed": 0}
+    with make_engine(model, device_memory="200MiB", **settings) as engine:
+        losses = [engine.step(batch).loss]
+        before = dict(engine.plan.choices)
+        assert "with their optimizer state" in before["tail"]
+        with pytest.raises(ValueError, match="shorter rows"):
+            engine.step(long)
+        losses.append(engine.step(batch).loss)
+        assert dict(engine.plan.choices) == before
+    assert_close_training((losses, model), expected)
+
+
+@pytest.mark.usefixtures("as_h200")
+def test_evaluating_in_a_budget_sees_the_updated_weights() -> None:
+    batch = causal_batch(ROWS)
+    losses = []
+    for budget in (None, f"{LEAST_MIB}MiB", f"{MOST_MIB}MiB"):
+        settings = {"optimizer": l2l.AdamW(**ADAMW), "device_memory": budget, "clip_norm": 0.5}
+        with make_engine(build_llama(**BUDGETED), **settings) as engine:
+            engine.step(batch)
+            losses.append([engine.evaluate(batch), engine.evaluate(longer(batch))])
+            engine.step(batch)
+            losses[-1].append(engine.evaluate(batch))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert losses[2] == pytest.approx(losses[0], abs=1e-5)
 
 
 def peak(*, num_layers: int = 4, num_microbatches: int = 8, stash: str = "host") -> int:

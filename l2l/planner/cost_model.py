@@ -269,29 +269,28 @@ class CostModel:
         backward = number * sum(self.backward_seconds(i, decisions, mean) for i in indices)
         middle = number * self.epilogue_seconds(decisions, mean)
         ends = number * 2 * PROLOGUE_SECONDS
-        compute = forward + backward + middle + ends
         shared = decisions.shared_layers(len(problem.layers))
         on_host = [unit for index, unit in enumerate(streamed) if index not in shared]
-        on_host += tail[: len(tail) - decisions.num_device_states]
+        back = tail[: len(tail) - decisions.num_device_states]
         outer = [] if decisions.outer_state else [size for _, size in problem.outer]
-        host = self.update_seconds(sum(u.num_trained for u in [*on_host, *outer]))
+        host = self.update_seconds(sum(u.num_trained for u in [*on_host, *back, *outer]))
         host = 0.0 if problem.policy is UpdatePolicy.ON_DEVICE else host
         rows_first = self._rows_seconds() if not decisions.outer_state else 0.0
-        fetched = sum(unit.weight_bytes for unit in streamed) * 2
-        fetched += sum(u.weight_bytes for u in tail[: len(tail) - decisions.num_device_states])
-        stash = len(streamed) * number * mean * problem.hidden_bytes
-        stash += len(streamed) * number * self.kept_bytes_of(decisions, rows)
+        weights = sum(unit.weight_bytes for unit in streamed)
+        values = len(streamed) * number * mean * problem.hidden_bytes
+        kept = len(streamed) * number * self.kept_bytes_of(decisions, rows)
         lent = sum(self.lent_bytes(streamed[index]) for index in shared)
-        link = (fetched + stash + lent) / self.hardware.both_ways_rate
+        stays = number + 2 <= decisions.num_cells  # hidden states, from layer to layer
+        again = 0.0 if stays else values
+        inwards = again + weights + sum(unit.weight_bytes for unit in back) + lent
+        rate = self.hardware.both_ways_rate
+        forward = max(forward, inwards / rate, (values + kept + lent) / rate)
+        backward = max(backward, (weights + 2 * values + kept) / rate)
         if problem.policy is UpdatePolicy.JUST_IN_TIME:
             first = self.update_seconds(streamed[0].num_trained) if streamed else host
-            moved = lent / self.hardware.both_ways_rate
-            lead = max(forward + rows_first + first, host + rows_first, moved)
-            step = middle + backward + ends + lead
-        else:
-            layer = backward / max(1, len(streamed))
-            step = max(compute + rows_first, host + rows_first + middle + layer)
-        return max(step, link)
+            return middle + backward + ends + rows_first + max(forward + first, host)
+        layer = backward / max(1, len(streamed))
+        return rows_first + max(forward + middle + backward + ends, host + middle + layer)
 
     @staticmethod
     def lent_bytes(unit: UnitSize) -> int:

@@ -1,0 +1,353 @@
+"""The planner: ledgers add up, more memory is never slower, what is too little is said, in seconds.
+
+Plans are made for Llama shapes on an H200 (its figures, l2l/hardware.py). Nothing runs and nothing
+is allocated: a plan is a function of sizes and costs (`Problem`), a machine and a budget.
+"""
+
+import re
+import time
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import l2l
+from l2l.byte_size import parse_bytes
+from l2l.hardware import H200
+from l2l.parameter_server import UpdatePolicy
+from l2l.planner import ALWAYS, Candidate, Decisions, DoesNotFitError, Plan, Problem, find_plan
+from l2l.planner.cost_model import CostModel
+from l2l.workload import Workload
+
+GIB = 2**30
+NUM_LAYERS = 10
+BUDGETS = (2, 2.5, 3, 4, 6, 10, 16, 24, 48)  # GiB: from one row at a time to everything
+SETTINGS: dict[str, dict[str, Any]] = {
+    "exact": {"num_rows": 32},
+    "clipped": {"num_rows": 32, "clip_norm": 1.0},
+    "few rows": {"num_rows": 8, "clip_norm": 1.0},
+    "Adafactor": {"num_rows": 16, "optimizer": l2l.Adafactor()},
+    "uncompiled": {"num_rows": 16, "compile": False},
+    "large": {"num_rows": 64},
+}
+
+
+class CapturedError(Exception):
+    """Stops a preview when its problem is known."""
+
+
+@cache
+def problem_of(name: str) -> Problem:
+    """What a plan is made for, as a preview of a model finds it."""
+    found: list[Problem] = []
+
+    def capture(problem: Problem, *_: object, **__: object) -> None:
+        found.append(problem)
+        raise CapturedError
+
+    shape = {"shape": "3.2b"} if name == "large" else {"shape": "1b", "num_layers": NUM_LAYERS}
+    model = Workload(**shape).model(torch.device("meta"))
+    with mock.patch("l2l.planning.find_plan", capture), pytest.raises(CapturedError):
+        l2l.plan(model, hardware=H200, **SETTINGS[name])
+    return found[0]
+
+
+@cache
+def found(name: str, budget: float) -> Candidate | None:
+    """The plan for a budget in GiB; None if nothing fits."""
+    try:
+        return find_plan(problem_of(name), H200, budget_bytes=int(budget * GIB), rows=None)
+    except DoesNotFitError:
+        return None
+
+
+def all_found(name: str) -> list[Candidate]:
+    return [one for budget in BUDGETS if (one := found(name, budget)) is not None]
+
+
+every_setting = pytest.mark.parametrize("name", [name for name in SETTINGS if name != "large"])
+
+
+# --------------------------------------------------------------------------------------------------
+# Bytes
+
+
+@every_setting
+def test_the_ledger_adds_up(name: str) -> None:
+    problem = problem_of(name)
+    model = CostModel(problem, H200)
+    for budget in BUDGETS:
+        one = found(name, budget)
+        if one is None:
+            continue
+        plan = Plan(ledger=one.ledger, choices=())
+        assert all(line.nbytes > 0 for line in one.ledger)
+        assert {line.place for line in one.ledger} == {"device", "host"}
+        names = [(line.place, line.phase, line.purpose) for line in one.ledger]
+        assert len(set(names)) == len(names)
+        device = [line for line in one.ledger if line.place == "device"]
+        always = sum(line.nbytes for line in device if line.phase == ALWAYS)
+        for phase, nbytes in plan.phases().items():
+            own = [line.nbytes for line in device if line.phase == phase]
+            assert nbytes == always + sum(own)
+        assert plan.total_bytes("device") == max(plan.phases().values())
+        assert plan.total_bytes("device") == model.peak_bytes(one.decisions, one.rows)
+        assert plan.total_bytes("device") <= budget * GIB
+        host = {line.purpose: line.nbytes for line in one.ledger if line.place == "host"}
+        assert plan.total_bytes("host") == sum(host.values())
+        first = len(problem.layers) - one.decisions.num_device_states
+        moved = sum(unit.state_bytes for unit in problem.layers[first:])
+        assert host["parameter server"] == problem.server_bytes - moved
+
+
+def test_what_every_choice_takes_is_in_the_ledger() -> None:
+    """And nothing else changes with it, but for what it replaces."""
+    model = CostModel(problem_of("clipped"), H200)
+    start = Decisions(microbatch_tokens=4096)
+
+    def lines(**choices: Any) -> dict[tuple[str, str], int]:
+        ledger = model.ledger(replace(start, **choices), 4)
+        return {
+            (line.phase, line.purpose): line.nbytes for line in ledger if line.place == "device"
+        }
+
+    plain = lines()
+    layer = model.problem.layers[-1]
+    for choices, purpose, nbytes in (
+        ({"num_tail": 3}, "tail: weights", 3 * layer.weight_bytes),
+        ({"num_tail": 3}, "tail: gradients", 3 * layer.gradient_bytes),
+        ({"num_tail": 3, "num_device_states": 2}, "tail: optimizer state", 2 * layer.state_bytes),
+        ({"num_shared": 2}, "lent optimizer state", None),
+        ({"keep": 0.2, "num_kept_cells": 3}, "kept results", None),
+    ):
+        changed = lines(**choices)
+        assert (ALWAYS, purpose) not in plain
+        assert changed[ALWAYS, purpose] > 0
+        if nbytes is not None:
+            assert changed[ALWAYS, purpose] == nbytes
+    assert lines(num_slots=3)[ALWAYS, "weight slots"] == 3 * layer.weight_bytes
+    pieces = lines(piece_tokens=1024)
+    assert {key for key in plain if plain[key] != pieces[key]} == {("epilogue", "a piece at work")}
+    assert (ALWAYS, "gradient slots") in plain
+    assert ("backward", "gradient slots") in lines(shares_memory=True)
+
+
+def test_device_memory_of_streamed_layers_does_not_depend_on_their_number() -> None:
+    problem = problem_of("exact")
+    deep = replace(problem, layers=problem.layers * 4, costs=problem.costs * 4)
+    for decisions in (Decisions(), Decisions(keep=0.16, num_kept_cells=3, shares_memory=True)):
+        peaks = [CostModel(one, H200).peak_bytes(decisions, 8) for one in (problem, deep)]
+        assert peaks[0] == peaks[1]
+
+
+@every_setting
+def test_too_small_a_budget_is_refused_with_one_that_fits(name: str) -> None:
+    problem = problem_of(name)
+    with pytest.raises(DoesNotFitError) as refused:
+        find_plan(problem, H200, budget_bytes=GIB // 4, rows=None)
+    text = str(refused.value)
+    assert "256.00 MiB" in text
+    advice = re.search(r"device_memory='(\d+MiB)'", text)
+    assert advice is not None
+    enough = parse_bytes(advice[1], name="")
+    made = find_plan(problem, H200, budget_bytes=enough, rows=None)
+    assert Plan(ledger=made.ledger, choices=()).total_bytes("device") <= enough
+    with pytest.raises(DoesNotFitError):
+        find_plan(problem, H200, budget_bytes=enough - (2 << 20), rows=None)
+
+
+def test_a_given_microbatch_is_kept_and_may_be_what_does_not_fit() -> None:
+    problem = problem_of("exact")
+    for rows in (1, 3, 8):
+        made = find_plan(problem, H200, budget_bytes=6 * GIB, rows=rows)
+        assert made.rows == rows
+        assert made.decisions.microbatch_tokens == rows * problem.length
+    with pytest.raises(DoesNotFitError, match=r"microbatches of 32 row"):
+        find_plan(problem, H200, budget_bytes=3 * GIB, rows=32)
+
+
+# --------------------------------------------------------------------------------------------------
+# Seconds
+
+
+def assert_never_slower(plans: list[Candidate]) -> None:
+    best = plans[0].seconds
+    for one in plans:
+        assert one.seconds <= 1.03 * best, one.decisions  # candidates are ranked by a rough formula
+        best = min(best, one.seconds)
+
+
+@every_setting
+def test_more_memory_is_never_slower(name: str) -> None:
+    plans = all_found(name)
+    assert len(plans) >= 7
+    assert_never_slower(plans)
+    assert plans[-1].seconds < 0.8 * plans[0].seconds
+
+
+def test_more_memory_is_never_slower_for_a_larger_model() -> None:
+    plans = [found("large", budget) for budget in (8, 16, 20, 32)]
+    assert_never_slower([one for one in plans if one is not None])
+
+
+def test_twice_the_tokens_take_twice_the_time_where_the_device_is_what_is_slow() -> None:
+    problem = problem_of("exact")
+    one, two = (
+        find_plan(replace(problem, num_rows=rows), H200, budget_bytes=8 * GIB, rows=None)
+        for rows in (32, 64)
+    )
+    assert one.bound == two.bound == "compute"
+    assert two.seconds / one.seconds == pytest.approx(2, rel=0.1)
+
+
+def test_few_tokens_take_as_long_as_the_host_or_the_link() -> None:
+    problem = problem_of("clipped")
+    one, two = (
+        find_plan(replace(problem, num_rows=rows), H200, budget_bytes=4 * GIB, rows=None)
+        for rows in (1, 2)
+    )
+    assert one.bound in ("host", "link")
+    assert two.seconds / one.seconds < 1.3
+
+
+def test_faster_machines_are_faster_at_what_they_are_faster_at() -> None:
+    problem = problem_of("exact")
+    arithmetic = replace(H200, matrix_rate=2 * H200.matrix_rate, memory_rate=2 * H200.memory_rate)
+    now, later = (
+        find_plan(problem, machine, budget_bytes=8 * GIB, rows=None).seconds
+        for machine in (H200, arithmetic)
+    )
+    assert 0.45 < later / now < 0.8
+    slow_host = replace(H200, host_rate=H200.host_rate / 20)
+    made = find_plan(problem, slow_host, budget_bytes=3 * GIB, rows=None)
+    assert made.bound in ("host", "link")
+    assert made.seconds > now
+
+
+@every_setting
+def test_the_formula_and_the_simulation_agree(name: str) -> None:
+    model = CostModel(problem_of(name), H200)
+    for one in all_found(name):
+        simulated = model.simulate(one.decisions, one.rows).seconds
+        assert simulated == one.seconds
+        assert model.estimate(one.decisions, one.rows) == pytest.approx(simulated, rel=0.35)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_they_agree_on_choices_that_are_not_the_best_too(rows: int) -> None:
+    model = CostModel(problem_of("clipped"), H200)
+    for choices in (
+        {},
+        {"num_tail": 4},
+        {"num_tail": 4, "num_device_states": 4},
+        {"num_shared": 6},
+        {"keep": 0.16, "num_kept_cells": 3},
+        {"piece_tokens": 512, "shares_memory": True},
+        {"num_tail": NUM_LAYERS, "num_device_states": NUM_LAYERS, "outer_state": True},
+    ):
+        decisions = Decisions(microbatch_tokens=rows * 1024, **choices)
+        estimated = model.estimate(decisions, rows)
+        assert estimated == pytest.approx(model.simulate(decisions, rows).seconds, rel=0.35), (
+            choices
+        )
+
+
+def test_a_plan_takes_seconds() -> None:
+    problem = problem_of("large")
+    start = time.perf_counter()
+    find_plan(problem, H200, budget_bytes=24 * GIB, rows=None)
+    assert time.perf_counter() - start < 10
+
+
+# --------------------------------------------------------------------------------------------------
+# Choices
+
+
+def chosen(*names: str) -> list[Decisions]:
+    return [one.decisions for name in names for one in all_found(name)]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "num_tail",
+        "num_device_states",
+        "piece_tokens",
+        "keep",
+        "num_kept_cells",
+        "num_shared",
+        "shares_memory",
+        "outer_state",
+    ],
+)
+def test_every_choice_is_made_somewhere_and_left_elsewhere(choice: str) -> None:
+    values = {getattr(one, choice) for one in chosen("exact", "clipped", "few rows")}
+    assert getattr(Decisions(), choice) in values
+    assert len(values) > 1
+
+
+def test_updates_are_left_to_the_next_step_where_the_host_is_slow() -> None:
+    problem = replace(problem_of("exact"), num_rows=4)
+    made = find_plan(problem, H200, budget_bytes=3 * GIB, rows=None)
+    assert problem.policy is UpdatePolicy.EAGER
+    assert made.decisions.num_late > 0
+    assert not any(one.num_late for one in chosen("Adafactor"))
+
+
+def test_microbatches_grow_with_the_budget() -> None:
+    rows = [one.rows for one in all_found("exact")]
+    assert rows[0] < rows[3] == max(rows)
+
+
+def test_with_room_for_everything_everything_stays() -> None:
+    one = found("clipped", 48)
+    assert one is not None
+    assert one.decisions.num_tail == one.decisions.num_device_states == NUM_LAYERS
+    assert one.decisions.outer_state
+    assert all(line.purpose != "weight slots" for line in one.ledger)
+
+
+def test_an_optimizer_without_state_has_none_on_the_device() -> None:
+    assert all(one.num_device_states == one.num_shared == 0 for one in chosen("Adafactor"))
+
+
+def test_what_is_not_compiled_keeps_nothing() -> None:
+    assert all(one.keep == one.num_kept_cells == 0 for one in chosen("uncompiled"))
+
+
+def test_nothing_is_kept_that_the_host_has_no_room_for() -> None:
+    keeping = next(one for one in all_found("few rows") if one.decisions.num_kept_cells)
+    taken = sum(line.nbytes for line in keeping.ledger if line.place == "host")
+    kept = {line.purpose: line.nbytes for line in keeping.ledger}["stash: kept results"]
+    assert kept > 0
+    problem = replace(problem_of("few rows"), host_limit_bytes=taken - kept)
+    for budget in BUDGETS[3::2]:
+        made = find_plan(problem, H200, budget_bytes=int(budget * GIB), rows=None)
+        assert sum(one.nbytes for one in made.ledger if one.place == "host") <= taken - kept
+
+
+def test_choices_that_were_made_are_not_made_again() -> None:
+    problem = problem_of("clipped")
+    overrides = Decisions(num_tail=3, num_device_states=1, num_shared=2, piece_tokens=256)
+    fixed = frozenset({"num_tail", "num_device_states", "num_shared", "piece_tokens"})
+    made = find_plan(
+        problem, H200, budget_bytes=24 * GIB, rows=None, overrides=overrides, fixed=fixed
+    )
+    assert all(getattr(made.decisions, name) == getattr(overrides, name) for name in fixed)
+
+
+def test_overriding_what_is_not_a_choice_names_those_that_are() -> None:
+    assert Decisions().override({"num_tail": 2}).num_tail == 2
+    assert Decisions(num_tail=1).override({}) == Decisions(num_tail=1)
+    with pytest.raises(ValueError, match=r"\['number_of_slots', 'tail'\].*num_slots.*num_tail"):
+        Decisions().override({"tail": 1, "number_of_slots": 2, "keep": 0.1})
+
+
+def test_shared_layers_are_spread_over_those_that_are_streamed() -> None:
+    assert Decisions().shared_layers(8) == frozenset()
+    assert Decisions(num_shared=2).shared_layers(8) == {2, 6}
+    assert Decisions(num_shared=9, num_tail=4).shared_layers(8) == {0, 1, 2, 3}
+    assert Decisions(num_shared=1, num_tail=8).shared_layers(8) == frozenset()
