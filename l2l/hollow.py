@@ -9,6 +9,7 @@ positions, counts of labels) does what it always does, which it could not on the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -22,7 +23,10 @@ LARGE_BYTES = 8 << 20
 
 
 def hollow(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros of any shape, in the memory of one."""
+    """Zeros of any shape; many of them are in the memory of one."""
+    number = math.prod(shape)
+    if number * dtype.itemsize <= LARGE_BYTES:
+        return torch.zeros(tuple(shape), dtype=dtype)
     return torch.zeros((), dtype=dtype).expand(tuple(shape))
 
 
@@ -53,16 +57,13 @@ class Hollowing(TorchDispatchMode):
             return func(*args, **kwargs)
         try:
             shapes = _on_meta(func, args, kwargs)
-        except (NotImplementedError, RuntimeError):  # its result depends on values
+        except Exception:  # its result depends on values; or it fails, and says so itself
             return func(*args, **kwargs)
         results = [leaf for leaf in pytree.tree_leaves(shapes) if isinstance(leaf, Tensor)]
-        if not any(map(is_hollow, tensors)) and not any(map(_is_large, results)):
+        is_large = any(one.nbytes > LARGE_BYTES for one in results)
+        if not is_large and not any(map(is_hollow, tensors)):
             return func(*args, **kwargs)
         return pytree.tree_map_only(Tensor, _zeros, shapes)
-
-
-def _is_large(tensor: Tensor) -> bool:
-    return tensor.nbytes > LARGE_BYTES
 
 
 def _is_view(func: Any) -> bool:
@@ -91,6 +92,6 @@ def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _zeros(found: Tensor) -> Tensor:
-    if _is_large(found):
+    if found.nbytes > LARGE_BYTES:
         return hollow(found.shape, found.dtype)
     return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype).zero_()

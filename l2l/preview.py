@@ -9,12 +9,11 @@ can be taken in pieces and its logits put off. `Engine.plan` has the facts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from l2l.batch import Microbatch
 from l2l.byte_size import format_bytes
@@ -217,7 +216,7 @@ class _Preview:
             name: tensor
             for unit, form in forms.items()
             if not unit.startswith("L")
-            for name, tensor in _tensors(form, hollow).items()
+            for name, tensor in _tensors(form).items()
         }
         carved.set_training(True)
         carved.skeleton.bind(self._weights)
@@ -227,8 +226,7 @@ class _Preview:
 
     def _run_layer(self, index: int, args: Any, kwargs: Any) -> Any:
         part = self._carved.layers[index]
-        part.bind(_tensors(self.forms[f"L{index}"], _on_meta))
-        args, kwargs = pytree.tree_map_only(Tensor, lambda one: one.to("meta"), (args, kwargs))
+        part.bind(_tensors(self.forms[f"L{index}"]))
         return part.module(*args, **kwargs)
 
     def record(self, microbatch: Mapping[str, Any]) -> Recording:
@@ -267,16 +265,10 @@ def _with_values(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
 
 
-def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")
-
-
-def _tensors(
-    form: UnitForm, make: Callable[[Sequence[int], torch.dtype], Tensor]
-) -> dict[str, Tensor]:
-    """A unit's tensors, without memory."""
+def _tensors(form: UnitForm) -> dict[str, Tensor]:
+    """A unit's tensors, without memory if they are large."""
     return {
-        field.name: make(field.shape, segment.dtype)
+        field.name: hollow(field.shape, segment.dtype)
         for segment in form.weight_layout.segments
         for field in segment.fields
     }

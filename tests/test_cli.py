@@ -1,10 +1,15 @@
 """The command line: verbs, flags, a table for people and a last line for scripts."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 
 from l2l import cli
+from l2l.cli.plan import Source
+from l2l.hardware import H200
 from l2l.parameter_server import load_kernel
 
 
@@ -86,3 +91,215 @@ def test_flags_of_the_step_benchmark(capsys: pytest.CaptureFixture[str]):
 def test_a_workload_that_cannot_be_is_named(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["bench", "step", "--shape", "tiny", "--tokens", "1000"]) == 2
     assert "--length" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------
+# Plan
+
+
+@pytest.fixture
+def nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without an accelerator."""
+    for name in ("l2l.cli.plan.measured_hardware", "l2l.preview.measured_hardware"):
+        monkeypatch.setattr(name, lambda: None)
+    monkeypatch.setattr("l2l.preview.num_devices", lambda: 0)
+
+
+def write_config(folder: Path, kind: str, config: str, **settings: Any) -> Path:
+    """A model folder with nothing but its configuration."""
+    made = getattr(transformers, config)(**settings)
+    made.architectures = [kind]
+    made.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twelve billion parameters."""
+    settings = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 48}
+    return write_config(tmp_path, "LlamaForCausalLM", "LlamaConfig", **settings)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any], str]:
+    """Status, last line and all that was printed of `l2l plan`."""
+    status = cli.main(["plan", *words])
+    shown = capsys.readouterr()
+    lines = shown.out.strip().splitlines()
+    found = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
+    return status, found, shown.out + shown.err
+
+
+SMALL = ("--rows", "4", "--length", "256", "--device-memory", "12GiB")
+
+
+@pytest.mark.usefixtures("nothing_here")
+@pytest.mark.parametrize("what", ["folder", "file", "shape"])
+def test_a_plan_is_printed_and_ends_with_a_line_of_json(
+    what: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"folder": str(folder), "file": str(folder / "config.json"), "shape": "1b"}
+    status, found, shown = planned(capsys, words[what], *SMALL)
+    assert status == 0
+    assert found["fits"]
+    assert found["parameters"] == (1_235_814_400 if what == "shape" else 11_939_483_648)
+    assert found["num_tokens"] == 1024
+    assert found["tokens_per_second"] == pytest.approx(1024 / found["predicted_seconds"])
+    assert found["bound"] in ("compute", "link", "host")
+    assert found["device_bytes"] <= found["device_budget_bytes"] == 12 * 2**30
+    assert found["host_bytes"] > 2 * found["parameters"]
+    assert found["machine"] == "NVIDIA H200"
+    assert "there is no accelerator here" in shown
+    for name, value in found["choices"].items():
+        assert name in shown
+        assert value in shown
+    assert "link, to the device" not in shown
+
+
+@pytest.mark.usefixtures("nothing_here")
+def test_a_plan_follows_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tiny", "--tokens", "512", "--length", "64", "--microbatch-size", "2"]
+    words += ["--optimizer", "adamw-8bit", "--clip-norm", "1", "--precision", "float16"]
+    status, found, _ = planned(capsys, *words, "--no-compile", "--device-memory", "1GiB")
+    assert status == 0
+    assert found["num_tokens"] == 512
+    assert found["choices"]["microbatch"].startswith("2 rows")
+    assert found["choices"]["precision"] == "float16"
+    assert found["choices"]["update"].startswith("just in time")
+    exact = planned(capsys, *words[:7], "--device-memory", "1GiB")[1]
+    assert exact["choices"]["update"].startswith("eager")
+
+
+@pytest.mark.usefixtures("nothing_here")
+def test_a_plan_for_another_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads(H200.to_json()) | {"device_name": "Half", "matrix_rate": 350e12}
+    (tmp_path / "half.json").write_text(json.dumps(facts))
+    words = ("1b", *SMALL, "--hardware", "--machine", str(tmp_path / "half.json"))
+    status, found, shown = planned(capsys, *words)
+    assert status == 0
+    assert found["machine"] == "Half"
+    assert found["hardware"] == facts
+    assert "Half, 16 host threads" in shown
+    assert "350 Tflop/s" in shown
+
+
+@pytest.mark.usefixtures("nothing_here")
+def test_the_most_layers_of_a_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_config(tmp_path, "GPT2LMHeadModel", "GPT2Config", n_embd=1024, n_head=16)
+    words = (str(folder), *SMALL, "--largest", "--host-memory", "3GiB", "--clip-norm", "1")
+    status, found, shown = planned(capsys, *words)
+    assert status == 0
+    names = [one["optimizer"] for one in found["largest"]]
+    assert names == ["adamw", "adamw-8bit", "adafactor"]
+    layers = [one["layers"] for one in found["largest"]]
+    assert 12 < layers[0] < layers[1] < layers[2]
+    for one in found["largest"]:
+        assert one["host_bytes"] <= 3 * 2**30
+        assert f"{one['layers']:,} layers, {one['parameters'] / 1e9:,.1f} billion" in shown
+    assert "cannot clip" in shown
+
+
+def test_deeper_models_repeat_the_kinds_of_their_layers(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    write_config(
+        tmp_path,
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        hidden_size=64,
+        num_hidden_layers=6,
+        layer_types=kinds * 2,
+    )
+    source = Source.of(str(tmp_path), 64)
+    assert source.period == 3
+    assert all(parameter.is_meta for parameter in source.make(None).parameters())
+    for number in (2, 6, 7, 12):
+        layers = source.make(number).model.layers
+        found = [layer.self_attn.layer_type for layer in layers]
+        assert found == [kinds[index % 3] for index in range(number)]
+
+
+@pytest.mark.usefixtures("nothing_here")
+def test_what_does_not_fit_ends_with_status_1_and_what_would(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, found, shown = planned(capsys, str(folder), "--device-memory", "2GiB")
+    assert status == 1
+    assert not found["fits"]
+    assert found["reason"] in shown
+    assert "Give --device-memory " in shown
+    status, found, shown = planned(capsys, str(folder), *SMALL, "--host-memory", "30GiB")
+    assert status == 1
+    assert "What would fit: --optimizer adafactor" in found["reason"]
+
+
+@pytest.mark.usefixtures("nothing_here")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["nowhere"], "3.2b, 7.5b, 1b, tiny"),
+        (["tiny", "--tokens", "1000"], "--length"),
+        (["tiny", "--rows", "0"], "--rows 0"),
+        (["tiny", "--length", "1"], "--length 1"),
+        (["tiny", "--device-memory", "much"], "is not a size"),
+        (["tiny", "--machine", "nowhere.json"], "hardware-*.json"),
+        (["tiny", "--microbatch-size", "0"], "at least 1 row"),
+        (["tiny", "--optimizer", "adafactor", "--clip-norm", "1"], "cannot be used with Adafactor"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, found, shown = planned(capsys, *words)
+    assert status == 2
+    assert not found
+    assert expected in shown
+
+
+@pytest.mark.usefixtures("nothing_here")
+@pytest.mark.parametrize("text", ["{", "{}", '{"model_type": "moon"}'])
+def test_a_file_that_is_no_configuration_is_named(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    status, _, shown = planned(capsys, str(tmp_path))
+    assert status == 2
+    assert "config.json is not a configuration" in shown
+    assert "model_type" in shown
+
+
+@pytest.mark.usefixtures("nothing_here")
+def test_one_of_several_lists_of_layers_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(tmp_path, "BartForConditionalGeneration", "BartConfig", d_model=256)
+    status, _, shown = planned(capsys, str(tmp_path), *SMALL)
+    assert status == 2
+    assert "--layer-list NAME" in shown
+    words = (str(tmp_path), *SMALL, "--layer-list", "model.decoder.layers")
+    status, found, _ = planned(capsys, *words)
+    assert status == 0
+    assert found["choices"]["layers"].startswith("model.decoder.layers")
+
+
+def test_the_help_of_a_plan_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    shown = capsys.readouterr().out
+    assert "Nothing\nis allocated" in shown
+    assert "l2l plan 3.2b --device-memory 8GiB" in shown
+    flags = {word.strip("[]|,") for word in shown.split() if word.strip("[").startswith("--")}
+    assert flags >= {
+        "--rows",
+        "--tokens",
+        "--length",
+        "--device-memory",
+        "--host-memory",
+        "--optimizer",
+        "--clip-norm",
+        "--precision",
+        "--microbatch-size",
+        "--no-compile",
+        "--layer-list",
+        "--machine",
+        "--hardware",
+        "--largest",
+    }

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import l2l
+from l2l.carving import CarvedModel
 from l2l.device import CheckingDevice
 from l2l.stash import pool_size
 
@@ -384,3 +385,19 @@ def test_a_wrapped_model_makes_no_cache_that_both_passes_append_to():
         with make(model) as engine:
             losses.append([engine.step(batch).loss for _ in range(2)])
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "qwen3_moe"])
+def test_layers_of_one_kind_have_one_structure(name: str) -> None:
+    """So that each kind is compiled once, although layers know their number and own functions."""
+    carved = CarvedModel(FAMILIES[name].build(), layers=None)
+    first, second, third = carved.structures
+    assert first == third != second
+    assert carved.templates[0].module is carved.templates[2].module
+    for index, template in enumerate(carved.templates):
+        template.tensors({owner: torch.empty(()) for owner in template.names.values()})
+        assert all(module.__dict__[word] == index for module, word in template.numbers)
+    assert carved.templates[0].numbers == carved.templates[2].numbers
+    assert name == "qwen3_moe" or any(
+        word == "layer_idx" for _, word in carved.templates[0].numbers
+    )

@@ -64,6 +64,43 @@ def test_arguments_of_the_engine() -> None:
     assert positional == ["model"]
 
 
+def test_arguments_of_a_plan() -> None:
+    """Those of the engine that a plan depends on, with their defaults, and what it is for."""
+    parameters = inspect.signature(l2l.plan).parameters
+    assert {name: parameter.default for name, parameter in parameters.items()} == {
+        "model": inspect.Parameter.empty,
+        "batch": None,
+        "num_rows": 8,
+        "length": 1024,
+        "optimizer": None,
+        "device_memory": None,
+        "host_memory": None,
+        "microbatch_size": None,
+        "precision": "bfloat16",
+        "clip_norm": None,
+        "layers": None,
+        "compile": True,
+        "hardware": None,
+        "overrides": None,
+    }
+    positional = [name for name, one in parameters.items() if one.kind is not one.KEYWORD_ONLY]
+    assert positional == ["model", "batch"]
+
+
+def test_members_of_a_plan() -> None:
+    assert public_members(l2l.Plan) == [
+        "bound",
+        "budget_bytes",
+        "choices",
+        "ledger",
+        "measured",
+        "num_tokens",
+        "phases",
+        "predicted_seconds",
+        "total_bytes",
+    ]
+
+
 def test_arguments_of_its_methods() -> None:
     for method in (l2l.Engine.step, l2l.Engine.evaluate, l2l.Engine.predict):
         assert list(inspect.signature(method).parameters) == ["self", "batch"]

@@ -123,7 +123,7 @@ def run(parsed: argparse.Namespace) -> int:
     """`l2l plan`; returns the exit status."""
     try:
         hardware, notes = _machine(parsed.machine)
-        source = _Source.of(parsed.model, parsed.length)
+        source = Source.of(parsed.model, parsed.length)
         num_rows = _num_rows(parsed)
         settings = {
             "device_memory": parsed.device_memory,
@@ -206,7 +206,7 @@ def _facts(made: Plan) -> dict[str, Any]:
 
 def _largest(
     parsed: argparse.Namespace,
-    source: _Source,
+    source: Source,
     hardware: Hardware | None,
     settings: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
@@ -283,14 +283,14 @@ def _num_rows(parsed: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
+class Source:
     """Where a model comes from: it can be made with any number of layers, without memory."""
 
     make: Callable[[int | None], nn.Module]  # None: as many as it has
     period: int  # after how many layers they repeat
 
     @classmethod
-    def of(cls, word: str, length: int) -> _Source:
+    def of(cls, word: str, length: int) -> Source:
         """The model that the user named.
 
         Raises:
