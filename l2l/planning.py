@@ -143,6 +143,8 @@ class Planning:
         total = sum(num_rows(one) for one in parts)
         if not isinstance(batch, Mapping):
             rows = max(num_rows(one) for one in parts)
+        elif rows is None and "microbatch_tokens" in self._overrides:
+            rows = max(1, self.decisions.microbatch_tokens // length)
         self._num_tokens = sum(num_rows(one) * token_length(one) for one in parts)
         self._marks.clear()
         if not self._look_at_machine():

@@ -79,6 +79,8 @@ def find_plan(
     least: tuple[int, Decisions, int] | None = None
     for candidate, number in _candidates(model, budget_bytes, rows):
         decisions = replace(candidate, **chosen)
+        if decisions.num_device_states > decisions.num_tail:
+            continue  # chosen by the user for a longer tail
         taken = model.peak_bytes(decisions, number)
         if least is None or taken < least[0]:
             least = (taken, decisions, number)
