@@ -111,7 +111,7 @@ class CostModel:
         kept = self.kept_bytes_of(decisions, rows)
         yield ALWAYS, "kept results", decisions.num_kept_cells * kept
         if decisions.num_shared:
-            lent = max(self.lent_bytes(unit) for unit in streamed)
+            lent = max((self.lent_bytes(unit) for unit in streamed), default=0)
             phase = "forward" if decisions.shares_memory else ALWAYS
             yield phase, "lent optimizer state", NUM_LENT * lent // decisions.num_pieces
         yield ALWAYS, "buffers, libraries", problem.buffer_bytes + LIBRARY_BYTES + ROUNDING_BYTES
