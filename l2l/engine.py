@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Self, final
 
 import torch
@@ -21,7 +21,6 @@ from l2l.lookup import HostRows
 from l2l.loss import LossFunction, Rule, output_shares, total_count
 from l2l.outer_pass import OuterPass
 from l2l.parameter_server import (
-    NUM_STAGING,
     HostKernel,
     HostOptimizer,
     Optimizer,
@@ -38,7 +37,7 @@ from l2l.parameter_server import (
 from l2l.planner import Decisions, Plan
 from l2l.planning import Planning, parse_budget
 from l2l.precision import PrecisionPolicy
-from l2l.rehearsal import Rehearsal
+from l2l.rehearsal import LARGE_UNIT_BYTES, Rehearsal
 from l2l.relay import Relay, Scaler
 from l2l.report import StepReport
 from l2l.schedule import Lane, OuterUnit, Schedule, Shape, make_schedule
@@ -50,18 +49,8 @@ from l2l.units import forms_of, units_of
 from l2l.updates import Updates
 
 MOST_STEPS_AHEAD = 2  # how far the host may run ahead of the device
-LARGE_UNIT_BYTES = 16 << 20  # a smaller table is not worth a lookup on the host
 
 Batches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Where a plan puts the model's units."""
-
-    outer: tuple[OuterUnit, ...] = ()
-    device_state: frozenset[int] = frozenset()
-    shared: frozenset[int] = frozenset()
 
 
 @final
@@ -118,7 +107,7 @@ class Engine:
             compile: whether layers go through torch.compile, or the name of a backend for it. None:
                 on an accelerator. Compiled layers round differently.
             embedding: "host" gathers the rows of embedding tables there, "device" brings whole
-                tables; None: where fewer bytes move.
+                tables; None: on the host for tables of 16 MiB and more.
             kernel: "native", or "readable" for the slow PyTorch version with the same arithmetic.
             seed: of dropout and of stochastic rounding. None: torch's initial seed.
             overrides: choices of the plan to be made otherwise, by name: see `l2l.planner`.
@@ -198,7 +187,7 @@ class Engine:
             compiled=self._compiler.is_on,
             overrides=overrides or {},
         )
-        self._placement = Placement()
+        self._placed: tuple[OuterUnit, ...] = ()
         self._held: frozenset[str] = frozenset()
         self._schedules: dict[Shape, Schedule] = {}
         self._step_ends: deque[Event] = deque()
@@ -401,8 +390,8 @@ class Engine:
     def _enter_device(self, outer: tuple[OuterUnit, ...]) -> None:
         """Let everything follow the choices."""
         decisions = self._planning.decisions
-        outer_units = tuple(decisions.outer_unit(unit) if unit.trained else unit for unit in outer)
-        units = {unit.name: unit for unit in outer_units}
+        self._placed = tuple(decisions.outer_unit(unit) for unit in outer)
+        units = {unit.name: unit for unit in self._placed}
         self._rows.lookups = tuple(
             lookup
             for name, usage in self._rehearsal.usage.items()
@@ -413,21 +402,10 @@ class Engine:
         self._outer.piece_tokens = decisions.piece_tokens
         self._outer.compiled = self._compiler.is_on
         self._relay.follow(decisions.keep, num_pieces=decisions.num_pieces)
-        num_layers = self._carved.num_layers
-        on_device = frozenset(
-            layer
-            for layer in range(num_layers - decisions.num_device_states, num_layers)
-            if self._server.units[f"L{layer}"].form.trained.names
-        )
-        shared = frozenset(
-            layer
-            for layer in decisions.shared_layers(num_layers)
-            if self._server.units[f"L{layer}"].form.is_one_run
-        )
-        self._placement = Placement(outer=outer_units, device_state=on_device, shared=shared)
-        for layer in shared:
+        shape = self._shape(1, training=True)
+        for layer in shape.shared:
             self._server.register(f"L{layer}", self._device)
-        for name in self._shape(1, training=True).on_device:
+        for name in shape.on_device:
             self._server.place_state(name, self._device.torch_device)
 
     def _is_looked_up(self, unit: str) -> bool:
@@ -447,7 +425,6 @@ class Engine:
         device_losses = torch.zeros((len(microbatches), 2), device=self._device.torch_device)
         return Step(
             number=self._step_number,
-            layers=tuple(range(self._carved.num_layers)),
             microbatches=list(microbatches),
             rule=rule,
             total=1 if keep_outputs else total_count(rule, microbatches),
@@ -469,30 +446,19 @@ class Engine:
         return dict(zip(counts, torch.split(record, list(counts.values())), strict=True))
 
     def _shape(self, num_microbatches: int, *, training: bool) -> Shape:
-        decisions = self._planning.decisions
-        trained = {name for name, unit in self._server.units.items() if unit.form.trained.names}
-        num_layers = self._carved.num_layers
-        just_in_time = self._policy is UpdatePolicy.JUST_IN_TIME
-        return Shape(
-            layers=tuple(range(num_layers)),
+        layers = [self._server.units[f"L{i}"].form for i in range(self._carved.num_layers)]
+        shape = self._planning.decisions.shape(
             num_microbatches=num_microbatches,
-            num_slots=max(1, min(decisions.num_slots, num_layers - decisions.num_tail)),
-            num_cells=decisions.num_cells,
-            num_kept_cells=decisions.num_kept_cells,
-            num_gradient_slots=decisions.num_gradient_slots,
+            trains=[bool(form.trained.names) for form in layers],
+            outer=self._placed,
+            update=self._policy,
+        )
+        return replace(
+            shape,
             training=training,
-            frozen_layers=frozenset(i for i in range(num_layers) if f"L{i}" not in trained),
-            outer=self._placement.outer,
-            num_tail=decisions.num_tail,
-            device_state=self._placement.device_state,
+            shared=frozenset(index for index in shape.shared if layers[index].is_one_run),
             held=self._held,
-            num_late=len(trained) if just_in_time else decisions.num_late,
             pending=tuple(self._server.waiting),
-            num_staging=NUM_STAGING,
-            device_updates=self._policy is UpdatePolicy.ON_DEVICE,
-            shared=self._placement.shared,
-            num_pieces=decisions.num_pieces,
-            shares_memory=decisions.shares_memory,
         )
 
     def _schedule(self, num_microbatches: int, *, training: bool) -> Schedule:

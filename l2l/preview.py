@@ -39,10 +39,9 @@ from l2l.parameter_server import (
 from l2l.planner import DoesNotFitError, Plan
 from l2l.planning import FREE_SHARE, Planning, parse_budget
 from l2l.precision import PrecisionPolicy
-from l2l.rehearsal import Usage, outer_units, usage_of
+from l2l.rehearsal import LARGE_UNIT_BYTES, Usage, outer_units, usage_of
 from l2l.units import forms_of
 
-LARGE_UNIT_BYTES = 16 << 20
 UNLIMITED = 2**62
 
 

@@ -39,6 +39,7 @@ from l2l.parameter_server import ParameterServer, UnitForm
 from l2l.relay import Relay
 from l2l.schedule import OuterUnit
 
+LARGE_UNIT_BYTES = 16 << 20  # a smaller table is not worth a lookup on the host
 PROOF_TOLERANCE = 0.02  # of 16-bit losses and gradients
 TRIAL_SCALE = 0.5  # a loss is multiplied with something in every step; so it is in the trial
 

@@ -24,7 +24,6 @@ class Step:
     """Everything that belongs to one run of a schedule and to nothing after it."""
 
     number: int
-    layers: tuple[int, ...]
     microbatches: list[Microbatch]  # on the host
     rule: Rule
     total: int  # what the loss of the whole batch averages over

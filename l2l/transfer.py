@@ -23,10 +23,8 @@ from torch import Tensor
 from l2l.device import Device
 from l2l.host_memory import Arena
 from l2l.layout import FlatLayout
-from l2l.parameter_server import FlatUnit, ParameterServer, UnitForm
+from l2l.parameter_server import ROUNDING_BYTES, FlatUnit, ParameterServer, UnitForm
 from l2l.schedule import NUM_LENT, Shape, late_staging
-
-ROUNDING_BYTES = 32 << 20
 
 
 class SlotState(enum.Enum):

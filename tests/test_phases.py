@@ -795,7 +795,7 @@ def test_what_is_read_before_and_after_the_layers(name: str):
         engine.step(family.batch(ROWS))
         assert engine._rehearsal.alone
         assert engine._rehearsal.usage == USAGE[name]
-        units = {unit.name: unit for unit in engine._placement.outer}
+        units = {unit.name: unit for unit in engine._placed}
         assert units["T0"].looked_up
         assert not units["T0"].in_prologue
         assert not any(unit.looked_up for unit in units.values() if unit.name != "T0")
@@ -821,7 +821,7 @@ def test_an_epilogue_that_uses_the_embedding_is_not_alone(gate: float, size: int
         loss = engine.step(batch).loss
         assert not engine._rehearsal.alone
         assert not engine._rehearsal.usage
-        assert not any(unit.looked_up for unit in engine._placement.outer)
+        assert not any(unit.looked_up for unit in engine._placed)
     found = (loss, recorder.gradients)
     assert_gradients(found, plain_gradients(family, batch, size), tolerant={"words.weight"})
     assert bool(recorder.gradients["gate"].abs() > 0)

@@ -14,6 +14,7 @@ from l2l.parameter_server.optimizer import Optimizer as Optimizer
 from l2l.parameter_server.optimizer import RecordGradients as RecordGradients
 from l2l.parameter_server.policy import UpdatePolicy as UpdatePolicy
 from l2l.parameter_server.sizing import NUM_STAGING as NUM_STAGING
+from l2l.parameter_server.sizing import ROUNDING_BYTES as ROUNDING_BYTES
 from l2l.parameter_server.sizing import alternatives as alternatives
 from l2l.parameter_server.sizing import host_bytes as host_bytes
 from l2l.parameter_server.store import ParameterServer as ParameterServer
@@ -27,6 +28,7 @@ from l2l.parameter_server.torch_optimizer import groups_of as groups_of
 
 __all__ = [
     "NUM_STAGING",
+    "ROUNDING_BYTES",
     "SGD",
     "Adafactor",
     "AdamW",

@@ -11,6 +11,7 @@ from l2l.parameter_server.optimizer import AdamW, Optimizer
 from l2l.parameter_server.policy import UpdatePolicy
 from l2l.parameter_server.store import UnitForm
 
+ROUNDING_BYTES = 32 << 20  # on the device, through which gradients leave in 16 bits
 NUM_STAGING = 4  # gradients of layers on their way to an eager update
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from l2l.device import Device, Event
 from l2l.host_memory import Arena
-from l2l.layout import ALIGNMENT_BYTES, ALIGNMENT_ELEMENTS, FlatLayout, round_up
+from l2l.layout import ALIGNMENT_ELEMENTS, FlatLayout, round_up
 from l2l.parameter_server import device_update
 from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.host_kernel import HostKernel, SplitWeight
@@ -76,13 +76,6 @@ class UnitForm:
         total = self.trained.padded_numel
         size = round_up(-(-total // num_pieces), ALIGNMENT_ELEMENTS)
         return slice(min(total, number * size), min(total, (number + 1) * size))
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of what an update changes besides the weights, each buffer aligned."""
-        kinds = self.bytes_by_kind()
-        rest = [nbytes for kind, nbytes in kinds.items() if kind != "weights"]
-        return sum(round_up(nbytes, ALIGNMENT_BYTES) for nbytes in rest)
 
     def row_bytes(self, owner: str) -> int:
         """Bytes of one row of a table, as it crosses the link."""

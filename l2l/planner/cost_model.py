@@ -14,15 +14,14 @@ from typing import Final, Literal
 
 from l2l.hardware import Hardware
 from l2l.layer_cost import PassCost, seconds
-from l2l.parameter_server import NUM_STAGING, UpdatePolicy
+from l2l.parameter_server import ROUNDING_BYTES, UpdatePolicy
 from l2l.planner.plan import ALWAYS, Decisions, LedgerLine
 from l2l.planner.problem import CostLine, Problem, UnitSize
-from l2l.schedule import NUM_LENT, Action, Lane, OuterUnit, Shape, make_schedule
+from l2l.schedule import NUM_LENT, Action, Lane, OuterUnit, make_schedule
 from l2l.simulation import Cost, Simulation, simulate
 
 MOST_LINES = 4000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
 LIBRARY_BYTES = 96 << 20  # workspaces of matrix libraries, and small tensors
-ROUNDING_BYTES = 32 << 20
 HEAD_EFFICIENCY = 0.85
 ACCUMULATE_BYTES = 16.0  # to add a parameter's gradient to its sum
 DEVICE_UPDATE_BYTES = 34.0
@@ -330,7 +329,12 @@ class CostModel:
         number = self.num_microbatches(rows)
         lines = number * len(problem.layers) * 6
         fewer = max(2, MOST_LINES // (len(problem.layers) * 6)) if lines > MOST_LINES else number
-        shape = make_shape(problem, decisions, num_microbatches=fewer)
+        shape = decisions.shape(
+            num_microbatches=fewer,
+            trains=[bool(unit.num_trained) for unit in problem.layers],
+            outer=tuple(decisions.outer_unit(unit) for unit, _ in problem.outer),
+            update=problem.policy,
+        )
         shape = replace(shape, pending=shape.late_units, held=frozenset(shape.on_device))
         scale = number / fewer
         costs = _Costs(self, decisions, rows, scale=scale)
@@ -341,36 +345,6 @@ class CostModel:
             drain_rate=hardware.drain_rate,
             both_ways_rate=hardware.both_ways_rate,
         )
-
-
-def make_shape(problem: Problem, decisions: Decisions, *, num_microbatches: int) -> Shape:
-    """The shape of a training step."""
-    num_layers = len(problem.layers)
-    just_in_time = problem.policy is UpdatePolicy.JUST_IN_TIME
-    return Shape(
-        layers=tuple(range(num_layers)),
-        num_microbatches=num_microbatches,
-        num_slots=max(1, min(decisions.num_slots, num_layers - decisions.num_tail)),
-        num_cells=decisions.num_cells,
-        num_kept_cells=decisions.num_kept_cells,
-        num_gradient_slots=decisions.num_gradient_slots,
-        frozen_layers=frozenset(i for i, u in enumerate(problem.layers) if not u.num_trained),
-        outer=tuple(
-            decisions.outer_unit(unit) if size.num_trained else unit for unit, size in problem.outer
-        ),
-        num_tail=decisions.num_tail,
-        device_state=frozenset(
-            i
-            for i in range(num_layers - decisions.num_device_states, num_layers)
-            if problem.layers[i].num_trained
-        ),
-        num_late=num_layers + len(problem.outer) if just_in_time else decisions.num_late,
-        num_staging=NUM_STAGING,
-        device_updates=problem.policy is UpdatePolicy.ON_DEVICE,
-        shared=decisions.shared_layers(num_layers),
-        num_pieces=decisions.num_pieces,
-        shares_memory=decisions.shares_memory,
-    )
 
 
 class _Costs:

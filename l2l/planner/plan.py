@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from l2l.byte_size import format_bytes
-from l2l.schedule import OuterUnit
+from l2l.parameter_server import NUM_STAGING, UpdatePolicy
+from l2l.schedule import OuterUnit, Shape
 
 ALWAYS = "always"
 
@@ -48,10 +49,48 @@ class Decisions:
 
     def outer_unit(self, unit: OuterUnit) -> OuterUnit:
         """A trained unit around the layers, placed as decided."""
-        if not self.outer_state:
+        if not self.outer_state or not unit.trained:
             return unit
         before = unit.in_prologue or unit.looked_up
         return replace(unit, in_prologue=before, looked_up=False, device_state=True)
+
+    def shape(
+        self,
+        *,
+        num_microbatches: int,
+        trains: Sequence[bool],
+        outer: tuple[OuterUnit, ...],
+        update: UpdatePolicy,
+    ) -> Shape:
+        """The shape of a training step.
+
+        Args:
+            num_microbatches: of the step.
+            trains: for every layer, whether anything of it is trained.
+            outer: units around the layers, placed (`outer_unit`).
+            update: when units are updated.
+        """
+        num_layers = len(trains)
+        just_in_time = update is UpdatePolicy.JUST_IN_TIME
+        first = num_layers - self.num_device_states
+        return Shape(
+            layers=tuple(range(num_layers)),
+            num_microbatches=num_microbatches,
+            num_slots=max(1, min(self.num_slots, num_layers - self.num_tail)),
+            num_cells=self.num_cells,
+            num_kept_cells=self.num_kept_cells,
+            num_gradient_slots=self.num_gradient_slots,
+            num_staging=NUM_STAGING,
+            frozen_layers=frozenset(i for i, one in enumerate(trains) if not one),
+            outer=outer,
+            num_tail=self.num_tail,
+            device_state=frozenset(i for i in range(first, num_layers) if trains[i]),
+            num_late=num_layers + len(outer) if just_in_time else self.num_late,
+            device_updates=update is UpdatePolicy.ON_DEVICE,
+            shared=self.shared_layers(num_layers),
+            num_pieces=self.num_pieces,
+            shares_memory=self.shares_memory,
+        )
 
     def override(self, choices: Mapping[str, Any]) -> Decisions:
         """The same with some choices made otherwise.
