@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self, final
 
 import torch
@@ -14,8 +16,10 @@ from torch import Tensor, nn
 
 from l2l.batch import Microbatch, join_outputs, num_rows, split_batch, token_length
 from l2l.carving import CarvedModel, UnitTensors
+from l2l.checkpoint import Checkpoint, CheckpointError, Saving
 from l2l.compiled_layer import Compiler, parse_backend
 from l2l.device import Device, Event, UpdateFailedError, open_device
+from l2l.export import SHARD_BYTES, export_model
 from l2l.host_memory import Arena, HostBudget
 from l2l.lookup import HostRows
 from l2l.loss import LossFunction, Rule, output_shares, total_count
@@ -32,8 +36,8 @@ from l2l.parameter_server import (
     groups_of,
     host_bytes,
     load_kernel,
-    refuse_without_weights,
 )
+from l2l.persistence import Persistence
 from l2l.planner import Decisions, Plan
 from l2l.planning import Planning, parse_budget
 from l2l.precision import PrecisionPolicy
@@ -47,6 +51,9 @@ from l2l.trace import Trace
 from l2l.transfer import Transfer
 from l2l.units import forms_of, units_of
 from l2l.updates import Updates
+from l2l.weights import Incoming, RandomInit
+
+logger = logging.getLogger("l2l")
 
 MOST_STEPS_AHEAD = 2  # how far the host may run ahead of the device
 
@@ -67,6 +74,7 @@ class Engine:
         *,
         optimizer: Optimizer | torch.optim.Optimizer | None = None,
         loss: LossFunction | None = None,
+        weights: Path | str | RandomInit | None = None,
         device: str | torch.device | Device | None = None,
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
@@ -85,11 +93,14 @@ class Engine:
         """Cut the model and move its weights into the parameter server.
 
         Args:
-            model: any module that runs a list of layers in order, on the CPU.
+            model: any module that runs a list of layers in order, on the CPU; or on the meta
+                device, with `weights`.
             optimizer: `l2l.AdamW(...)`, `SGD`, `Lion` or `Adafactor`, or a fresh torch.optim.AdamW
                 or SGD over the model's parameters, whose groups are taken over. None: AdamW.
             loss: None is the model's own (`outputs.loss`); or (outputs, batch) -> (sum, weight),
                 or a scalar, taken as a mean over rows.
+            weights: for a model on the meta device: a Hugging Face folder or a safetensors file,
+                read tensor by tensor, or `l2l.RandomInit(seed=0)`.
             device: None is the accelerator if there is one, else the CPU.
             device_memory: how much of the device may be used: bytes, "8GiB", or None: 90% of what
                 is free. Counts all memory that torch has reserved there. What is left over is used
@@ -119,7 +130,7 @@ class Engine:
             raise ValueError(
                 f"microbatch_size={microbatch_size}; expected at least 1 row, or None."
             )
-        refuse_without_weights(model)
+        incoming = Incoming.of(model, weights)
         self._precision = PrecisionPolicy.for_model(model, precision=precision)
         stash_policy = parse_policy(stash)
         self._model = model
@@ -128,7 +139,6 @@ class Engine:
         self._policy = UpdatePolicy.choose(
             update, optimizer=description, clip_norm=clip_norm, link=self._precision.link
         )
-        self._clip_norm = clip_norm
         self.optimizer = ServerOptimizer(
             groups,
             description.defaults,
@@ -137,7 +147,7 @@ class Engine:
         self._precision.warn_of_rounding(model, trained=self.optimizer.settings())
         forms = self._forms(description)
         budget = HostBudget.of(
-            host_memory, model_bytes=sum(parameter.nbytes for parameter in model.parameters())
+            host_memory, model_bytes=sum(p.nbytes for p in model.parameters() if not p.is_meta)
         )
         budget.check(
             host_bytes(forms, self._policy),
@@ -174,7 +184,7 @@ class Engine:
             outer=self._outer,
             compiler=self._compiler,
         )
-        self._microbatch_size = microbatch_size
+        self._microbatch_size, self._clip_norm = microbatch_size, clip_norm
         self._planning = Planning(
             carved=self._carved,
             forms={form.name: form for form in forms},
@@ -187,12 +197,13 @@ class Engine:
             compiled=self._compiler.is_on,
             overrides=overrides or {},
         )
+        self._persistence = self._make_persistence(budget)
         self._placed: tuple[OuterUnit, ...] = ()
         self._held: frozenset[str] = frozenset()
         self._schedules: dict[Shape, Schedule] = {}
         self._step_ends: deque[Event] = deque()
-        self._step_number, self._state = 0, "open"
-        self._move_in(forms)
+        self._step_number, self._state, self._seed = 0, "open", seed
+        self._move_in(forms, incoming)
 
     def step(self, batch: Batches) -> StepReport:
         """One optimizer step over a batch: a dict of tensors, or a list of microbatches."""
@@ -220,6 +231,110 @@ class Engine:
         step = self._new_step(microbatches, settings=None, keep_outputs=True)
         self._run(self._schedule(len(microbatches), training=False), step)
         return join_outputs([step.outputs[m] for m in range(len(microbatches))], shares)
+
+    @property
+    def step_number(self) -> int:
+        """Steps so far."""
+        return self._step_number
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        background: bool = False,
+        then: Callable[[], None] | None = None,
+    ) -> Saving:
+        """Write everything that is needed to go on exactly: see `l2l.checkpoint`.
+
+        Args:
+            folder: the checkpoint; what has this name is replaced once the new one is whole.
+            extra: anything JSON can hold, for `load` to give back.
+            background: return at once and write beside the steps that follow. What is written is
+                the state as it is now; a unit that changes before it was written is copied into
+                spare host memory first, or its update waits.
+            then: called once the checkpoint is there, on another thread.
+
+        Raises:
+            CheckpointError: it cannot be written. In the background, `Saving.wait` raises that.
+        """
+        self._refuse_if_unusable()
+        self._persistence.finish()
+        self._finish_step()
+        saving = self._persistence.save(
+            Path(folder),
+            step=self._step_number,
+            state={"seed": self._seed, "choices": self._choices()},
+            buffers=self._rehearsal.present_buffers(),
+            order=self._order_of_change(),
+            at_once=self._updated_on_device(),
+            extra=extra or {},
+            then=then,
+            step_seconds=self._planning.step_seconds(),
+        )
+        if not background:
+            saving.wait()
+        return saving
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Go on from a checkpoint, exactly; returns the `extra` it was saved with.
+
+        Every file is checked first. Choices that change the last bits of results (size of
+        microbatches, pieces of the epilogue) are those of the checkpoint, unless the engine was
+        made with others.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model or optimizer; nothing has changed.
+        """
+        if self._state == "closed":
+            raise RuntimeError("the engine is closed. Make a new one from the model.")
+        with contextlib.suppress(CheckpointError):
+            self._persistence.finish()
+        checkpoint = Checkpoint(Path(folder))
+        self._persistence.check(checkpoint)
+        self._finish_step()
+        self._server.waiting.clear()
+        self._leave_device()
+        self._state = "torn"  # until all is there
+        self._persistence.load(checkpoint)
+        self._persistence.load_buffers(checkpoint, self._rehearsal.present_buffers())
+        self._adopt(checkpoint.manifest.state)
+        self._step_number, self._state = checkpoint.manifest.step, "open"
+        return dict(checkpoint.manifest.extra)
+
+    def export(
+        self,
+        folder: str | Path,
+        *,
+        dtype: str | None = None,
+        tokenizer: Any = None,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        """Write a folder that `from_pretrained` reads, tensor by tensor: see `l2l.export`.
+
+        A PEFT model's adapter is written in PEFT's format; of any other module the file
+        model.safetensors with the names of its state_dict.
+
+        Args:
+            folder: replaced once the new one is whole, if it is an earlier export.
+            dtype: "float32", "bfloat16" or "float16"; None: that of the model's parameters.
+            tokenizer: to be saved beside the weights.
+            shard_bytes: the most bytes in a file.
+
+        Raises:
+            ValueError: the folder holds something else, or cannot be written.
+        """
+        self._refuse_if_unusable()
+        self._server.settle_all()
+        export_model(
+            self._model,
+            folder,
+            weight_of=self._server.weight,
+            buffers=self._rehearsal.present_buffers(),
+            dtype=dtype,
+            tokenizer=tokenizer,
+            shard_bytes=shard_bytes,
+        )
 
     @property
     def plan(self) -> Plan:
@@ -256,10 +371,11 @@ class Engine:
         """Move the weights back into the model, which is an ordinary nn.Module again."""
         if self._state == "closed":
             return
-        failure: UpdateFailedError | None = None
+        failure: Exception | None = None
         try:
             self._server.settle_all()
-        except UpdateFailedError as error:  # weights are given back as they are; then it is raised
+            self._persistence.finish()
+        except (UpdateFailedError, CheckpointError) as error:  # raised once weights are given back
             failure = error
         torn = self._state == "torn"
         for name, tensors in units_of(self._carved):
@@ -285,6 +401,75 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------------
 
+    def _finish_step(self) -> None:
+        """Wait until nothing runs; updates that were left to the next step still wait."""
+        for lane in Lane:
+            self._device.record(lane).synchronize()
+        if self._scaler is not None:
+            self._scaler.observe()
+
+    def _order_of_change(self) -> list[str]:
+        """Units, those first that a step changes first."""
+        shape = self._shape(1, training=True)
+        first = [*shape.late_units[::-1], *shape.drained_units]
+        return list(dict.fromkeys([n for n in first if n in self._server.units])) + [
+            name for name in self._server.units if name not in first
+        ]
+
+    def _updated_on_device(self) -> frozenset[str]:
+        shape = self._shape(1, training=True)
+        return frozenset([*shape.on_device, *(f"L{layer}" for layer in shape.shared)])
+
+    def _choices(self) -> dict[str, Any]:
+        """Choices that change the last bits of results."""
+        decisions = self._planning.decisions
+        return {
+            "microbatch_size": self._microbatch_size,
+            "microbatch_tokens": decisions.microbatch_tokens,
+            "piece_tokens": decisions.piece_tokens,
+            "compiled": self._compiler.is_on,
+            "looked_up": sorted({lookup.unit for lookup in self._rows.lookups}),
+        }
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        """Go on with the choices of a checkpoint, and say where that is not possible."""
+        choices, own = state["choices"], self._choices()
+        self._seed = state["seed"]
+        self._relay.reseed(self._seed)
+        self._server.seed = self._seed & 0xFFFFFFFF
+        for name in ("microbatch_size", "compiled"):
+            if choices[name] != own[name]:
+                logger.warning(
+                    "the checkpoint was made with %s=%s, this engine has %s: results may differ "
+                    "in their last bits.",
+                    name,
+                    choices[name],
+                    own[name],
+                )
+        names = (
+            ("piece_tokens",) if self._microbatch_size else ("microbatch_tokens", "piece_tokens")
+        )
+        self._planning.adopt({name: choices[name] for name in names})
+
+    def _refuse_if_unusable(self) -> None:
+        if self._state == "closed":
+            raise RuntimeError("the engine is closed. Make a new one from the model.")
+        if self._state == "torn":
+            raise RuntimeError(
+                "an earlier step failed after some layers had been updated, so the weights are of "
+                "two steps. Go on from a checkpoint with engine.load, or make a new engine."
+            )
+
+    def _make_persistence(self, budget: HostBudget) -> Persistence:
+        return Persistence(
+            server=self._server,
+            carved=self._carved,
+            optimizer=self.optimizer,
+            loss_scale=None if self._scaler is None else self._scaler.scale,
+            link=self._precision.link,
+            spare_bytes=lambda: budget.limit_bytes - sum(self._arena.bytes_by_name.values()),
+        )
+
     def _make_relay(self, seed: int) -> Relay:
         return Relay(
             carved=self._carved,
@@ -306,16 +491,22 @@ class Engine:
             scale_of=None if self._scaler is None else self._scaler.scale_of,
         )
 
-    def _move_in(self, forms: list[UnitForm]) -> None:
+    def _move_in(self, forms: list[UnitForm], incoming: Incoming | None) -> None:
         """Move every unit into the server; if one does not fit, the model is as it was."""
         moved: list[tuple[str, UnitTensors]] = []
         try:
+            if incoming is not None:
+                incoming.fill_buffers()
             for form, (name, tensors) in zip(forms, units_of(self._carved), strict=True):
                 self._server.add(form, parameters=tensors.parameters, buffers=tensors.buffers)
                 moved.append((name, tensors))
+            if incoming is not None:
+                incoming.deliver(self._server.set_weight, self._device.torch_device)
         except BaseException:
-            for name, tensors in moved:
+            for name, tensors in moved if incoming is None else ():
                 self._server.give_back(tensors.parameters, name)
+            if incoming is not None:
+                incoming.undo()
             self._device.close()
             raise
         self._carved.skeleton.bind(
@@ -335,13 +526,7 @@ class Engine:
 
     def _prepare(self, batch: Batches, *, training: bool, needs_loss: bool) -> list[Microbatch]:
         """Check the engine and the batch, cut it, and rehearse if this is the first."""
-        if self._state == "closed":
-            raise RuntimeError("the engine is closed. Make a new one from the model.")
-        if self._state == "torn":
-            raise RuntimeError(
-                "an earlier step failed after some layers had been updated, so the weights are of "
-                "two steps. Make a new engine from weights saved before."
-            )
+        self._refuse_if_unusable()
         first = batch if isinstance(batch, Mapping) else split_batch(batch, microbatch_size=1)[0]
         num_rows(first)
         self._rehearsal.run(dict(first), needs_loss=needs_loss)
@@ -457,6 +642,7 @@ class Engine:
             shape,
             training=training,
             shared=frozenset(index for index in shape.shared if layers[index].is_one_run),
+            halves=shape.halves and self._server.has_halves,
             held=self._held,
             pending=tuple(self._server.waiting),
         )

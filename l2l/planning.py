@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, final
 
@@ -17,13 +18,22 @@ from l2l.loss import trial_batch
 from l2l.outer_pass import OuterFacts
 from l2l.parameter_server import (
     HostKernel,
+    HostOptimizer,
     Optimizer,
     UnitForm,
     UpdatePolicy,
     device_update,
     host_bytes,
 )
-from l2l.planner import Candidate, Decisions, LedgerLine, Plan, Problem, find_plan
+from l2l.planner import (
+    Candidate,
+    Decisions,
+    DoesNotFitError,
+    LedgerLine,
+    Plan,
+    Problem,
+    find_plan,
+)
 from l2l.rehearsal import Usage
 from l2l.schedule import OuterUnit
 from l2l.survey import head_of, is_eight_bit, layer_costs, unit_size, update_bytes
@@ -95,6 +105,7 @@ class Planning:
         self._host_limit = host_limit
         self._compiled = compiled
         self._overrides = dict(overrides)
+        self._adopted: dict[str, Any] = {}  # choices of a checkpoint
         self._hardware = hardware
         self._candidate: Candidate | None = None
         self._num_tokens = 0
@@ -102,6 +113,19 @@ class Planning:
         self._is_whole = False  # whether a batch was planned as one microbatch
         self._marks: list[float] = []
         self.decisions = Decisions().override(self._overrides)
+
+    def adopt(self, choices: Mapping[str, Any]) -> None:
+        """Make these choices as a checkpoint says, where the user has not made them."""
+        self._adopted = {k: v for k, v in choices.items() if k not in self._overrides}
+        self.decisions = self.decisions.override(self._adopted)
+        self._candidate, self._most_tokens = None, 0  # plan anew
+
+    def step_seconds(self) -> float | None:
+        """How long a step takes, measured or else predicted."""
+        recent = self._marks[-NUM_MARKS:]
+        if len(recent) > 2:
+            return min(later - earlier for earlier, later in pairwise(recent))
+        return None if self._candidate is None else self._candidate.seconds
 
     def limit_device(self) -> None:
         """Hold torch to the budget from here on, if the user named one."""
@@ -143,7 +167,7 @@ class Planning:
         total = sum(num_rows(one) for one in parts)
         if not isinstance(batch, Mapping):
             rows = max(num_rows(one) for one in parts)
-        elif rows is None and "microbatch_tokens" in self._overrides:
+        elif rows is None and "microbatch_tokens" in {**self._adopted, **self._overrides}:
             rows = max(1, self.decisions.microbatch_tokens // length)
         self._num_tokens = sum(num_rows(one) * token_length(one) for one in parts)
         self._marks.clear()
@@ -183,6 +207,7 @@ class Planning:
             policy=self._policy,
             update_bytes=update_bytes(self._optimizer, layers[-1]),
             eight_bit=is_eight_bit(self._optimizer),
+            has_halves=isinstance(self._optimizer, HostOptimizer) and self._optimizer.has_halves,
             may_update_on_device=device_update.supports(self._optimizer),
             buffer_bytes=buffer_bytes,
             server_bytes=host_bytes(list(forms.values()), self._policy),
@@ -190,19 +215,32 @@ class Planning:
         )
         if self._device is not None:
             self._device.give_back()
-        assert self._budget is not None
-        assert self._hardware is not None
-        self._candidate = find_plan(
-            problem,
-            self._hardware,
-            budget_bytes=self._budget,
-            rows=rows,
-            overrides=self.decisions,
-            fixed=frozenset(self._overrides),
-        )
-        self.decisions = self._candidate.decisions.override(self._overrides)
+        self._candidate = self._find(problem, rows=rows, is_free=isinstance(batch, Mapping))
         self._most_tokens = self._candidate.rows * length
         self._is_whole = self._candidate.rows >= total
+
+    def _find(self, problem: Problem, *, rows: int | None, is_free: bool) -> Candidate:
+        """The best choices; those of a checkpoint are dropped if they do not fit."""
+        assert self._budget is not None
+        assert self._hardware is not None
+        find = partial(find_plan, problem, self._hardware, budget_bytes=self._budget)
+        fixed = frozenset({**self._adopted, **self._overrides})
+        try:
+            found = find(rows=rows, overrides=self.decisions, fixed=fixed)
+        except DoesNotFitError:
+            if not self._adopted:
+                raise
+            logger.warning(
+                "the checkpoint's %s does not fit this budget and is chosen anew: results may "
+                "differ in their last bits.",
+                ", ".join(self._adopted),
+            )
+            rows = None if is_free and "microbatch_tokens" in self._adopted else rows
+            self._adopted, fixed = {}, frozenset(self._overrides)
+            found = find(rows=rows, overrides=self.decisions, fixed=fixed)
+        made = {name: getattr(self.decisions, name) for name in fixed}
+        self.decisions = found.decisions.override(made)
+        return found
 
     def _look_at_machine(self) -> bool:
         """Measure the machine and limit torch to the budget; False if there is none to keep to."""
@@ -294,6 +332,8 @@ def describe(decisions: Decisions, num_layers: int) -> tuple[tuple[str, str], ..
     shared = "by the host alone"
     if decisions.num_shared:
         shared = f"by the host; of {decisions.num_shared} layers by the device, state lent"
+    if decisions.halves:
+        shared += ", weights first and moments afterwards"
     late = f"{decisions.num_late} units in the next step" if decisions.num_late else "none"
     around = "stays on the device with its state" if decisions.outer_state else "comes when needed"
     return (

@@ -45,6 +45,9 @@ from l2l.updates import PROLOGUE_SEED, Updates, mix_seed
 
 EVERYTHING = 1.0  # what a pass of the tail may keep
 
+HOST_VERBS = ("update", "settle", "advance", "complete", "refresh", "order", "collect")
+"""Lines after which a unit's host memory has changed, or will."""
+
 
 @final
 class Scaler:
@@ -58,12 +61,17 @@ class Scaler:
         """The scale of a step; waits for the norms of the one before."""
         previous = self.unobserved
         if previous is not None and previous is not step:
+            self.observe()
+        return self.scale.value
+
+    def observe(self) -> None:
+        """Learn how the last step went; waits for its norms."""
+        previous, self.unobserved = self.unobserved, None
+        if previous is not None:
             for event in (previous.drained, previous.collected):
                 if event is not None:
                     event.synchronize()
             self.scale.observe(finite=previous.is_finite())
-            self.unobserved = None
-        return self.scale.value
 
 
 @final
@@ -125,6 +133,10 @@ class Relay:
             "unstash": lambda _, value, m, cell: self._stash.unstash(f"{value} {m}", cell),
         }
 
+    def reseed(self, seed: int) -> None:
+        """Go on with another seed."""
+        self._seed = self._updates.seed = seed
+
     def follow(self, keep: float, *, num_pieces: int) -> None:
         """Take over what a plan has chosen."""
         self.keep = keep
@@ -150,6 +162,8 @@ class Relay:
                     continue
                 if line.verb == "fetch" and (update := pending[line.operands[0]]) is not None:
                     device.wait(Lane.FETCH, update)
+                if line.verb in ("return", "repay"):
+                    self._server.before_change(line.operands[0])
                 device.submit(line.lane, str(line), self._work(line, step))
                 if line in awaited:
                     events[line] = device.record(line.lane)
@@ -166,10 +180,13 @@ class Relay:
                 self._stash.adopt(f"x m{m}", one.form, one.gradients)
 
     def _work(self, action: Action, step: Step) -> Work:
-        if action.verb == "settle":  # an update of the step before, with that step's numbers
+        if action.verb in ("settle", "complete"):  # of the step before, with that step's numbers
             return self._updates.settle(action.operands[0])
+        if action.verb == "advance":
+            return self._updates.advance(action.operands[0])
         if action.verb == "refresh":
-            return self._updates.refresh(step, *action.operands[:2])
+            halves = self._shape.halves and step.training
+            return self._updates.refresh(step, *action.operands[:2], halves=halves)
         if action.verb == "order":
             return self._updates.order(step, action.operands[0])
         return partial(self._perform[action.verb], step, *action.operands)
@@ -179,7 +196,7 @@ class Relay:
             step.reported = self._device.record(Lane.DRAIN)
         elif action.verb in ("drain", "measure"):
             step.drained = self._device.record(Lane.DRAIN)
-        elif action.verb in ("update", "settle", "order", "collect"):
+        elif action.verb in HOST_VERBS:
             event = self._device.record(Lane.UPDATE)
             self._server.note_pending(action.operands[0], event)
             step.collected = event if action.verb == "collect" else step.collected

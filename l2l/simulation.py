@@ -317,7 +317,7 @@ def _programs(schedule: Schedule) -> Iterator[tuple[Lane, int, int | None]]:
     last_drain: int | None = None
     for number, line in enumerate(schedule.lines):
         if isinstance(line, Action):
-            if line.lane is Lane.UPDATE and line.operands:
+            if line.lane is Lane.UPDATE and line.operands and line.verb != "complete":
                 last_of_unit[line.operands[0]] = number
             if line.verb == "drain":
                 last_drain = number
@@ -334,7 +334,8 @@ def _programs(schedule: Schedule) -> Iterator[tuple[Lane, int, int | None]]:
         if line.lane is Lane.UPDATE:
             if last_drain is not None and _is_left(line, written):
                 yield Lane.UPDATE, last_drain, 1
-            unit_so_far[unit] = number
+            if line.verb != "complete":  # which changes no weights
+                unit_so_far[unit] = number
         elif line.verb == "fetch" and unit in last_of_unit:
             in_this_step = unit in unit_so_far
             last = unit_so_far if in_this_step else last_of_unit

@@ -6,6 +6,7 @@ The schedule says when; the parameter server owns what is changed. Here is what 
     update               on the host, in its own step
     settle, refresh      on the host, an update that the step before has left; the latter only the
                          rows of a table that this step looks up
+    advance, complete    the same in two: weights before they are needed, moments afterwards
     collect              gradients of looked-up rows join the table's
     order, renew         an update on the device that the step before has left: its numbers, from
                          the host, and the update itself
@@ -71,7 +72,7 @@ class Updates:
         self._device = device
         self._transfer = transfer
         self._rows = rows
-        self._seed = seed
+        self.seed = seed
         self._compiled = compiled
         self.num_pieces = 1  # in which state is lent; the engine sets it
 
@@ -145,14 +146,20 @@ class Updates:
         """The work of a settle line."""
         return partial(self._server.perform, self.take_waiting(unit))
 
-    def refresh(self, step: Step, unit: str, microbatch: str) -> Work:
-        """The work of a refresh line: the update stays, its rows done, for `settle`."""
+    def advance(self, unit: str) -> Work:
+        """The work of an advance line: the update stays, its weights done, for `complete`."""
+        waiting = self._server.waiting[unit]
+        self._device.wait(Lane.UPDATE, waiting.drained)
+        return partial(self._server.advance, waiting)
+
+    def refresh(self, step: Step, unit: str, microbatch: str, *, halves: bool) -> Work:
+        """The work of a refresh line: the update stays, its rows done, for what follows."""
         waiting = self._server.waiting[unit]
         self._device.wait(Lane.UPDATE, waiting.drained)
         rows = step.rows
         assert rows is not None
         own = rows.first_used[unit][int(microbatch[1:])]
-        return partial(self._server.refresh, waiting, own)
+        return partial(self._server.refresh, waiting, own, halves=halves, refresher=rows)
 
     def _clear(self, rows: RowSet, waiting: WaitingUpdate) -> None:
         assert waiting.gradient is not None
@@ -297,7 +304,7 @@ class Updates:
         loss, weight = step.device_losses.sum(0)
         finite = (loss / weight if step.divide_by_weight else loss).isfinite()
         generator = torch.Generator(self._device.torch_device)
-        generator.manual_seed(mix_seed(self._seed, step.number, position(unit), REVISE_SEED))
+        generator.manual_seed(mix_seed(self.seed, step.number, position(unit), REVISE_SEED))
         for owner in self._server.units[unit].form.trained.names:
             if owner not in step.received.get(unit, ()):
                 continue

@@ -5,13 +5,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import l2l
-from l2l.device import open_device
+from l2l.device import Event, open_device
 from l2l.host_memory import Arena
 from l2l.parameter_server import ParameterServer, host_kernel
 from l2l.parameter_server.host_kernel import (
@@ -19,6 +20,7 @@ from l2l.parameter_server.host_kernel import (
     EightBitMoments,
     Float16Weight,
     Float32Weight,
+    Half,
     HostKernel,
     LionUpdate,
     Moments,
@@ -28,7 +30,7 @@ from l2l.parameter_server.host_kernel import (
     correctly_rounded_root,
 )
 from l2l.parameter_server.optimizer import HostOptimizer, Update
-from l2l.parameter_server.store import UpdateOrder
+from l2l.parameter_server.store import UpdateOrder, WaitingUpdate
 from l2l.precision import PrecisionPolicy
 
 SIZES = [0, 1, 127, 129, 1025, 100_003]  # around blocks, tiles and chunks, and none a multiple
@@ -97,10 +99,15 @@ def tensors_of(*holders: object) -> list[Tensor]:
 Steps = Callable[[HostKernel, str, torch.dtype, int, int], list[Tensor]]
 
 
-def steps_of(optimizer: str, *, parts: Sequence[Tensor | None] = (None,)) -> Steps:
+def steps_of(
+    optimizer: str,
+    *,
+    parts: Sequence[Tensor | None] = (None,),
+    halves: Sequence[Half | None] = (None,),
+) -> Steps:
     """Three updates of some optimizer: (kernel, form, gradient dtype, numel, threads) -> state.
 
-    Each is made in parts, given as ranges.
+    Each is made in halves, and these in parts, given as ranges.
     """
 
     def steps(
@@ -110,7 +117,7 @@ def steps_of(optimizer: str, *, parts: Sequence[Tensor | None] = (None,)) -> Ste
         moments = Moments(first=torch.zeros(numel), second=torch.zeros(numel))
         eight_bit = EightBitMoments.zeros(numel)
         momentum = torch.zeros(numel)
-        for step, ranges in itertools.product((1, 2, 3), parts):
+        for step, half, ranges in itertools.product((1, 2, 3), halves, parts):
             common = {
                 "weight": weight,
                 "gradient": random(numel, seed=step).to(dtype),
@@ -122,9 +129,9 @@ def steps_of(optimizer: str, *, parts: Sequence[Tensor | None] = (None,)) -> Ste
             lion = LionUpdate(lr=0.1, betas=(0.9, 0.99), weight_decay=0.1, factor=0.7)
             match optimizer:
                 case "adamw":
-                    kernel.adamw(adamw, moments=moments, **common)
+                    kernel.adamw(adamw, moments=moments, half=half, **common)
                 case "8-bit adamw":
-                    kernel.adamw(adamw, moments=eight_bit, **common)
+                    kernel.adamw(adamw, moments=eight_bit, half=half, **common)
                 case "sgd":
                     kernel.sgd(SGDUpdate(**sgd), **common)
                 case "momentum sgd":
@@ -137,6 +144,7 @@ def steps_of(optimizer: str, *, parts: Sequence[Tensor | None] = (None,)) -> Ste
 
 
 OPTIMIZERS = ["adamw", "8-bit adamw", "sgd", "momentum sgd", "lion"]
+WITH_HALVES = OPTIMIZERS[:2]
 
 
 def assert_same_bits(first: list[Tensor], second: list[Tensor]) -> None:
@@ -786,50 +794,151 @@ def test_recorded_gradients_are_whole_whatever_the_ranges(kernel: HostKernel, pa
     assert torch.equal(update.weight, before)
 
 
-@pytest.mark.parametrize("path", ["readable", "native"])
-def test_the_parameter_server_updates_in_parts_of_one_step(kernel: HostKernel, path: str) -> None:
-    shapes = {"table": (50, 41), "norm": (41,)}
-    order = UpdateOrder(
+Shapes = dict[str, tuple[int, ...]]
+
+
+def order_of(shapes: Shapes) -> UpdateOrder:
+    return UpdateOrder(
         settings=dict.fromkeys(shapes, l2l.AdamW().defaults), received=frozenset(shapes)
     )
+
+
+def make_server(kernel: HostKernel | None, shapes: Shapes) -> ParameterServer:
+    """With one unit, "outer", and 8-bit moments."""
+    optimizer = l2l.AdamW(moments="8bit")
+    server = ParameterServer(
+        arena=Arena(open_device("cpu")), optimizer=optimizer, kernel=kernel, seed=5
+    )
+    parameters = {
+        name: nn.Parameter(random(math.prod(shape), seed=0).view(shape))
+        for name, shape in shapes.items()
+    }
+    form = ParameterServer.form(
+        "outer",
+        parameters=parameters,
+        buffers={},
+        settings=order_of(shapes).settings,
+        precision=PrecisionPolicy(link=torch.bfloat16),
+        optimizer=optimizer,
+    )
+    server.add(form, parameters=parameters, buffers={})
+    return server
+
+
+def staged_gradient(server: ParameterServer, *, seed: int) -> Tensor:
+    nbytes = server.units["outer"].form.staging_layout.nbytes
+    return random(nbytes // 2, seed=seed).bfloat16().view(torch.uint8)
+
+
+def tensors_of_unit(server: ParameterServer, *, steps: int) -> list[Tensor]:
+    unit = server.units["outer"]
+    assert set(unit.steps.values()) == {steps}
+    return tensors_of(unit.weights, unit.companion, *unit.state.values())
+
+
+@pytest.mark.parametrize("path", ["readable", "native"])
+def test_the_parameter_server_updates_in_parts_of_one_step(kernel: HostKernel, path: str) -> None:
+    shapes: Shapes = {"table": (50, 41), "norm": (41,)}
+    order = order_of(shapes)
     blocks = torch.arange(host_kernel.num_blocks(50 * 41)) % 2 == 0
     chosen, others = ranges_of(blocks, 50 * 41), ranges_of(~blocks, 50 * 41)
 
     def trained(*, in_parts: bool) -> list[Tensor]:
-        optimizer = l2l.AdamW(moments="8bit")
-        server = ParameterServer(
-            arena=Arena(open_device("cpu")),
-            optimizer=optimizer,
-            kernel=kernel if path == "native" else None,
-            seed=5,
-        )
-        parameters = {
-            name: nn.Parameter(random(math.prod(shape), seed=0).view(shape))
-            for name, shape in shapes.items()
-        }
-        form = ParameterServer.form(
-            "outer",
-            parameters=parameters,
-            buffers={},
-            settings=order.settings,
-            precision=PrecisionPolicy(link=torch.bfloat16),
-            optimizer=optimizer,
-        )
-        server.add(form, parameters=parameters, buffers={})
+        server = make_server(kernel if path == "native" else None, shapes)
         for step in (1, 2):
-            gradient = random(form.staging_layout.nbytes // 2, seed=step).bfloat16()
-            staged = gradient.view(torch.uint8)
+            staged = staged_gradient(server, seed=step)
             if in_parts:
                 server.update("outer", staged, order, {"table": chosen})
                 only_table = dataclasses.replace(order, received=frozenset({"table"}))
                 server.update("outer", staged, only_table, {"table": others}, count_step=False)
             else:
                 server.update("outer", staged, order)
-        unit = server.units["outer"]
-        assert unit.steps == {"table": 2, "norm": 2}
-        return tensors_of(unit.weights, unit.companion, *unit.state.values())
+        return tensors_of_unit(server, steps=2)
 
     assert_same_bits(trained(in_parts=True), trained(in_parts=False))
+
+
+def left_update(server: ParameterServer, order: UpdateOrder | None, *, seed: int) -> WaitingUpdate:
+    """Of a step that is skipped, if there is no order."""
+    return WaitingUpdate(
+        unit="outer",
+        order=lambda: order,
+        drained=mock.Mock(spec=Event),
+        gradient=staged_gradient(server, seed=seed),
+    )
+
+
+def refreshing(*rows: int, halves: bool) -> Callable[[ParameterServer, WaitingUpdate], None]:
+    return lambda server, waiting: server.refresh(waiting, torch.tensor(rows), halves=halves)
+
+
+@pytest.mark.parametrize("path", ["readable", "native"])
+@pytest.mark.parametrize("width", [128, 41], ids=["rows apart", "all rows at once"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [ParameterServer.advance],
+        [ParameterServer.advance, ParameterServer.advance],  # a step failed between them
+        [ParameterServer.advance, refreshing(3, 8, halves=True)],
+        [refreshing(3, halves=True), ParameterServer.advance, refreshing(3, 8, halves=True)],
+        [refreshing(3, 8, 9, halves=True)],
+        [refreshing(3, 8, 9, halves=True), ParameterServer.advance],
+        [refreshing(8, 9, halves=True), refreshing(0, 3, halves=True), ParameterServer.advance],
+        [refreshing(8, 9, halves=True), refreshing(0, 3, halves=False)],
+        [refreshing(8, 9, halves=True), refreshing(0, 3, halves=False), ParameterServer.advance],
+        [refreshing(8, 9, halves=False), refreshing(0, 3, halves=True)],
+        [refreshing(8, 9, halves=False), refreshing(0, 3, halves=True), ParameterServer.advance],
+    ],
+    ids=[
+        "all",
+        "all twice",
+        "all, rows",
+        "rows and all, rows",
+        "rows",
+        "rows and all",
+        "rows, rows and all",
+        "rows, whole rows",
+        "rows, whole rows and all",
+        "whole rows, rows",
+        "whole rows, rows and all",
+    ],
+)
+def test_what_is_left_of_an_update_is_done_last(
+    kernel: HostKernel,
+    parts: Sequence[Callable[[ParameterServer, WaitingUpdate], None]],
+    width: int,
+    path: str,
+) -> None:
+    """Of weights or rows that were done before, only what they lack."""
+    shapes: Shapes = {"table": (12, width)}
+
+    def trained(*before: Callable[[ParameterServer, WaitingUpdate], None]) -> list[Tensor]:
+        server = make_server(kernel if path == "native" else None, shapes)
+        for step in (1, 2, 3):
+            waiting = left_update(server, None if step == 2 else order_of(shapes), seed=step)
+            for part in (*before, ParameterServer.perform):
+                part(server, waiting)
+        return tensors_of_unit(server, steps=2)
+
+    assert_same_bits(trained(*parts), trained())
+
+
+def test_weights_are_those_of_the_whole_update_once_it_has_advanced(kernel: HostKernel) -> None:
+    shapes: Shapes = {"table": (12, 128)}
+    order, whole, halved = (
+        order_of(shapes),
+        make_server(kernel, shapes),
+        make_server(kernel, shapes),
+    )
+    for server in (whole, halved):
+        server.update("outer", staged_gradient(server, seed=1), order)
+    before = [tensor.clone() for tensor in halved.units["outer"].state.values()]
+    waiting = left_update(halved, order, seed=2)
+    whole.update("outer", staged_gradient(whole, seed=2), order)
+    for part in (refreshing(3, 8, halves=True), ParameterServer.advance):
+        part(halved, waiting)
+    assert torch.equal(halved.weight("table"), whole.weight("table"))
+    assert_same_bits(tensors_of(*halved.units["outer"].state.values()), tensors_of(*before))
 
 
 def test_ranges_that_do_not_fit_are_refused(kernel: HostKernel) -> None:
@@ -851,6 +960,89 @@ def test_ranges_that_do_not_fit_are_refused(kernel: HostKernel) -> None:
     refused(torch.tensor([[-128, 128]]), r"found \[-128, 128\]")
     refused(torch.tensor([[128, 0]]), r"found \[128, 0\]")
     refused(torch.tensor([[128, 300], [0, 256]]), r"overlap, found \[\[0, 256\], \[128, 300\]\]")
+
+
+# Updates in halves
+
+
+@pytest.mark.parametrize("optimizer", WITH_HALVES)
+@pytest.mark.parametrize("form", FORMS)
+def test_both_halves_give_the_bits_of_the_whole_update(
+    kernel: HostKernel, optimizer: str, form: str
+) -> None:
+    for dtype, numel in itertools.product(GRADIENT_DTYPES, SIZES):
+        whole = steps_of(optimizer)(kernel, form, dtype, numel, 1)
+        blocks = blocks_of(numel)
+        ranges = (ranges_of(blocks, numel), ranges_of(~blocks, numel))
+        for level, parts in itertools.product(kernel.available_levels, ((None,), ranges)):
+            kernel.set_level(level)
+            halved = steps_of(optimizer, parts=parts, halves=("weights", "moments"))
+            assert_same_bits(halved(kernel, form, dtype, numel, 2), whole)
+
+
+@pytest.mark.parametrize("optimizer", WITH_HALVES)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_half_leaves_the_other_alone(kernel: HostKernel, optimizer: str, form: str) -> None:
+    numel = 1025
+    num_weights = len(tensors_of(make_weight(kernel, form, torch.ones(numel))))
+
+    def steps(*halves: Half | None) -> tuple[list[Tensor], list[Tensor]]:
+        made = steps_of(optimizer, halves=halves)(kernel, form, torch.bfloat16, numel, 1)
+        return made[:num_weights], made[num_weights:]
+
+    weights_before, moments_before = steps()
+    _, moments = steps(None)
+    for level in kernel.available_levels:
+        kernel.set_level(level)
+        moved, untouched = steps("weights")
+        assert_same_bits(untouched, moments_before)
+        assert not any(map(torch.equal, moved, weights_before))
+        untouched, moved = steps("moments")
+        assert_same_bits(untouched, weights_before)
+        assert_same_bits(moved, moments)  # which do not depend on weights
+
+
+@pytest.mark.parametrize("path", ["readable", "native"])
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+def test_optimizers_honour_halves(
+    kernel: HostKernel, moments: str, dtype: torch.dtype, path: str
+) -> None:
+    optimizer = l2l.AdamW(moments=moments)
+    assert optimizer.has_halves
+    blocks = torch.arange(host_kernel.num_blocks(1925)) % 3 != 1
+    chosen, others = ranges_of(blocks, 1925), ranges_of(~blocks, 1925)
+
+    def updated(*parts: tuple[Half | None, Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        update = update_of(optimizer, dtype, step=3, ranges=None)
+        for half, ranges in parts:
+            part = dataclasses.replace(update, half=half, ranges=ranges)
+            if path == "native":
+                optimizer.native(kernel, part, num_threads=2)
+            else:
+                optimizer.readable(part)
+        return tensors_of(update.weight, update.companion), tensors_of(*update.state.values())
+
+    weights, state = updated((None, None))
+    weights_before, state_before = updated()
+    for order in (("weights", "moments"), (None,)):  # of the chosen rows; the others in halves
+        parts = [(half, chosen) for half in order]
+        found = updated(*parts, ("weights", others), ("moments", others))
+        assert_same_bits([*found[0], *found[1]], [*weights, *state])
+    found = updated(("weights", None))
+    assert_same_bits([*found[0], *found[1]], [*weights, *state_before])
+    found = updated(("moments", None))
+    assert_same_bits([*found[0], *found[1]], [*weights_before, *state])
+    found = updated(("weights", chosen), ("moments", others))
+    assert_same_bits(found[0], chosen_of(weights, weights_before, blocks))
+    assert_same_bits(found[1], chosen_of(state, state_before, ~blocks))
+
+
+@pytest.mark.parametrize(
+    "optimizer", [l2l.SGD(momentum=0.9), l2l.Lion(), l2l.RecordGradients()], ids=repr
+)
+def test_optimizers_of_one_pass_have_no_halves(optimizer: HostOptimizer) -> None:
+    assert not optimizer.has_halves
 
 
 # Rows of tables

@@ -60,7 +60,9 @@ EXACT: dict[str, dict[str, Any]] = {
     "tail of all": {"overrides": {"num_tail": LAYERS}},
     "shared memory": {"overrides": {"shares_memory": True}},
     "shared memory, host": {**ON_HOST, "overrides": {"shares_memory": True, "num_tail": 1}},
+    "halves, host": {**ON_HOST, "overrides": {"halves": True}},
 }
+IN_HALVES = EXACT["halves, host"]
 WITH_STATE: dict[str, dict[str, Any]] = {
     "state of one": {"overrides": {"num_tail": 1, "num_device_states": 1}},
     "state of all": {"overrides": {"num_tail": LAYERS, "num_device_states": LAYERS}},
@@ -190,8 +192,8 @@ def words_family(*args: Any, **settings: Any) -> Family:
 
 
 def make_engine(model: nn.Module, family: Family, **settings: Any) -> l2l.Engine:
-    settings = {"kernel": "readable", "microbatch_size": SIZE, **settings}
-    return l2l.Engine(model, layers=family.layers, precision="float32", device="cpu", **settings)
+    defaults = {"kernel": "readable", "microbatch_size": SIZE, "precision": "float32"}
+    return l2l.Engine(model, layers=family.layers, device="cpu", **{**defaults, **settings})
 
 
 def plain_gradients(family: Family, batch: Batch, size: int = SIZE) -> tuple[float, Gradients]:
@@ -547,7 +549,9 @@ def look(engine: l2l.Engine, family: Family, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [ON_HOST, *WITH_STATE.values(), TOGETHER], ids=["host", *WITH_STATE, "together"]
+    "settings",
+    [ON_HOST, IN_HALVES, *WITH_STATE.values(), TOGETHER],
+    ids=["host", "halves", *WITH_STATE, "together"],
 )
 def test_looking_between_steps_changes_nothing(settings: dict):
     _, expected = plain_training("llama_tied", "clipped")
@@ -622,7 +626,7 @@ def test_a_step_whose_loss_is_not_finite_changes_nothing(tied: bool):
         return {**family.batch(ROWS, seed=number), "scale": scale}
 
     found = []
-    for settings, skipped in (({}, True), (TOGETHER, True), ({}, False)):
+    for settings, skipped in (({}, True), (TOGETHER, True), (IN_HALVES, True), ({}, False)):
         model = family.build()
         with make_engine(model, family, clip_norm=0.05, optimizer=ADAMW, **settings) as engine:
             for number in range(5) if skipped else (0, 3, 4):
@@ -631,8 +635,9 @@ def test_a_step_whose_loss_is_not_finite_changes_nothing(tied: bool):
             state = engine.optimizer.state_dict()["state"]
             assert {int(one["step"]) for one in state.values()} == {3}
         found.append(model.state_dict())
-    assert_same(found[0], found[2])
-    assert_same(found[1], found[2], tolerance=TOLERANCE)
+    assert_same(found[0], found[3])
+    assert_same(found[1], found[3], tolerance=TOLERANCE)
+    assert_same(found[2], found[3], tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize("then", ["close", "look", "step"])
@@ -657,6 +662,129 @@ def test_a_step_that_fails_loses_no_update(then: str):
                 engine.step(family.batch(ROWS, seed=2))
         found.append(model.state_dict())
     assert_same(found[1], found[0])
+
+
+def verbs_of(engine: l2l.Engine) -> set[str]:
+    """What the schedules have in them that the engine has run so far."""
+    schedules = engine._schedules.values()
+    return {action.verb for schedule in schedules for action in schedule.actions}
+
+
+def moments_of(engine: l2l.Engine) -> dict[str, Tensor]:
+    """And numbers of steps, after all updates."""
+    return {
+        f"{index} {name}": tensor.clone()
+        for index, state in engine.optimizer.state_dict()["state"].items()
+        for name, tensor in state.items()
+    }
+
+
+@pytest.mark.parametrize("kernel", ["readable", "native"])
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_updates_in_halves_give_the_same_bits(
+    tied: bool, precision: str, moments: str, kernel: str
+):
+    family = words_family(width=128, tied=tied, padding=0)
+    optimizer = l2l.AdamW(lr=2e-3, weight_decay=0.05, moments=moments)
+    settings = {"precision": precision, "kernel": kernel, "optimizer": optimizer, "clip_norm": 0.05}
+
+    def trained(*, halves: bool) -> dict[str, Tensor]:
+        model, overrides, seen, reports = family.build(), {"halves": halves}, {}, []
+        with make_engine(model, family, overrides=overrides, **ON_HOST, **settings) as engine:
+            refresh, refreshed = engine._server.refresh, set[bool]()
+            engine._server.refresh = lambda waiting, rows, **more: (
+                refreshed.add(more["halves"]),
+                refresh(waiting, rows, **more),
+            )
+            for number in range(STEPS):
+                scale = torch.full((ROWS,), torch.nan if number == 2 else 1.0)
+                reports.append(engine.step({**family.batch(ROWS, seed=number), "scale": scale}))
+                if number in (2, 3):
+                    evaluated = engine.evaluate(family.batch(5, seed=20 + number))
+                    seen[f"evaluated {number}"] = torch.tensor(evaluated)
+            assert [report.skipped for report in reports] == [n == 2 for n in range(STEPS)]
+            assert ({"advance", "complete"} <= verbs_of(engine)) == halves
+            assert ("weights first and moments afterwards" in str(engine.plan)) == halves
+            seen |= {str(n): torch.tensor(one.loss) for n, one in enumerate(reports) if n != 2}
+            seen |= moments_of(engine)
+            assert refreshed == {halves, False}, "rows are done whole for an evaluation"
+        return {**seen, **model.state_dict()}
+
+    assert_same(trained(halves=True), trained(halves=False))
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Lion"])
+def test_an_optimizer_without_halves_updates_at_once(optimizer: str):
+    settings = {**OPTIMIZERS[optimizer], "kernel": "native", "clip_norm": 0.05, "steps": 3}
+
+    def watch(engine: l2l.Engine, family: Family, number: int) -> None:
+        assert not {"advance", "complete"} & verbs_of(engine)
+
+    family = words_family(width=128)
+    expected = train(family, **ON_HOST, **settings)[1]
+    assert_same(train(family, between=watch, **IN_HALVES, **settings)[1], expected)
+
+
+@pytest.mark.parametrize("then", ["close", "look", "step"])
+@pytest.mark.parametrize("settings", [{}, ON_HOST, TOGETHER], ids=["device", "host", "together"])
+def test_a_step_in_halves_that_fails_loses_no_update(settings: dict, then: str):
+    """It has submitted the updates that were left, of which the next one must do nothing twice."""
+    family = words_family(width=128, tied=True)
+
+    def trained(*, halves: bool, fails: bool) -> dict[str, Tensor]:
+        overrides = {**settings.get("overrides", {}), "halves": halves}
+        chosen = {**settings, **OPTIMIZERS["clipped"], "overrides": overrides}
+        model = family.build()
+        with make_engine(model, family, **chosen) as engine:
+            engine.step(family.batch(ROWS))
+            for verb in ("forward", "epilogue") if fails else ():
+                perform = engine._relay._perform[verb]
+                engine._relay._perform[verb] = lambda *_: (_ for _ in ()).throw(OSError("planted"))
+                with pytest.raises(OSError, match="planted"):
+                    engine.step(family.batch(ROWS, seed=1))
+                engine._relay._perform[verb] = perform
+            if then == "look":
+                look(engine, family, 0)
+            if then != "close":
+                engine.step(family.batch(ROWS, seed=2))
+                engine.step(family.batch(ROWS, seed=3))
+            assert ("advance" in verbs_of(engine)) == (halves and (fails or then != "close"))
+            moments = moments_of(engine) if then != "close" else {}
+        return {**moments, **model.state_dict()}
+
+    expected = trained(halves=False, fails=False)
+    for halves, fails in ((False, True), (True, False), (True, True)):
+        assert_same(trained(halves=halves, fails=fails), expected)
+
+
+@pytest.mark.parametrize("then", ["close", "evaluate", "step"])
+@pytest.mark.parametrize("settings", [{}, ON_HOST], ids=["device", "host"])
+def test_a_step_that_is_interrupted_between_the_halves_loses_no_update(settings: dict, then: str):
+    """Weights are done, moments are not: the next step finds both so."""
+    family = words_family(width=128)
+
+    def trained(*, interrupted: bool) -> dict[str, Tensor]:
+        model = family.build()
+        chosen = {**OPTIMIZERS["clipped"], **settings, "overrides": {"halves": True}}
+        with make_engine(model, family, **chosen) as engine:
+            engine.step(family.batch(ROWS))
+            if interrupted:
+                settle = engine._relay._updates.settle
+                engine._relay._updates.settle = lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.step(family.batch(ROWS, seed=1))
+                engine._relay._updates.settle = settle
+                assert engine._server.waiting
+            if then == "evaluate":
+                engine.evaluate(family.batch(5, seed=20))
+            if then != "close":
+                engine.step(family.batch(ROWS, seed=2))
+            moments = moments_of(engine) if then != "close" else {}
+        return {**moments, **model.state_dict()}
+
+    assert_same(trained(interrupted=True), trained(interrupted=False))
 
 
 def test_a_batch_may_be_filled_anew():
@@ -721,9 +849,9 @@ def test_rows_of_whole_blocks_are_updated_apart(tied: bool, optimizer: str, kern
     def watch(engine: l2l.Engine, family: Family, number: int) -> None:
         refresh = engine._server.refresh
         if number == 0:
-            engine._server.refresh = lambda waiting, ids: (
+            engine._server.refresh = lambda waiting, ids, **more: (
                 rows.append(len(ids)),
-                refresh(waiting, ids),
+                refresh(waiting, ids, **more),
             )
         if number == 2:
             engine.evaluate(family.batch(2, seed=40))

@@ -174,6 +174,8 @@ def test_verbs_and_operands_of_a_schedule() -> None:
         "collect": "T H>",
         "update": "LOT H<",
         "settle": "LOT H<",
+        "advance": "LOT H<",
+        "complete": "LOT H<",
         "order": "LOT",
         "renew": "LOT S> G<",
         "borrow": "L p H< W>",

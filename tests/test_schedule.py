@@ -76,6 +76,14 @@ GOLDEN = {
         num_late=4,
         pending=("T0", "O", "L2", "L1", "L0"),
     ),
+    "tied_table_on_the_host_in_halves": Shape(
+        layers=first_layers(3),
+        num_microbatches=2,
+        outer=TIED,
+        num_late=4,
+        pending=("T0", "O", "L2", "L1", "L0"),
+        halves=True,
+    ),
     "untied_table_on_the_host": Shape(
         layers=first_layers(3), num_microbatches=2, outer=UNTIED, pending=("T0",)
     ),
@@ -160,6 +168,10 @@ def varied_shapes() -> Iterator[Shape]:
         {"num_late": 4, "pending": ("O", "L0", "L1", "L2")},
         {"num_late": 4, "pending": ("O", "L0", "L1", "L2"), "num_slots": 1, "num_cells": 3},
         {"pending": ("O", "L0"), "training": False},
+        {"num_late": 2, "pending": ("O", "L0"), "halves": True},
+        {"num_late": 4, "pending": ("O", "L0", "L1", "L2"), "halves": True},
+        {**FEW, "num_late": 4, "pending": ("O", "L0", "L1", "L2"), "halves": True, "num_slots": 1},
+        {"pending": ("O", "L0"), "training": False, "halves": True},
         {"device_updates": True, "num_slots": 1},
         {"device_updates": True, "num_slots": 3, "num_gradient_slots": 1, "num_cells": 4},
     ):
@@ -185,11 +197,15 @@ MODES = (
     {"num_late": 0},
     {"num_late": 9},
     {"num_late": 9, "shared": frozenset({0, 1}), "num_pieces": 2},
+    {"num_late": 9, "halves": True},
     {"training": False, "num_late": 9},
 )
 MODES_WITH_MANY_CELLS = (
     {"num_late": 1},
     {"num_late": 9, "shared": frozenset({1}), "num_pieces": 2},
+    {"num_late": 1, "halves": True},
+    {"num_late": 9, "shared": frozenset({1}), "num_pieces": 2, "halves": True},
+    {"training": False, "num_late": 9, "halves": True},
     {"training": False, "num_late": 9, "shared": frozenset({0, 1}), "num_pieces": 2},
     {"device_updates": True},
 )
@@ -232,7 +248,7 @@ def combined_shapes() -> Iterator[Shape]:
             **cells,
         )
         left = dataclasses.replace(shape, training=True).late_units
-        if not left or (not cells and "shared" not in mode):
+        if not left or (not cells and "shared" not in mode and "halves" not in mode):
             yield shape
         if left:
             yield dataclasses.replace(shape, pending=left, held=frozenset(shape.on_device))
@@ -303,6 +319,8 @@ def test_golden_schedules_use_every_verb_and_lane() -> None:
         ("backward L0 m0 S0 R0 G0 C0 K0 C1 C2", "takes operands"),
         ("forward L0 m0 S0 R0 C0 C1", "takes operands"),
         ("collect L0 H0", "takes operands like 'T H>'"),
+        ("advance T0 m0 HT0", "takes operands like 'LOT H<'"),
+        ("complete HL0 L0", "takes operands like 'LOT H<'"),
         ("stash e m0 C0", "takes operands"),
         ("unstash x m0 C0", "takes operands"),
         ("take C0", "takes operands like 'SGW>'"),
@@ -475,16 +493,19 @@ def test_every_trained_unit_is_updated_once_and_no_other() -> None:
 
 
 def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> None:
-    num_settled = num_renewed = num_reworked = 0
+    num_settled = num_halved = num_renewed = num_reworked = 0
     for schedule in all_schedules():
         shape = schedule.shape
         pending, looked_up = set(shape.pending), {u.name for u in shape.outer if u.looked_up}
         renewed, reworked = pending & units_with_state(shape), pending & borrowing_units(shape)
         settled = pending - renewed - reworked
+        halved = settled if shape.halves and shape.training else set()
         for verb in ("renew", "mirror"):
             assert units_of(schedule, verb) == renewed, shape
         assert units_of(schedule, "order") == renewed | reworked, shape
-        assert units_of(schedule, "settle") == settled, shape
+        assert units_of(schedule, "settle") == settled - halved, shape
+        for verb in ("advance", "complete"):
+            assert units_of(schedule, verb) == halved, shape
         refreshed = [a.operands[:2] for a in schedule.actions if a.verb == "refresh"]
         each = {(u, f"m{m}") for u in pending & looked_up for m in range(shape.num_microbatches)}
         assert set(refreshed) == each, shape
@@ -493,7 +514,8 @@ def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> No
             pieces = [a.operands[:2] for a in schedule.actions if a.verb == verb]
             every = [(unit, f"p{i}") for unit in sorted(reworked) for i in range(shape.num_pieces)]
             assert pieces == every, shape
-        num_settled += len(settled)
+        num_settled += len(settled - halved)
+        num_halved += len(halved)
         num_renewed += len(renewed)
         num_reworked += len(reworked)
         done: set[str] = set()
@@ -501,13 +523,13 @@ def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> No
             verb, words = action.verb, action.operands
             if verb in ("renew", "rework"):
                 assert f"order {words[0]}" in done, (shape, action)
-            if verb in ("settle", "renew") or (verb, *words[1:2]) == (
+            if verb in ("settle", "advance", "renew") or (verb, *words[1:2]) == (
                 "repay",
                 f"p{shape.num_pieces - 1}",
             ):
                 done.add(words[0])
-            elif verb in ("order", "refresh"):
-                done.add(" ".join((verb, *words[: 1 if verb == "order" else 2])))
+            elif verb in ("order", "refresh", "complete"):
+                done.add(" ".join((verb, *words[: 2 if verb == "refresh" else 1])))
             elif verb in ("fetch", "mirror", "drain", "collect", "measure", "update", "revise"):
                 assert words[0] not in pending - done, (shape, action)
             elif verb in ("prologue", "epilogue", "score", "regress"):
@@ -515,7 +537,32 @@ def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> No
             elif verb == "lookup":
                 needed = {f"refresh {unit} {words[0]}" for unit in pending & looked_up}
                 assert needed <= done, shape
-    assert min(num_settled, num_renewed, num_reworked) > 300
+    assert min(num_settled, num_halved, num_renewed, num_reworked) > 300
+
+
+def test_in_halves_weights_come_as_they_are_fetched_and_moments_after_all_as_they_drain() -> None:
+    num_advanced = 0
+    for schedule in all_schedules():
+        units: dict[str, list[str]] = {verb: [] for verb in VERBS}
+        for action in schedule.actions:
+            units[action.verb] += action.operands[:1]
+            assert action.verb != "advance" or not units["complete"], (schedule.shape, action)
+        advanced, completed = units["advance"], units["complete"]
+        num_advanced += len(advanced)
+        assert sorted(advanced) == sorted(completed)
+        assert schedule.shape.training or not advanced
+        fetched, drained = units["fetch"], units["drain"]
+        needed = [fetched.index(one) if one in fetched else len(fetched) for one in advanced]
+        leaving = [drained.index(one) if one in drained else -1 for one in completed]
+        assert needed == sorted(needed), schedule.shape
+        assert leaving == sorted(leaving), schedule.shape
+        for line in schedule.lines:  # a fetch waits for weights alone, a drain for both halves
+            if isinstance(line, Wait) and line.action.verb in ("advance", "complete"):
+                assert (line.lane, line.action.verb) in (
+                    (Lane.FETCH, "advance"),
+                    (Lane.DRAIN, "complete"),
+                ), (schedule.shape, line)
+    assert num_advanced > 1000
 
 
 def borrowing_units(shape: Shape) -> set[str]:
@@ -628,6 +675,8 @@ TOUCHED = {  # verb -> what it reads, what it writes: places, or positions of op
     "collect": (["gradients of rows"], [1]),
     "update": ([1, "reported loss"], ["weights"]),
     "settle": ([1], ["weights"]),
+    "advance": ([1], ["weights"]),
+    "complete": ([1], []),
     "order": ([], ["numbers"]),
     "renew": ([2, "numbers"], [1]),
     "borrow": ([2, "piece"], [3]),

@@ -206,6 +206,47 @@ def test_what_is_left_waits_for_the_last_drain_and_its_fetch_for_it():
     assert first.seconds == 9
 
 
+def test_a_fetch_waits_for_weights_and_a_drain_for_moments():
+    """Halves of 2 s each, a pass of 0.5 s, copies of 1 s."""
+    schedule = written(
+        """
+        advance L0 HL0
+        complete L0 HL0
+        fetch waits advance L0 HL0
+        fetch L0 S0
+        compute waits fetch L0 S0
+        backward L0 m0 S0
+        drain waits backward L0 m0 S0
+        drain waits complete L0 HL0
+        drain L0 G0 HL0
+        """
+    )
+    simulation = simulate(schedule, by_lane(compute=0.5, copy=1.0, update=2.0), **RATES)
+    assert spans(simulation) == {
+        "advance L0 HL0": (0, 2),
+        "complete L0 HL0": (2, 4),
+        "fetch L0 S0": (2, 3),
+        "backward L0 m0 S0": (3, 3.5),
+        "drain L0 G0 HL0": (4, 5),
+    }
+    assert simulation.seconds == 5
+
+
+@pytest.mark.parametrize(("verb", "start"), [("update", 5), ("advance", 5), ("complete", 0)])
+def test_a_fetch_waits_for_weights_of_the_step_before_and_not_for_moments(verb: str, start: int):
+    schedule = written(
+        f"""
+        fetch L0 S0
+        compute waits fetch L0 S0
+        forward L0 m0 S0
+        update waits forward L0 m0 S0
+        {verb} L0 HL0
+        """
+    )
+    simulation = simulate(schedule, by_lane(compute=1.0, copy=1.0, update=5.0), **RATES)
+    assert spans(simulation)["fetch L0 S0"] == (start, start + 1)
+
+
 def test_copies_in_one_direction_take_turns_whatever_their_lane():
     schedule = written(
         """

@@ -77,8 +77,10 @@ def test_eager_and_just_in_time_give_the_same_bits(precision: str, kernel: str):
     eager = train("llama_tied", update="eager", **settings)
     late = train("llama_tied", update="just in time", **settings)
     clipped = train("llama_tied", clip_norm=1e9, **settings)
+    halved = train("llama_tied", clip_norm=1e9, overrides={"halves": True}, **settings)
     assert_equal(late, eager)
     assert_equal(clipped, eager)
+    assert_equal(halved, eager)
 
 
 @pytest.mark.parametrize("first", [None, *Lane])

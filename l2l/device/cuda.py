@@ -3,6 +3,13 @@
 A lane is a stream, an event a CUDA event, work is launched as it is submitted. The update lane is a
 host thread (worker.py): it waits for drains by blocking itself, and a stream waits for an update by
 watching a number in host memory.
+
+[Note: the interpreter's lock] Compiled code launches kernels with the lock held. A launch blocks
+while too many others are queued, and loading a new kernel blocks until the device is done with all
+of them. If these queue behind a stream that waits for the host thread, and that waits for the lock,
+nothing ever goes on. So whoever submits waits for the host thread first, without the lock: before
+anything is compiled, and before more than `MOST_LAUNCHES` are queued behind it. For the latter
+every event carries the number of the last piece of host work that it comes after.
 """
 
 from __future__ import annotations
@@ -13,9 +20,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -27,14 +34,25 @@ from l2l.schedule import Lane
 from l2l.trace import Span, Trace
 
 COPIES_AHEAD = 16
+MOST_LAUNCHES = 512  # the driver queues 1,024
+LAUNCHES: Final[Mapping[str, int]] = {
+    "prologue": 24,
+    "forward": 40,
+    "backward": 80,
+    "regress": 40,
+    "epilogue": MOST_LAUNCHES,
+    "score": MOST_LAUNCHES,
+}
+"""Kernels that compiled lines launch, at most: a layer makes about 15 and 50; other lines: 8."""
 
 
 @final
 class CudaEvent(Event):
     """An event on a stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, after: WorkerEvent | None) -> None:
         self.event = torch.cuda.Event(blocking=True)  # who waits on the host, sleeps
+        self.after = after  # the last host work that its lane has waited for
 
     @override
     def synchronize(self) -> None:
@@ -82,6 +100,19 @@ class StreamCounter:
             self._registered = False
 
 
+def _finish_before_compiling(worker: weakref.ref[Worker], _: object) -> None:
+    found = worker()
+    if found is not None:
+        found.finish()
+
+
+def _forget_callback(callback: Callable[..., None]) -> None:
+    from torch._dynamo.callback import callback_handler
+
+    with contextlib.suppress(ValueError):  # torch was reset
+        callback_handler.remove_start_callback(callback)
+
+
 def _unregister(buffers: list[tuple[int, object]]) -> None:
     for address, _ in buffers:
         torch.cuda.cudart().cudaHostUnregister(address)
@@ -118,16 +149,31 @@ class CudaDevice(Device):
         self._streams[Lane.COMPUTE] = torch.cuda.current_stream(self.torch_device)
         self._host_buffers: list[tuple[int, object]] = []  # address, and what owns the memory
         self._is_limited = False
+        self._after: dict[Lane, WorkerEvent] = {}  # the last host work that lanes have waited for
+        self._num_launches = dict.fromkeys(Lane, 0)  # queued since then
         self._marks: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] | None = None
+        self._before_compiling = partial(_finish_before_compiling, weakref.ref(self._worker))
+        self._watch_compilation()
         # For a device that is dropped without `close`.
         weakref.finalize(self, self._worker.dismiss).atexit = False
+        weakref.finalize(self, self._counter.close).atexit = False
         weakref.finalize(self, _unregister, self._host_buffers).atexit = False
+        weakref.finalize(self, _forget_callback, self._before_compiling).atexit = False
+
+    def _watch_compilation(self) -> None:
+        """See [Note: the interpreter's lock]."""
+        # The import takes a second, which is lost only where something will be compiled.
+        from torch._dynamo.callback import callback_handler
+
+        if self._before_compiling not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._before_compiling)
 
     @override
     def submit(self, lane: Lane, text: str, work: Work) -> None:
         if lane is Lane.UPDATE:
             self._worker.submit(text, work)
             return
+        self._hold_back(lane, LAUNCHES.get(text.partition(" ")[0], 8))
         stream = self._streams[lane]
         with torch.cuda.stream(stream), torch.profiler.record_function(text):
             if self._marks is None:
@@ -138,6 +184,25 @@ class CudaDevice(Device):
             work()
             end.record(stream)
             self._marks.append((lane, text, start, end))
+
+    def _hold_back(self, lane: Lane, num_launches: int) -> None:
+        """See [Note: the interpreter's lock]."""
+        after = self._after.get(lane)
+        if after is None:
+            return
+        self._num_launches[lane] += num_launches
+        if after.is_done:
+            del self._after[lane]
+        elif self._num_launches[lane] > MOST_LAUNCHES:
+            after.wait()
+
+    def _comes_after(self, lane: Lane, event: WorkerEvent | None) -> None:
+        known = self._after.get(lane)
+        if event is None or event.is_done or (known is not None and known.number >= event.number):
+            return
+        if known is None or known.is_done:
+            self._num_launches[lane] = 0
+        self._after[lane] = event
 
     @override
     @contextlib.contextmanager
@@ -163,7 +228,7 @@ class CudaDevice(Device):
     def record(self, lane: Lane) -> Event:
         if lane is Lane.UPDATE:
             return self._worker.record()
-        event = CudaEvent()
+        event = CudaEvent(after=self._after.get(lane))
         event.event.record(self._streams[lane])
         return event
 
@@ -172,22 +237,27 @@ class CudaDevice(Device):
         if lane is Lane.UPDATE:
             self._worker.submit(WAITING, event.synchronize)
         elif isinstance(event, CudaEvent):
+            self._comes_after(lane, event.after)
             self._streams[lane].wait_event(event.event)
         else:
             assert isinstance(event, WorkerEvent), type(event)
+            self._comes_after(lane, event)
             self._counter.wait(self._streams[lane], event)
 
     @override
     def begin(self) -> None:
         self._worker.raise_failure()
+        self._watch_compilation()  # again, if torch was reset
         current = torch.cuda.current_stream(self.torch_device)
-        for stream in self._streams.values():
+        for lane, stream in self._streams.items():
+            self._comes_after(lane, self._after.get(Lane.COMPUTE))
             stream.wait_stream(current)
 
     @override
     def finish(self) -> None:
         current = torch.cuda.current_stream(self.torch_device)
-        for stream in self._streams.values():
+        for lane, stream in self._streams.items():
+            self._comes_after(Lane.COMPUTE, self._after.get(lane))
             current.wait_stream(stream)
 
     @override
@@ -197,16 +267,20 @@ class CudaDevice(Device):
 
     @override
     def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
-        """Anonymous memory with huge pages, touched by all cores."""
-        buffer, pages = anonymous_pages(nbytes)
-        if registered and pages is not None:
+        """Anonymous memory with huge pages, touched by all cores.
+
+        The least has a page of its own, to be registered: what is not is read when a copy is
+        submitted, whatever its stream waits for.
+        """
+        buffer, pages = anonymous_pages(max(nbytes, PAGE_BYTES))
+        if registered:
             self._register(buffer, pages)
-        return buffer
+        return buffer[:nbytes]
 
     @override
     def register(self, buffer: Tensor) -> None:
         known = {address for address, _ in self._host_buffers}
-        if buffer.nbytes >= PAGE_BYTES and buffer.data_ptr() not in known:
+        if buffer.nbytes and buffer.data_ptr() not in known:
             self._register(buffer, buffer)
 
     def _register(self, buffer: Tensor, owner: object) -> None:
@@ -264,7 +338,7 @@ class CudaDevice(Device):
     @override
     def limit_memory(self, nbytes: int) -> None:
         # Segments that grow leave no holes between them that a larger tensor does not fit into.
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.torch_device)
         self._is_limited = True
@@ -279,6 +353,7 @@ class CudaDevice(Device):
 
     @override
     def close(self) -> None:
+        _forget_callback(self._before_compiling)
         self._worker.close()
         torch.cuda.synchronize(self.torch_device)
         if self._is_limited:

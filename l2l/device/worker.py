@@ -30,9 +30,18 @@ class WorkerEvent(Event):
         """Mark the work as done."""
         self._done.set()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the work is done, failed or not."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Wait until the work is done, failed or not."""
+        self._done.wait()
+
     @override
     def synchronize(self) -> None:
-        self._done.wait()
+        self.wait()
         self._worker.raise_failure()
 
 
@@ -61,6 +70,11 @@ class Worker:
         event = WorkerEvent(self, self._num_events)
         self._queue.put(event)
         return event
+
+    def finish(self) -> None:
+        """Wait until all that was submitted is done, failed or not."""
+        if not self._is_closed and threading.current_thread() is not self._thread:
+            self.record().wait()
 
     def raise_failure(self) -> None:
         """Raise what broke on the thread, if anything did."""

@@ -17,6 +17,8 @@ from l2l.parameter_server.sizing import NUM_STAGING as NUM_STAGING
 from l2l.parameter_server.sizing import ROUNDING_BYTES as ROUNDING_BYTES
 from l2l.parameter_server.sizing import alternatives as alternatives
 from l2l.parameter_server.sizing import host_bytes as host_bytes
+from l2l.parameter_server.snapshot import Image as Image
+from l2l.parameter_server.snapshot import Snapshot as Snapshot
 from l2l.parameter_server.store import ParameterServer as ParameterServer
 from l2l.parameter_server.store import UnitForm as UnitForm
 from l2l.parameter_server.store import UpdateOrder as UpdateOrder
@@ -35,11 +37,13 @@ __all__ = [
     "FlatUnit",
     "HostKernel",
     "HostOptimizer",
+    "Image",
     "Lion",
     "Optimizer",
     "ParameterServer",
     "RecordGradients",
     "ServerOptimizer",
+    "Snapshot",
     "UnitForm",
     "UpdateOrder",
     "UpdatePolicy",

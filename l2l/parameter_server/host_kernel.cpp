@@ -245,8 +245,12 @@ struct Float16Weight {  // the master is the companion
 
 // Optimizers: one tile, in torch's order of arithmetic.
 
-template <class Weight>
-struct AdamW {
+// [Note: halves] An update can be done in two passes: weights from the old moments first, the
+// moments later, from the same gradient. Together they read more than one pass does, but whoever
+// waits for the weights waits for 18 bytes a parameter instead of 26. Both do the arithmetic of the
+// whole update, so the bits are the same.
+template <class Weight, bool weights, bool moments>
+struct AdamWPass {
   static INLINE void update(const Job& job, int64_t start, int64_t count, const float* gradients) {
     const Coefficients c = job.coefficients;
     float* const first = static_cast<float*>(job.first);
@@ -257,13 +261,23 @@ struct AdamW {
       const float gradient = gradients[j] * c.factor;
       const float m = first[i] + (gradient - first[i]) * c.blend_first;
       const float v = second[i] * c.keep_second + c.blend_second * gradient * gradient;
-      const float denominator = __builtin_sqrtf(v) / c.root_correction + c.epsilon;
-      first[i] = without_subnormals(m);
-      second[i] = without_subnormals(v);
-      Weight::store(job, i, Weight::load(job, i) * c.decay - c.rate * m / denominator);
+      if (moments) {
+        first[i] = without_subnormals(m);
+        second[i] = without_subnormals(v);
+      }
+      if (weights) {
+        const float denominator = __builtin_sqrtf(v) / c.root_correction + c.epsilon;
+        Weight::store(job, i, Weight::load(job, i) * c.decay - c.rate * m / denominator);
+      }
     }
   }
 };
+template <class Weight>
+using AdamW = AdamWPass<Weight, true, true>;
+template <class Weight>
+using AdamWWeights = AdamWPass<Weight, true, false>;
+template <class Weight>
+using AdamWMoments = AdamWPass<Weight, false, true>;
 
 // Without decay the weight must not enter: zero times infinity is NaN.
 INLINE float decayed_gradient(float gradient, float weight, const Coefficients& c) {
@@ -459,8 +473,8 @@ INLINE void encode_tile(const Job& job, int64_t start, int64_t count, Tile& tile
 }
 
 // Constants are multiplied with each other first, and bias_correction2 enters them, not the root.
-template <class Weight>
-struct EightBitAdamW {
+template <class Weight, bool weights, bool moments>
+struct EightBitAdamWPass {
   static INLINE void update(const Job& job, int64_t start, int64_t count, const float* gradients) {
     const Coefficients c = job.coefficients;
     const float first_factor = c.factor * c.blend_first;
@@ -475,10 +489,13 @@ struct EightBitAdamW {
       const float m = tile.first[j] + gradients[j] * first_factor;
       const float new_root = gradients[j] * root_factor;
       const float root = __builtin_sqrtf(tile.root[j] * tile.root[j] + new_root * new_root);
-      Weight::store(job, i, Weight::load(job, i) * c.decay - rate * m / (root + epsilon));
+      if (weights) {
+        Weight::store(job, i, Weight::load(job, i) * c.decay - rate * m / (root + epsilon));
+      }
       tile.first[j] = m;
       tile.root[j] = root;
     }
+    if (!moments) return;
     find_largest(count, tile);
     const int64_t first_block = start / block_size;
     const int64_t num_blocks = (count + block_size - 1) / block_size;
@@ -489,6 +506,12 @@ struct EightBitAdamW {
     encode_tile(job, start, count, tile);
   }
 };
+template <class Weight>
+using EightBitAdamW = EightBitAdamWPass<Weight, true, true>;
+template <class Weight>
+using EightBitAdamWWeights = EightBitAdamWPass<Weight, true, false>;
+template <class Weight>
+using EightBitAdamWMoments = EightBitAdamWPass<Weight, false, true>;
 
 // An optimizer on a chunk, tile by tile.
 template <class Optimizer>
@@ -803,7 +826,8 @@ int32_t host_kernel_level() { return level; }
 int32_t host_kernel_highest_level() { return highest_level(); }
 void host_kernel_set_level(int32_t wanted) { level = wanted; }
 
-// Optimizers: 0 AdamW, 1 AdamW with 8-bit moments, 2 SGD, 3 SGD with momentum, 4 Lion.
+// Optimizers: 0 AdamW, 1 AdamW with 8-bit moments, 2 SGD, 3 SGD with momentum, 4 Lion; 5 and 6 the
+// weights' half of the first two, 7 and 8 the moments' half (see [Note: halves]).
 // Weights: 0 split, 1 float32, 2 float16 with a float32 master. Gradients: 0 float32, 1 bfloat16,
 // 2 float16. Ranges: see `run_chunks_of_ranges`; no two may overlap.
 void host_kernel_update(int32_t optimizer, int32_t weight_form, int32_t gradient_form,
@@ -817,6 +841,10 @@ void host_kernel_update(int32_t optimizer, int32_t weight_form, int32_t gradient
     case 1: function = update_function<EightBitAdamW>(weight_form); break;
     case 2: function = update_function<SGD>(weight_form); break;
     case 3: function = update_function<MomentumSGD>(weight_form); break;
+    case 5: function = update_function<AdamWWeights>(weight_form); break;
+    case 6: function = update_function<EightBitAdamWWeights>(weight_form); break;
+    case 7: function = update_function<AdamWMoments>(weight_form); break;
+    case 8: function = update_function<EightBitAdamWMoments>(weight_form); break;
     default: function = update_function<Lion>(weight_form); break;
   }
   run_chunks_of_ranges(function, job, ranges, num_ranges, num_threads);

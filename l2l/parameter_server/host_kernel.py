@@ -14,6 +14,7 @@ Bytes read and written per parameter, which is what an update costs (gradients i
     exact AdamW         weight and remainder 8, moments 16, gradient 2     26
     8-bit moments       weight and remainder 8, moments 4 + 1/8, gradient 2     14.1
     Lion, momentum SGD  weight and remainder 8, moment 8, gradient 2     18
+    half of exact AdamW     weights or moments read only     18
 
 The weight of a parameter comes in one of three forms, which are types: `SplitWeight`,
 `Float32Weight`, `Float16Weight`. So do moments: `Moments`, `EightBitMoments`.
@@ -28,7 +29,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ from torch import Tensor
 LIBRARY = Path(__file__).with_name("libhost_kernel.so")
 LEVELS = ("portable", "avx2", "avx512")
 BLOCK_SIZE = 128  # elements that share a unit, in 8-bit moments
+
+Half = Literal["weights", "moments"]  # of an update: see [Note: halves] in the source
 
 _GRADIENT_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TARGET_FORMS = {torch.float32: 0, torch.bfloat16: 1}
@@ -531,8 +534,13 @@ class HostKernel:
         moments: Moments | EightBitMoments,
         num_threads: int,
         ranges: Tensor | None = None,  # as `checked_ranges` takes them
+        half: Half | None = None,
     ) -> None:
-        """One step of AdamW, in place; of the elements in `ranges` only, if given."""
+        """One step of AdamW, in place; of the elements in `ranges` only, if given.
+
+        With `half` only the weights or only the moments change: weights first, then moments with
+        the same gradient and numbers, is one step.
+        """
         numel = weight.weight.numel()
         if moments.first.numel() != numel:
             raise ValueError(
@@ -548,6 +556,7 @@ class HostKernel:
             job.second_unit = moments.second_unit.data_ptr()
             job.first_block = moments.position // BLOCK_SIZE
         optimizer = 1 if isinstance(moments, EightBitMoments) else 0
+        optimizer += {None: 0, "weights": 5, "moments": 7}[half]
         self._update(optimizer, job, weight, gradient, ranges, num_threads=num_threads)
 
     def sgd(

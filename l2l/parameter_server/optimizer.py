@@ -55,6 +55,7 @@ class Update:
     factor: float  # what the gradient is multiplied with
     seed: int  # of rounding
     ranges: Tensor | None = None  # the only elements to update (`host_kernel.checked_ranges`)
+    half: host_kernel.Half | None = None  # what alone changes, if the optimizer has halves
 
     def native_weight(self) -> host_kernel.Weight:
         """The weight as the native kernel takes it."""
@@ -83,6 +84,11 @@ class Optimizer(ABC):
 class HostOptimizer(Optimizer):
     """An optimizer whose state and arithmetic are on the host."""
 
+    @property
+    def has_halves(self) -> bool:
+        """Whether weights can be updated first, and moments later from the same gradient."""
+        return False
+
     @abstractmethod
     def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
         """What is kept per parameter, under torch's names."""
@@ -97,8 +103,8 @@ class HostOptimizer(Optimizer):
 
     def readable(self, update: Update) -> None:
         """The same update in PyTorch: join the master, do the arithmetic, split it again."""
-        if update.ranges is not None:
-            self._readable_ranges(update, update.ranges)
+        if update.ranges is not None or update.half is not None:
+            self._readable_part(update)
             return
         gradient = update.gradient.to(torch.float32)
         if update.factor != 1.0:
@@ -115,13 +121,14 @@ class HostOptimizer(Optimizer):
             self.arithmetic(update.companion, gradient, update)
             update.weight.copy_(update.companion)
 
-    def _readable_ranges(self, update: Update, ranges: Tensor) -> None:
-        """Update a copy of everything and keep what lies in the ranges.
+    def _readable_part(self, update: Update) -> None:
+        """Update a copy of everything and keep what lies in the ranges, and in the half.
 
         Arithmetic on parts of tensors would be cheaper, but torch does not promise the same bits:
         it may round differently in a vector loop and in the loop over what that leaves.
         """
         numel = update.weight.numel()
+        ranges = torch.tensor([[0, numel]]) if update.ranges is None else update.ranges
         edges = torch.zeros(host_kernel.num_blocks(numel) + 1, dtype=torch.int64)
         begins, ends = host_kernel.checked_ranges(ranges, numel=numel).unbind(1)
         one = torch.ones_like(begins)
@@ -132,15 +139,19 @@ class HostOptimizer(Optimizer):
         copy = replace(
             update,
             ranges=None,
+            half=None,
             weight=update.weight.clone(),
             companion=None if update.companion is None else update.companion.clone(),
             state={name: tensor.clone() for name, tensor in update.state.items()},
         )
         self.readable(copy)
-        pairs = [(update.weight, copy.weight)]
-        pairs += [(tensor, copy.state[name]) for name, tensor in update.state.items()]
-        if update.companion is not None and copy.companion is not None:
-            pairs.append((update.companion, copy.companion))
+        pairs: list[tuple[Tensor, Tensor]] = []
+        if update.half != "weights":
+            pairs += [(tensor, copy.state[name]) for name, tensor in update.state.items()]
+        if update.half != "moments":
+            pairs.append((update.weight, copy.weight))
+            if update.companion is not None and copy.companion is not None:
+                pairs.append((update.companion, copy.companion))
         for kept, updated in pairs:
             chosen = elements if kept.numel() == numel else blocks
             kept[chosen] = updated[chosen]
@@ -182,6 +193,11 @@ class AdamW(HostOptimizer):
             self.moments in ("float32", "8bit"),
             f"AdamW: moments must be 'float32' or '8bit', found {self.moments!r}",
         )
+
+    @property
+    @override
+    def has_halves(self) -> bool:
+        return True
 
     @property
     @override
@@ -247,6 +263,7 @@ class AdamW(HostOptimizer):
             ),
             num_threads=num_threads,
             ranges=update.ranges,
+            half=update.half,
         )
 
     @staticmethod

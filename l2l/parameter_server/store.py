@@ -24,7 +24,7 @@ The host settles both before it reads. So nobody sees stale weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -36,8 +36,9 @@ from l2l.host_memory import Arena
 from l2l.layout import ALIGNMENT_ELEMENTS, FlatLayout, round_up
 from l2l.parameter_server import device_update
 from l2l.parameter_server.adafactor import Adafactor
-from l2l.parameter_server.host_kernel import HostKernel, SplitWeight
+from l2l.parameter_server.host_kernel import Half, HostKernel, SplitWeight
 from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind, Update
+from l2l.parameter_server.snapshot import Image, Snapshot
 from l2l.precision import PrecisionPolicy, join_master, split_master
 from l2l.schedule import OUTER
 
@@ -210,6 +211,9 @@ class WaitingUpdate:
     finish: Callable[[WaitingUpdate], None] | None = None
     """Called when the update is done; for one on the device, does it."""
     refreshed: Tensor | None = None  # rows that are done already
+    refresher: object = None  # whose rows these are: those of one step are distinct
+    halves: bool = False  # of these rows only the weights are done
+    advanced: bool = False  # all weights are done, the moments are not
     step: Any = None  # whose update it is, where that is done on the device
     numbers: Tensor | None = None  # of an update on the device, once they were ordered
     renewed: bool = False  # whether that update is done, so that the host's weights are old
@@ -233,7 +237,13 @@ class ParameterServer:
         self.seed = seed & 0xFFFFFFFF  # of rounding
         self.units: dict[str, Unit] = {}
         self.waiting: dict[str, WaitingUpdate] = {}  # by unit
+        self.snapshot: Snapshot | None = None  # one that is being written
         self._unit_of: dict[str, Unit] = {}
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether an update can be done in two: `advance`, then `perform`."""
+        return isinstance(self.optimizer, HostOptimizer) and self.optimizer.has_halves
 
     @staticmethod
     def form(
@@ -283,7 +293,9 @@ class ParameterServer:
     ) -> None:
         """Move a unit in: copy its tensors to host memory and hollow out the parameters.
 
-        A hollow parameter keeps its shape and holds NaN without memory, until `give_back`.
+        A hollow parameter keeps its shape and holds NaN without memory, until `give_back`. One that
+        is on the meta device has nothing to copy: `set_weight` follows, and `give_back` leaves it
+        on the CPU.
         """
         take, numel = self._arena.take, form.trained.padded_numel
         unit = Unit(
@@ -305,10 +317,12 @@ class ParameterServer:
         for key, value in buffers.items():
             unit.weight_of(key).copy_(value)
         for owner, parameter in parameters.items():
-            self.set_weight(owner, parameter.data)
+            if not parameter.is_meta:
+                self.set_weight(owner, parameter.data)
         for parameter in parameters.values():
-            nothing = torch.full((), torch.nan, device=parameter.device).to(parameter.dtype)
-            parameter.data = nothing.expand(parameter.shape)
+            device = torch.device("cpu") if parameter.is_meta else parameter.device
+            nothing = torch.full((), torch.nan, device=device).to(parameter.dtype)
+            exchange(parameter, nothing.expand(parameter.shape))
 
     def give_back(self, parameters: Mapping[str, nn.Parameter], name: str) -> None:
         """Move a unit's weights into the parameters again and drop its host memory."""
@@ -376,6 +390,7 @@ class ParameterServer:
         ranges: Mapping[str, Tensor] | None = None,
         *,
         count_step: bool = True,
+        half: Half | None = None,
     ) -> None:
         """Apply one step's gradient to a unit.
 
@@ -386,8 +401,10 @@ class ParameterServer:
             ranges: By parameter, the only elements to update (`host_kernel.checked_ranges`). A
                 parameter that is not named is updated whole.
             count_step: Whether this is a step of its own, not another part of the last one.
+            half: What alone is to change.
         """
         assert isinstance(self.optimizer, HostOptimizer)
+        self.before_change(name)
         unit = self.units[name]
         num_threads = self._num_threads(name)
         for owner in unit.form.trained.names:
@@ -409,6 +426,7 @@ class ParameterServer:
                 factor=order.factor,
                 seed=self.seed,
                 ranges=None if ranges is None else ranges.get(owner),
+                half=half,
             )
             if self._kernel is None:
                 self.optimizer.readable(update)
@@ -453,39 +471,97 @@ class ParameterServer:
         """The update that was left for a unit; the caller performs it."""
         return self.waiting.pop(name)
 
-    def refresh(self, waiting: WaitingUpdate, rows: Tensor) -> None:
-        """Do the part of a table's update that changes these rows; `perform` does the rest."""
+    def refresh(
+        self,
+        waiting: WaitingUpdate,
+        rows: Tensor,
+        *,
+        halves: bool = False,
+        refresher: object = None,
+    ) -> None:
+        """Do the part of a table's update that changes these rows; `perform` does the rest.
+
+        Args:
+            waiting: The update.
+            rows: Ascending, and none that the same refresher has refreshed before.
+            halves: Whether to change their weights only, if these are the first rows; later ones
+                are done alike.
+            refresher: Whose rows these are. Another one comes if a step has failed in between.
+        """
         order, form = waiting.order(), self.units[waiting.unit].form
         assert waiting.gradient is not None
-        if order is None:
+        if order is None or waiting.advanced:
             return
         shapes, earlier = _shapes(form), waiting.refreshed
         if any(shape[-1] % ALIGNMENT_ELEMENTS for shape in shapes):
             # Rows that do not begin at a block are not updated apart: all are done at first.
             rows = torch.arange(max(shape[0] for shape in shapes) if earlier is None else 0)
-        ranges = {
-            name: _row_ranges(rows, shape[-1])
-            for name, shape in zip(form.trained.names, shapes, strict=True)
-        }
         first = earlier is None
-        self.update(waiting.unit, waiting.gradient, order, ranges=ranges, count_step=first)
+        if earlier is not None and waiting.refresher is not refresher:
+            rows = rows[~torch.isin(rows, earlier)]
+        waiting.refresher = refresher
+        waiting.halves = halves if first else waiting.halves
+        half: Half | None = "weights" if waiting.halves else None
+        ranges = self._ranges(waiting.unit, rows)
+        self.update(waiting.unit, waiting.gradient, order, ranges, count_step=first, half=half)
         waiting.refreshed = rows if earlier is None else torch.cat([earlier, rows])
 
+    def advance(self, waiting: WaitingUpdate) -> None:
+        """Do the weights of an update that was left, where `refresh` has not; `perform` follows."""
+        if not waiting.advanced:
+            self._perform_rest(waiting, half="weights")
+            waiting.advanced = True
+
     def perform(self, waiting: WaitingUpdate) -> None:
-        """Do an update that was left, or what `refresh` has left of it."""
-        order, form = waiting.order(), self.units[waiting.unit].form
-        if order is not None and waiting.gradient is not None:
-            if waiting.refreshed is None:
-                counted = waiting.numbers is not None  # by a step that failed before it was done
-                self.update(waiting.unit, waiting.gradient, order, count_step=not counted)
-            else:
-                ranges = {
-                    name: _row_ranges(_other_rows(waiting.refreshed, shape[0]), shape[-1])
-                    for name, shape in zip(form.trained.names, _shapes(form), strict=True)
-                }
-                self.update(waiting.unit, waiting.gradient, order, ranges=ranges, count_step=False)
+        """Do an update that was left, or what `refresh` and `advance` have left of it."""
+        if not waiting.advanced:
+            self._perform_rest(waiting)
+            if waiting.refreshed is not None and waiting.halves:
+                self._complete(waiting, self._ranges(waiting.unit, waiting.refreshed.sort().values))
+        elif waiting.refreshed is None or waiting.halves:
+            self._complete(waiting, None)
+        else:
+            self._complete(waiting, self._other_ranges(waiting))
         if waiting.finish is not None:
             waiting.finish(waiting)
+        if self.snapshot is not None:
+            self.snapshot.complete(waiting.unit)
+
+    def _perform_rest(self, waiting: WaitingUpdate, *, half: Half | None = None) -> None:
+        """The update, or half of it, of all but the rows that were refreshed."""
+        order = waiting.order()
+        if order is None or waiting.gradient is None:
+            return
+        first = waiting.refreshed is None
+        ranges = None if first else self._other_ranges(waiting)
+        counted = not first or waiting.numbers is not None  # by a step that failed before the end
+        self.update(
+            waiting.unit, waiting.gradient, order, ranges, count_step=not counted, half=half
+        )
+
+    def _complete(self, waiting: WaitingUpdate, ranges: Mapping[str, Tensor] | None) -> None:
+        """The moments of an update whose weights are done."""
+        order = waiting.order()
+        if order is not None and waiting.gradient is not None:
+            self.update(
+                waiting.unit, waiting.gradient, order, ranges, count_step=False, half="moments"
+            )
+
+    def _ranges(self, unit: str, rows: Tensor) -> dict[str, Tensor]:
+        form = self.units[unit].form
+        return {
+            name: _row_ranges(rows, shape[-1])
+            for name, shape in zip(form.trained.names, _shapes(form), strict=True)
+        }
+
+    def _other_ranges(self, waiting: WaitingUpdate) -> dict[str, Tensor]:
+        """All but the rows that were refreshed."""
+        assert waiting.refreshed is not None
+        form = self.units[waiting.unit].form
+        return {
+            name: _row_ranges(_other_rows(waiting.refreshed, shape[0]), shape[-1])
+            for name, shape in zip(form.trained.names, _shapes(form), strict=True)
+        }
 
     def register(self, name: str, device: Device) -> None:
         """Let the device copy from and to a unit's companion and state without the host."""
@@ -507,6 +583,68 @@ class ParameterServer:
         if unit.companion is not None:
             unit.companion = unit.companion.to(device)
         unit.state = {key: state.to(device) for key, state in unit.state.items()}
+
+    def before_change(self, name: str) -> None:
+        """Called before a unit's host memory changes: see snapshot.py."""
+        if self.snapshot is not None:
+            self.snapshot.before(name)
+
+    def image(self, name: str) -> Image:
+        """All that a unit holds, without copying: weights by name, the rest as `owner|what`."""
+        unit = self.units[name]
+        tensors = {owner: unit.weight_of(owner) for owner in unit.form.weight_layout.names}
+        for owner in unit.form.trained.names:
+            companion = unit.companion_of(owner)
+            if companion is not None:
+                tensors[state_name(owner, unit.form.companion_name)] = companion
+            tensors |= {
+                state_name(owner, kind): tensor for kind, tensor in unit.state_of(owner).items()
+            }
+        return Image(unit=name, tensors=tensors, steps=unit.steps)
+
+    def begin_snapshot(
+        self, order: Sequence[str], *, at_once: Collection[str], spare_bytes: int
+    ) -> Snapshot:
+        """Begin to write every unit as it is after the last step.
+
+        The device and the update lane must have nothing left to do.
+
+        Args:
+            order: units, those first that the next step changes first.
+            at_once: units whose update is not left to the next step: the device would do it.
+            spare_bytes: host memory that copies may take.
+        """
+        for name in [name for name in self.waiting if name in at_once]:
+            self.perform(self.waiting.pop(name))
+        snapshot = Snapshot(
+            order,
+            image_of=self.image,
+            copy_of=self._copy,
+            awaited=frozenset(self.waiting),
+            spare_bytes=spare_bytes,
+        )
+        self.snapshot = snapshot
+        return snapshot
+
+    def units_on_device(self) -> list[str]:
+        """Units whose optimizer state is on the device."""
+        return [
+            name
+            for name, unit in self.units.items()
+            if any(tensor.device.type != "cpu" for tensor in unit.state.values())
+        ]
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu" or self._kernel is None or not tensor.is_contiguous():
+            return tensor.detach().to("cpu", copy=True)
+        copy = torch.empty_like(tensor)
+        self._kernel.copy(
+            copy.data_ptr(),
+            source=tensor.data_ptr(),
+            num_bytes=tensor.nbytes,
+            num_threads=torch.get_num_threads(),
+        )
+        return copy
 
     def settle_all(self) -> None:
         """Bring every unit to the last step, on the calling thread."""
@@ -542,6 +680,16 @@ def _other_rows(rows: Tensor, num_rows: int) -> Tensor:
     return torch.nonzero(others).flatten()
 
 
+def exchange(parameter: nn.Parameter, tensor: Tensor) -> None:
+    """Let a parameter hold another tensor; it stays the same object, also from or to meta."""
+    if parameter.is_meta == tensor.is_meta:
+        parameter.data = tensor
+        return
+    other = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    other.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+
+
 def refuse_without_weights(model: nn.Module) -> None:
     """Refuse a model whose parameters have no values.
 
@@ -562,5 +710,6 @@ def refuse_without_weights(model: nn.Module) -> None:
     if on_meta:
         raise ValueError(
             f"{len(on_meta)} parameters are on the meta device, the first {on_meta[0]!r}. Expected "
-            "a model with weights, on the CPU."
+            "a model with weights, on the CPU; or say where they come from: weights=, a folder "
+            "with safetensors, or weights=l2l.RandomInit(seed=0)."
         )

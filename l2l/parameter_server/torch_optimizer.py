@@ -125,6 +125,25 @@ class ServerOptimizer(torch.optim.Optimizer):
             found.update({self._names[parameter]: numbers for parameter in group["params"]})
         return found
 
+    def numbers(self) -> list[dict[str, Any]]:
+        """What every group has besides its parameters, as JSON."""
+        return [
+            {
+                key: float(value) if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params" and isinstance(value, bool | int | float | str | tuple | Tensor)
+            }
+            for group in self.param_groups
+        ]
+
+    def restore_numbers(self, groups: list[dict[str, Any]]) -> bool:
+        """Take these numbers over; False if they are of other groups."""
+        if [sorted(one) for one in groups] != [sorted(one) for one in self.numbers()]:
+            return False
+        for group, numbers in zip(self.param_groups, groups, strict=True):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in numbers.items()})
+        return True
+
     @override
     def state_dict(self) -> dict[str, Any]:
         for group in self.param_groups:

@@ -28,7 +28,9 @@ DEVICE_UPDATE_BYTES = 34.0
 PASS_SECONDS = 0.2e-3  # of a pass, beside its arithmetic: launches, copies into cells
 PROLOGUE_SECONDS = 2e-3
 HOST_COPY_RATE = 28e9  # of gathering rows; bytes that are read
-BUSY_HOST = 0.75  # of the optimizer's rate while the link is busy and passes are launched
+BUSY_HOST = 0.75  # of the optimizer's rate while passes are launched and the link is busy
+HALVES = {"advance": 0.9, "refresh": 0.9, "complete": 0.8}  # of an exact update's seconds
+EIGHT_BIT_HALVES = {"advance": 0.55, "refresh": 0.55, "complete": 0.9}
 NUM_HEAD_VALUES = 8  # hidden states of a microbatch that an epilogue makes besides its logits
 
 COPIED: Final[Mapping[str, tuple[Literal["in", "out"], tuple[str, ...]]]] = {
@@ -252,11 +254,42 @@ class CostModel:
             total += self._accumulate(problem.layers[layer])
         return total
 
-    def update_seconds(self, num_parameters: float) -> float:
-        """Of the host optimizer."""
-        if self.problem.eight_bit:
-            return num_parameters / (self.hardware.eight_bit_rate * BUSY_HOST)
-        return num_parameters * self.problem.update_bytes / (self.hardware.host_rate * BUSY_HOST)
+    def update_seconds(
+        self, num_parameters: float, *, half: str | None = None, beside: float = 0.0
+    ) -> float:
+        """Of the host optimizer.
+
+        Args:
+            num_parameters: to update.
+            half: what of the update, if not all of it: a verb.
+            beside: bytes that the link reads and writes in host memory meanwhile; an update is
+                bound by that memory, so they come on top.
+        """
+        problem, hardware = self.problem, self.hardware
+        halves = EIGHT_BIT_HALVES if problem.eight_bit else HALVES
+        share = halves[half] if half else 1.0
+        moved = share * num_parameters * problem.update_bytes + beside
+        found = moved / (hardware.host_rate * BUSY_HOST)
+        if problem.eight_bit:  # bound by arithmetic, unless much is moved beside it
+            found = max(found, share * num_parameters / (hardware.eight_bit_rate * BUSY_HOST))
+        return found
+
+    def beside_forward(self, decisions: Decisions, rows: int) -> float:
+        """Bytes that the link moves while one streamed layer runs forward."""
+        streamed, _ = self._split(decisions)
+        if not streamed:
+            return 0.0
+        number = self.num_microbatches(rows)
+        values = self.problem.num_rows * self.problem.hidden_bytes
+        moved = values * (1 if self._stays(decisions, rows) else 2)
+        moved += number * self.kept_bytes_of(decisions, rows) + streamed[0].weight_bytes
+        shared = decisions.shared_layers(len(self.problem.layers))
+        lent = 2 * sum(self.lent_bytes(streamed[index]) for index in shared)
+        return moved + lent / max(1, len(streamed) - len(shared))
+
+    def _stays(self, decisions: Decisions, rows: int) -> bool:
+        """Whether hidden states stay on the device from layer to layer."""
+        return self.num_microbatches(rows) + 2 <= decisions.num_cells
 
     def estimate(self, decisions: Decisions, rows: int) -> float:
         """Seconds of a step, by formula."""
@@ -272,21 +305,31 @@ class CostModel:
         on_host = [unit for index, unit in enumerate(streamed) if index not in shared]
         back = tail[: len(tail) - decisions.num_device_states]
         outer = [] if decisions.outer_state else [size for _, size in problem.outer]
-        host = self.update_seconds(sum(u.num_trained for u in [*on_host, *back, *outer]))
+        number_on_host = sum(unit.num_trained for unit in [*on_host, *back, *outer])
+        just_in_time = problem.policy is UpdatePolicy.JUST_IN_TIME
+        beside = len(on_host) * self.beside_forward(decisions, rows) if just_in_time else 0.0
+        half = "advance" if decisions.halves else None
+        host = self.update_seconds(number_on_host, half=half, beside=beside)
+        if half and not just_in_time:  # of those that are late both halves count, in the same time
+            late = min(1.0, decisions.num_late / max(1, len(streamed)))
+            both = host + self.update_seconds(number_on_host, half="complete")
+            host = late * both + (1 - late) * self.update_seconds(number_on_host)
         host = 0.0 if problem.policy is UpdatePolicy.ON_DEVICE else host
-        rows_first = self._rows_seconds() if not decisions.outer_state else 0.0
+        rows_first = 0.0 if decisions.outer_state else self._rows_seconds(half=half)
         weights = sum(unit.weight_bytes for unit in streamed)
         values = len(streamed) * number * mean * problem.hidden_bytes
         kept = len(streamed) * number * self.kept_bytes_of(decisions, rows)
         lent = sum(self.lent_bytes(streamed[index]) for index in shared)
-        stays = number + 2 <= decisions.num_cells  # hidden states, from layer to layer
-        again = 0.0 if stays else values
+        again = 0.0 if self._stays(decisions, rows) else values
         inwards = again + weights + sum(unit.weight_bytes for unit in back) + lent
         rate = self.hardware.both_ways_rate
         forward = max(forward, inwards / rate, (values + kept + lent) / rate)
         backward = max(backward, (weights + 2 * values + kept) / rate)
-        if problem.policy is UpdatePolicy.JUST_IN_TIME:
-            first = self.update_seconds(streamed[0].num_trained) if streamed else host
+        if just_in_time:
+            first = self.update_seconds(streamed[0].num_trained, half=half) if streamed else host
+            if decisions.halves:
+                later = self.update_seconds(number_on_host, half="complete")
+                backward = max(backward, later - middle)
             return middle + backward + ends + rows_first + max(forward + first, host)
         layer = backward / max(1, len(streamed))
         return rows_first + max(forward + middle + backward + ends, host + middle + layer)
@@ -296,14 +339,14 @@ class CostModel:
         """What is copied to the device for an update there."""
         return unit.state_bytes + unit.staging_bytes + unit.weight_bytes
 
-    def _rows_seconds(self) -> float:
+    def _rows_seconds(self, *, half: str | None) -> float:
         """What the host does before the first microbatch can begin: rows of tables."""
         problem = self.problem
         total = 0.0
         for unit, size in problem.outer:
             if unit.looked_up:
                 share = min(1.0, problem.num_rows * problem.looked_up_bytes / size.weight_bytes)
-                total += self.update_seconds(size.num_trained * share * 0.8)
+                total += self.update_seconds(size.num_trained * share * 0.8, half=half)
         return total + 2 * problem.num_rows * problem.looked_up_bytes / HOST_COPY_RATE
 
     def with_late(self, decisions: Decisions, rows: int) -> Decisions:
@@ -357,6 +400,8 @@ class _Costs:
         problem = model.problem
         self._mean = problem.num_rows / model.num_microbatches(rows)
         self._rows = rows
+        self._beside = model.beside_forward(decisions, rows)
+        self._streamed = {f"L{i}" for i in range(len(problem.layers) - decisions.num_tail)}
         self._sizes = {f"L{i}": unit for i, unit in enumerate(problem.layers)}
         self._sizes |= {unit.name: size for unit, size in problem.outer}
 
@@ -371,7 +416,7 @@ class _Costs:
             pieces = self._decisions.num_pieces if action.verb in ("borrow", "repay") else 1
             return Cost(link=way, nbytes=nbytes // pieces)
         if action.lane is Lane.UPDATE:
-            return Cost(self._host_seconds(action.verb, size))
+            return Cost(self._host_seconds(action, size))
         return Cost(self._device_seconds(action, size))
 
     def _device_seconds(self, action: Action, size: UnitSize | None) -> float:
@@ -391,8 +436,8 @@ class _Costs:
             return moved / self._decisions.num_pieces if verb == "rework" else moved
         return 0.0
 
-    def _host_seconds(self, verb: str, size: UnitSize | None) -> float:
-        model, problem = self._model, self._model.problem
+    def _host_seconds(self, action: Action, size: UnitSize | None) -> float:
+        model, problem, verb = self._model, self._model.problem, action.verb
         if verb == "lookup":
             return self._scale * self._mean * problem.looked_up_bytes / HOST_COPY_RATE
         if size is None:
@@ -400,11 +445,16 @@ class _Costs:
         share = min(1.0, problem.num_rows * problem.looked_up_bytes / max(1, size.weight_bytes))
         if verb == "refresh":
             rows = size.num_trained * share * 0.8
-            return self._scale * model.update_seconds(rows) / model.num_microbatches(self._rows)
+            half = "refresh" if self._decisions.halves else None
+            whole = model.update_seconds(rows, half=half)
+            return self._scale * whole / model.num_microbatches(self._rows)
         if verb == "collect":
             return 2 * problem.num_rows * problem.looked_up_bytes / HOST_COPY_RATE
-        if verb in ("update", "settle"):
-            return model.update_seconds(size.num_trained)
+        if verb in ("update", "settle", "advance", "complete"):
+            half = verb if verb in ("advance", "complete") else None
+            is_streamed = action.operands[0] in self._streamed
+            beside = self._beside if is_streamed and verb in ("settle", "advance") else 0.0
+            return model.update_seconds(size.num_trained, half=half, beside=beside)
         return 0.0
 
     def _value_bytes(self, value: str) -> float:

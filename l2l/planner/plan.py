@@ -36,6 +36,8 @@ class Decisions:
     """Streamed layers whose late updates the device does, with state brought over the link."""
     num_pieces: int = 16
     """In which the state of such a layer is lent."""
+    halves: bool = False
+    """Whether late updates do weights before they are needed and moments afterwards."""
     shares_memory: bool = False
     """Whether head and layers' gradients take turns in the same memory."""
     outer_state: bool = False
@@ -89,6 +91,7 @@ class Decisions:
             device_updates=update is UpdatePolicy.ON_DEVICE,
             shared=self.shared_layers(num_layers),
             num_pieces=self.num_pieces,
+            halves=self.halves,
             shares_memory=self.shares_memory,
         )
 

@@ -77,6 +77,7 @@ class Problem:
     policy: UpdatePolicy
     update_bytes: float  # host memory traffic of an update, for each parameter
     eight_bit: bool
+    has_halves: bool  # whether late updates can be done in two
     may_update_on_device: bool
     buffer_bytes: int
     server_bytes: int  # of the parameter server, on the host

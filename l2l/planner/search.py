@@ -32,6 +32,9 @@ MOST_PIECES = 6  # ways to run the epilogue that fit
 MOST_CELLS = 18
 SLACK = 0.02  # of the budget, for what lies between tensors
 
+LENDING_GAIN = (
+    0.05  # that lending state must promise: it burdens the host's memory like nothing else
+)
 SHARES = (0.0, 0.2, 0.35, 0.5)  # of streamed layers that the device updates
 
 
@@ -92,14 +95,18 @@ def find_plan(
     ranked = sorted(fitting, key=fitting.__getitem__)[:NUM_RANKED]
     if "num_shared" not in fixed:
         ranked = [one for one in _shared(model, ranked) if model.peak_bytes(*one) <= limit]
-        ranked.sort(key=lambda one: model.estimate(*one))
+    if "num_late" not in fixed:
+        ranked = list(_late(model, ranked))
+    if "halves" not in fixed:
+        ranked = list(_halved(model, ranked))
+    ranked.sort(key=lambda one: model.estimate(*one))
     best: tuple[Simulation, Decisions, int] | None = None
     promising = model.estimate(*ranked[0]) * PROMISING
     for decisions, number in _distinct(ranked):
         if best is not None and model.estimate(decisions, number) > promising:
             continue
         found = model.simulate(decisions, number)
-        if best is None or found.seconds < best[0].seconds:
+        if best is None or _rated(found, decisions) < _rated(*best[:2]):
             best = (found, decisions, number)
     assert best is not None
     simulation, decisions, number = best
@@ -110,6 +117,11 @@ def find_plan(
         seconds=simulation.seconds,
         bound=simulation.bound,
     )
+
+
+def _rated(simulation: Simulation, decisions: Decisions) -> float:
+    """Seconds, with a handicap for what is hard to foresee."""
+    return simulation.seconds * (1 + LENDING_GAIN if decisions.num_shared else 1)
 
 
 def _shared(
@@ -128,11 +140,41 @@ def _shared(
                 yield replace(decisions, num_shared=int(share * streamed)), rows
 
 
+def _late(
+    model: CostModel, candidates: Iterable[tuple[Decisions, int]]
+) -> Iterator[tuple[Decisions, int]]:
+    """Candidates that leave some updates to the next step, also with all of them left."""
+    every = len(model.problem.layers) + len(model.problem.outer)
+    for decisions, rows in candidates:
+        yield decisions, rows
+        if decisions.num_late:
+            yield replace(decisions, num_late=every), rows
+
+
+def _halved(
+    model: CostModel, candidates: Iterable[tuple[Decisions, int]]
+) -> Iterator[tuple[Decisions, int]]:
+    """Candidates, with late updates at once and in two."""
+    problem = model.problem
+    tables = any(unit.looked_up and unit.trained for unit, _ in problem.outer)
+    for decisions, rows in candidates:
+        yield decisions, rows
+        late = problem.policy is UpdatePolicy.JUST_IN_TIME or decisions.num_late
+        if problem.has_halves and (late or (tables and not decisions.outer_state)):
+            yield replace(decisions, halves=True), rows
+
+
 def _distinct(ranked: list[tuple[Decisions, int]]) -> Iterator[tuple[Decisions, int]]:
     """The best candidates, a few of each kind: the formula that ranks them is rough."""
     seen: dict[tuple[float, ...], int] = {}
     for decisions, rows in ranked:
-        kind = (rows, decisions.num_kept_cells, min(decisions.num_shared, 1))
+        kind = (
+            rows,
+            decisions.num_kept_cells,
+            min(decisions.num_shared, 1),
+            decisions.halves,
+            decisions.num_late,
+        )
         seen[kind] = seen.get(kind, 0) + 1
         if seen[kind] <= NUM_SIMULATED:
             yield decisions, rows

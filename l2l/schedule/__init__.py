@@ -44,6 +44,11 @@ updated before the whole gradient is known, so it can be clipped by its global n
 looked up are always late, and settled in two parts: `refresh` the rows that this step looks up,
 before anything else; `settle` the rest, before the table is fetched.
 
+[Note: halves] Where the forward pass waits for late updates, they are done in two (`halves`):
+`advance L0 HL0` changes the weights only, in the order in which layers are fetched; `complete L0
+HL0` changes the moments, from the same gradient, under the epilogue and the backward passes, where
+the host has nothing else to do. The gradient is overwritten only then: a drain to `HL0` waits.
+
 [Note: shared updates] Where the host is slower than the forward pass under which it must update all
 layers, the device does some of these updates (`shared`), over the link that is idle then: `borrow
 L3 p0 HL3 W0` copies a piece of layer 3 to the device, weights, gradient and optimizer state;

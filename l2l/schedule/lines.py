@@ -69,6 +69,8 @@ VERBS: Final[Mapping[str, Verb]] = {
     "collect": Verb(lane=Lane.UPDATE, operands=("T", "H>"), also=("gradient rows<",)),
     "update": Verb(lane=Lane.UPDATE, operands=("LOT", "H<"), also=("host loss<",)),
     "settle": Verb(lane=Lane.UPDATE, operands=("LOT", "H<")),
+    "advance": Verb(lane=Lane.UPDATE, operands=("LOT", "H<")),
+    "complete": Verb(lane=Lane.UPDATE, operands=("LOT", "H<")),
     "order": Verb(lane=Lane.UPDATE, operands=("LOT",)),
     "renew": Verb(lane=Lane.COMPUTE, operands=("LOT", "S>", "G<")),
     "borrow": Verb(lane=Lane.LEND, operands=("L", "p", "H<", "W>")),
@@ -114,7 +116,7 @@ class Action:
             yield f"e {self.operands[0]}", True
         elif self.verb in ("order", "renew", "rework"):
             yield f"numbers {self.operands[0]}", self.verb == "order"
-        elif self.verb in ("fetch", "update", "settle", "return", "mirror", "repay"):
+        elif self.verb in ("fetch", "update", "settle", "advance", "return", "mirror", "repay"):
             yield f"weights {self.operands[0]}", self.verb != "fetch"
 
 

@@ -85,6 +85,8 @@ class Shape:
     """Streamed layers whose late update is done on the device, with borrowed state."""
     num_pieces: int = 16
     """In which the state of such a layer is lent."""
+    halves: bool = False
+    """Whether late updates are done in two: weights before they are needed, moments afterwards."""
     shares_memory: bool = False
     """Whether units of the epilogue and the gradients of layers take turns in the same memory."""
 
@@ -477,9 +479,12 @@ def _host_lines(draft: Draft, shape: Shape) -> list[Action]:
     lines = [Action("order", (unit,)) for unit in on_device if unit in shape.pending]
     fetched = [line.operands[0] for line in _actions(draft) if line.verb == "fetch"]
     needed = [unit for unit in dict.fromkeys([*fetched, *shape.pending]) if unit in shape.pending]
-    settled = [
-        Action("settle", (unit, late_staging(unit))) for unit in needed if unit not in on_device
-    ]
+    own = [unit for unit in needed if unit not in on_device]
+    halves = shape.halves and shape.training
+    settled = [Action("advance" if halves else "settle", (u, late_staging(u))) for u in own]
+    drained = {unit: index for index, unit in enumerate(shape.drained_units)}
+    own.sort(key=lambda unit: drained.get(unit, -1))  # tables leave first: with the epilogue
+    completed = [Action("complete", (unit, late_staging(unit))) for unit in own if halves]
     for m in range(shape.num_microbatches if looked_up else 0):
         lines += [
             Action("refresh", (unit, f"m{m}", late_staging(unit)))
@@ -489,7 +494,7 @@ def _host_lines(draft: Draft, shape: Shape) -> list[Action]:
         lines.append(Action("lookup", (f"m{m}",)))
         if m == 0 and settled and settled[0].operands[0].startswith("L"):
             lines.append(settled.pop(0))  # what the first microbatch needs next
-    return lines + settled
+    return lines + settled + completed
 
 
 def _actions(draft: Draft) -> Iterator[Action]:

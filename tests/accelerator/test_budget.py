@@ -8,13 +8,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l
 
-pytestmark = pytest.mark.accelerator
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+]
 
 NUM_LAYERS, VOCABULARY, LENGTH, ROWS = 6, 4096, 64, 16
 ALONE = {
     "num_tail": 0,
     "num_device_states": 0,
     "num_shared": 0,
+    "halves": False,
     "outer_state": False,
     "keep": 0.0,
     "num_kept_cells": 0,
@@ -30,6 +34,7 @@ CHOICES = {
         "outer_state": True,
     },
     "shared updates": {"num_shared": 3, "num_late": 9},
+    "halves": {"halves": True},
     "shared memory": {"shares_memory": True},
     "pieces": {"piece_tokens": 100},
     "all together": {
@@ -79,7 +84,7 @@ def train(**settings) -> tuple[list[float], dict[str, torch.Tensor]]:
     settings = {"precision": "float32", "clip_norm": 1.0, "compile": False, **settings}
     settings["overrides"] = {**ALONE, **settings.get("overrides", {})}
     engine = l2l.Engine(
-        model, optimizer=l2l.AdamW(lr=1e-3), device="cuda", microbatch_size=4, **settings
+        model, optimizer=l2l.AdamW(lr=1e-3, eps=1e-3), device="cuda", microbatch_size=4, **settings
     )
     losses = []
     for number, batch in enumerate(batches(5)):

@@ -1,0 +1,494 @@
+"""Checkpoints: everything that is needed to go on exactly, in safetensors files and a manifest.
+
+A checkpoint is a folder:
+
+    manifest.json           version, step, choices, sizes and checksums of all files, its own too
+    L0.safetensors, ...     one file for every unit of the parameter server: weights, what makes
+                            them float32 masters, optimizer state, by parameter
+    buffers.safetensors     buffers that the model changes as it trains
+
+It is written to a folder beside, through to the disk, and renamed: a checkpoint that has its name
+is whole. In a `CheckpointFolder` the file `latest` says which one to go on with; it is switched
+last. Nothing is pickled, and nothing depends on the device or on how much memory there is.
+
+docs/checkpoint_format.md describes the format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from torch import Tensor
+
+from l2l.parameter_server import Image, Snapshot
+from l2l.tensor_file import (
+    Entry,
+    TensorFile,
+    TensorFileError,
+    Written,
+    check_file,
+    check_size,
+    sync_folder,
+    write_tensors,
+)
+
+FORMAT = "l2l checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+BUFFERS = "buffers"
+LATEST = "latest"
+PARTIAL = ".partial"
+REPLACED = ".replaced"
+NUM_WRITERS = 3
+PROBE_BYTES = 64 << 20
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written or read; the message names the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """A file of tensors, as the manifest knows it."""
+
+    nbytes: int
+    checksum: int
+    steps: Mapping[str, int] = field(default_factory=dict)  # parameter -> updates so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    state: Mapping[str, Any]
+    """What the engine needs besides its tensors, as JSON."""
+    files: Mapping[str, FileRecord]  # by name without suffix
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What the caller wants back."""
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into a folder, through to the disk.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "state": self.state,
+            "extra": self.extra,
+            "files": {
+                name: {
+                    "bytes": one.nbytes,
+                    "checksum": f"{one.checksum:08x}",
+                    "steps": _shortened(one.steps),
+                }
+                for name, one in self.files.items()
+            },
+        }
+        path = folder / MANIFEST
+        try:
+            text = json.dumps({**body, "checksum": _checksum(body)}, indent=1, allow_nan=False)
+            with path.open("w") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            sync_folder(folder)
+        except (OSError, TypeError, ValueError) as error:
+            raise CheckpointError(f"cannot write {path}: {error}") from error
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a checkpoint.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or of a newer version.
+        """
+        path = folder / MANIFEST
+        try:
+            body = json.loads(path.read_text())
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {path}: {error.strerror or error}. Expected the folder of a "
+                "checkpoint."
+            ) from error
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged: {error}.") from error
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise CheckpointError(f"{path} is not the manifest of a checkpoint of l2l.")
+        if body.get("version") != VERSION:
+            raise CheckpointError(
+                f"{path} is of version {body.get('version')!r}; this l2l reads version {VERSION}. "
+                "Use the l2l that wrote it, or a newer one."
+            )
+        checksum = body.pop("checksum", None)
+        if checksum != _checksum(body):
+            raise CheckpointError(
+                f"{path} is damaged: found checksum {_checksum(body)}, expected {checksum}."
+            )
+        files = {
+            name: FileRecord(
+                nbytes=one["bytes"], checksum=int(one["checksum"], 16), steps=one["steps"]
+            )
+            for name, one in body["files"].items()
+        }
+        return cls(step=body["step"], state=body["state"], files=files, extra=body["extra"])
+
+
+def _shortened(steps: Mapping[str, int]) -> dict[str, int]:
+    """Numbers of updates; those of all parameters under "" if they are equal."""
+    return {"": next(iter(steps.values()))} if len(set(steps.values())) == 1 else dict(steps)
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing
+
+
+@final
+class Saving:
+    """A checkpoint that is being written."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        snapshot: Snapshot,
+        buffers: Mapping[str, Tensor],
+        step: int,
+        state: Mapping[str, Any],
+        extra: Mapping[str, Any],
+        finish: Callable[[], None],
+        settle: Callable[[], None],
+    ) -> None:
+        """Begin to write.
+
+        Args:
+            folder: the checkpoint.
+            snapshot: where units come from.
+            buffers: tensors of their own, which nobody changes any more.
+            step: the step that all of it is of.
+            state: what the engine needs besides.
+            extra: what the caller wants back.
+            finish: called once the checkpoint has its name, or could not be written.
+            settle: brings all units to the step, for whoever waits.
+
+        Raises:
+            CheckpointError: the folder cannot be made.
+        """
+        self.folder = folder
+        self.failure: CheckpointError | None = None
+        self.after: list[Callable[[], None]] = []  # called once the checkpoint has its name
+        self.num_bytes = 0
+        self.seconds = 0.0
+        self._snapshot = snapshot
+        self._buffers = buffers
+        self._step, self._state, self._extra = step, state, extra
+        self._finish = finish
+        self._settle = settle
+        self._files: dict[str, FileRecord] = {}
+        self._lock = threading.Lock()
+        self._partial = folder.with_name(folder.name + PARTIAL)
+        self._thread = threading.Thread(target=self._run, name="l2l-save", daemon=True)
+        make_empty(self._partial)
+
+    def start(self) -> None:
+        """Let the writers begin."""
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the checkpoint is there, or has failed."""
+        return not self._thread.is_alive()
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long updates have waited for writers."""
+        return self._snapshot.stall_seconds
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is there.
+
+        Raises:
+            CheckpointError: it could not be written; the one before it is still there.
+        """
+        if not self.is_done and self._snapshot.awaits:
+            self._settle()
+        self._thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        try:
+            self._write_all()
+        except (CheckpointError, TensorFileError, OSError) as error:
+            self.failure = CheckpointError(f"the checkpoint {self.folder} was not saved: {error}")
+            self._snapshot.give_up()
+            shutil.rmtree(self._partial, ignore_errors=True)
+        except BaseException as error:  # nobody must wait for ever
+            self.failure = CheckpointError(f"the checkpoint {self.folder} was not saved: {error!r}")
+            self._snapshot.give_up()
+            raise
+        finally:
+            self.seconds = time.perf_counter() - began
+            self._finish()
+
+    def _write_all(self) -> None:
+        if self._buffers:
+            self._write(Image(unit=BUFFERS, tensors=self._buffers, steps={}))
+        with ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="l2l-write") as pool:
+            for result in [pool.submit(self._write_units) for _ in range(NUM_WRITERS)]:
+                result.result()
+        manifest = Manifest(
+            step=self._step, state=self._state, files=self._files, extra=self._extra
+        )
+        manifest.write(self._partial)
+        replace_folder(self._partial, self.folder)
+        for action in self.after:
+            action()
+
+    def _write_units(self) -> None:
+        try:
+            while (image := self._snapshot.take()) is not None:
+                self._write(image)
+                self._snapshot.written(image)
+        except BaseException:
+            self._snapshot.give_up()  # the other writers end, too
+            raise
+
+    def _write(self, image: Image) -> None:
+        entries = [
+            Entry(
+                name=name,
+                dtype=tensor.dtype,
+                shape=tuple(tensor.shape),
+                read=lambda tensor=tensor: tensor.detach().cpu(),  # type: ignore[misc]
+            )
+            for name, tensor in image.tensors.items()
+        ]
+        written = write_tensors(_path(self._partial, image.unit), entries)
+        with self._lock:
+            self.num_bytes += written.nbytes
+            self._files[image.unit] = FileRecord(
+                nbytes=written.nbytes, checksum=written.checksum, steps=dict(image.steps)
+            )
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.safetensors"
+
+
+def make_empty(folder: Path) -> None:
+    """An empty folder to write to.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make {folder}: {error.strerror or error}") from error
+
+
+def replace_folder(partial: Path, folder: Path) -> None:
+    """Give a folder that is whole its name; what had that name goes."""
+    old = folder.with_name(folder.name + REPLACED)
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    partial.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def measure_disk(folder: Path) -> float:
+    """Bytes a second that the disk takes, measured by writing a little.
+
+    Raises:
+        CheckpointError: nothing can be written there.
+    """
+    path = folder / "probe.partial"
+    data = os.urandom(1 << 20)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        began = time.perf_counter()
+        with path.open("wb", buffering=0) as file:
+            for _ in range(PROBE_BYTES // len(data)):
+                file.write(data)
+            os.fsync(file.fileno())
+        return PROBE_BYTES / (time.perf_counter() - began)
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {folder}: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+
+@final
+class Checkpoint:
+    """A checkpoint to read."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the manifest.
+
+        Raises:
+            CheckpointError: it is missing, damaged or too new.
+        """
+        self.folder = folder
+        self.manifest = Manifest.read(folder)
+
+    def check(self) -> None:
+        """Compare every file with its size and checksum.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        records = self.manifest.files
+        expected = {
+            _path(self.folder, name): Written(one.nbytes, one.checksum)
+            for name, one in records.items()
+        }
+        try:
+            for path, one in expected.items():
+                check_size(path, one)
+            with ThreadPoolExecutor(NUM_WRITERS) as pool:
+                list(pool.map(check_file, expected, expected.values()))
+        except TensorFileError as error:
+            raise CheckpointError(f"{error} An older checkpoint may still be whole.") from error
+
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a file's tensors.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        try:
+            return TensorFile(_path(self.folder, name)).shapes()
+        except TensorFileError as error:
+            raise CheckpointError(str(error)) from error
+
+    def read(self, name: str, names: Sequence[str], receive: Callable[[str, Tensor], None]) -> None:
+        """Hand over tensors of a file, one by one.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        try:
+            TensorFile(_path(self.folder, name)).read(names, receive)
+        except TensorFileError as error:
+            raise CheckpointError(str(error)) from error
+
+    def steps(self, name: str, parameter: str) -> int:
+        """Updates of a parameter so far."""
+        steps = self.manifest.files[name].steps
+        return int(steps.get("", steps.get(parameter, 0)))
+
+
+class Savable(Protocol):
+    """An engine, as a checkpoint sees it."""
+
+    @property
+    def step_number(self) -> int:
+        """Steps so far."""
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        background: bool = False,
+        then: Callable[[], None] | None = None,
+    ) -> Saving:
+        """Write a checkpoint."""
+
+
+@final
+class CheckpointFolder:
+    """The checkpoints of a run, newest last."""
+
+    def __init__(self, root: Path, *, keep: int = 2) -> None:
+        """Keep this many checkpoints; what a killed run left unfinished goes."""
+        if keep < 1:
+            raise ValueError(f"keep={keep}; expected at least 1 checkpoint.")
+        self.root = root
+        self._keep = keep
+        if root.exists():
+            for unfinished in [*root.glob(f"step-*{PARTIAL}"), *root.glob(f"*{REPLACED}")]:
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+    def all(self) -> list[Path]:
+        """Whole checkpoints, oldest first."""
+        if not self.root.exists():
+            return []
+        found = [path for path in self.root.glob("step-*") if (path / MANIFEST).exists()]
+        return sorted(path for path in found if path.name.removeprefix("step-").isdigit())
+
+    def latest(self) -> Path | None:
+        """The checkpoint to go on with."""
+        pointer = self.root / LATEST
+        found = self.all()
+        if pointer.exists():
+            named = self.root / pointer.read_text().strip()
+            if named in found:
+                return named
+        return found[-1] if found else None
+
+    def save(
+        self, engine: Savable, *, extra: Mapping[str, Any] | None = None, background: bool = False
+    ) -> Saving:
+        """Save an engine's state as the checkpoint of its last step.
+
+        Raises:
+            CheckpointError: it cannot be written; in the background, `Saving.wait` says so.
+        """
+        folder = self.path_of(engine.step_number)
+        return engine.save(
+            folder, extra=extra, background=background, then=lambda: self.conclude(folder)
+        )
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self.root / f"step-{step:08d}"
+
+    def conclude(self, folder: Path) -> None:
+        """A checkpoint is whole: go on with it from now on, and delete the oldest.
+
+        Raises:
+            CheckpointError: `latest` cannot be written.
+        """
+        pointer, beside = self.root / LATEST, self.root / f"{LATEST}{PARTIAL}"
+        try:
+            with beside.open("w") as file:
+                file.write(folder.name + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            beside.rename(pointer)
+            sync_folder(self.root)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {pointer}: {error.strerror or error}") from error
+        others = [path for path in self.all() if path != folder]
+        for old in others[: max(0, len(others) + 1 - self._keep)]:
+            shutil.rmtree(old, ignore_errors=True)

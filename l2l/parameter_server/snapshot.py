@@ -1,0 +1,176 @@
+"""The parameter server as it was after one step, written while training goes on.
+
+A unit's state is still from its update in step n until its update in step n + 1. A writer takes it
+in that window. Who is about to change a unit that was not written yet calls `before`: the unit is
+copied into spare host memory, or, if there is none left, the change waits until it is written. So
+what is written is the state of exactly one step, whatever the timing.
+
+A unit whose update of step n is itself left to the next step is `AWAITED` at first: its window
+opens when that update is complete.
+
+    AWAITED --complete--> READY --take--> BUSY --written--> DONE
+                            |                                 ^
+                            +--before--> COPIED --take, written-+
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+
+class ImageState(enum.Enum):
+    """How far the writing of a unit is."""
+
+    AWAITED = "awaited"
+    READY = "ready"
+    COPYING = "copying"
+    COPIED = "copied"
+    BUSY = "busy"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """A unit after a step."""
+
+    unit: str
+    tensors: Mapping[str, Tensor]
+    steps: Mapping[str, int]
+    is_copy: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@final
+class Snapshot:
+    """Units on their way to a writer; all methods may be called from any thread."""
+
+    def __init__(
+        self,
+        units: Sequence[str],
+        *,
+        image_of: Callable[[str], Image],
+        copy_of: Callable[[Tensor], Tensor],
+        awaited: frozenset[str],
+        spare_bytes: int,
+    ) -> None:
+        """Begin.
+
+        Args:
+            units: all of them, those first that are changed first.
+            image_of: a unit as it is now, without copying.
+            copy_of: a copy of a tensor, in host memory.
+            awaited: units whose update of this step is not complete.
+            spare_bytes: host memory that copies may take.
+        """
+        self._image_of = image_of
+        self._copy_of = copy_of
+        self._spare_bytes = spare_bytes
+        self._changed = threading.Condition()
+        self._states = {
+            unit: ImageState.AWAITED if unit in awaited else ImageState.READY for unit in units
+        }
+        self._urgent: list[str] = []
+        self._copies: dict[str, Image] = {}
+        self.stall_seconds = 0.0
+        """How long changes have waited so far."""
+
+    @property
+    def awaits(self) -> bool:
+        """Whether any unit's update of the step is not complete."""
+        with self._changed:
+            return ImageState.AWAITED in self._states.values()
+
+    # ----------------------------------------------------------------------------------------------
+    # For those who change units
+
+    def complete(self, unit: str) -> None:
+        """The unit's update of this step is done."""
+        with self._changed:
+            if self._states[unit] is ImageState.AWAITED:
+                self._states[unit] = ImageState.READY
+                self._changed.notify_all()
+
+    def before(self, unit: str) -> None:
+        """The unit is about to change: copy it, or wait until it is written."""
+        with self._changed:
+            image = self._image_of(unit) if self._states[unit] is ImageState.READY else None
+            if image is None or image.nbytes > self._spare_bytes:
+                self._wait_for(unit)
+                return
+            self._spare_bytes -= image.nbytes
+            self._states[unit] = ImageState.COPYING
+        copy = Image(
+            unit=unit,
+            tensors={name: self._copy_of(tensor) for name, tensor in image.tensors.items()},
+            steps=dict(image.steps),
+            is_copy=True,
+        )
+        with self._changed:
+            self._copies[unit] = copy
+            self._states[unit] = ImageState.COPIED
+            self._changed.notify_all()
+
+    def _wait_for(self, unit: str) -> None:
+        if self._states[unit] is ImageState.READY:
+            self._urgent.append(unit)
+            self._changed.notify_all()
+        began = time.perf_counter()
+        while self._states[unit] in (ImageState.READY, ImageState.COPYING, ImageState.BUSY):
+            self._changed.wait()
+        self.stall_seconds += time.perf_counter() - began
+
+    # ----------------------------------------------------------------------------------------------
+    # For writers
+
+    def take(self) -> Image | None:
+        """The next unit to write; waits for one. None: none is left."""
+        with self._changed:
+            while True:
+                found = self._next()
+                if found is not None:
+                    break
+                if set(self._states.values()) <= {ImageState.BUSY, ImageState.DONE}:
+                    return None
+                self._changed.wait()
+            if found in self._copies:
+                self._states[found] = ImageState.DONE
+                return self._copies.pop(found)
+            self._states[found] = ImageState.BUSY
+            self._urgent = [unit for unit in self._urgent if unit != found]
+            return self._image_of(found)
+
+    def _next(self) -> str | None:
+        if self._urgent:
+            return self._urgent[0]
+        for wanted in (ImageState.READY, ImageState.COPIED):
+            for unit, state in self._states.items():
+                if state is wanted:
+                    return unit
+        return None
+
+    def written(self, image: Image) -> None:
+        """A unit is written."""
+        with self._changed:
+            if image.is_copy:
+                self._spare_bytes += image.nbytes
+            self._states[image.unit] = ImageState.DONE
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Nothing more will be written: nobody waits any longer."""
+        with self._changed:
+            self._states = dict.fromkeys(self._states, ImageState.DONE)
+            self._urgent.clear()
+            self._copies.clear()
+            self._changed.notify_all()

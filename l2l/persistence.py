@@ -1,0 +1,296 @@
+"""What an engine saves and loads: which tensors, which numbers, and what is checked.
+
+Saving begins at a moment when device and host have nothing left to do of the last step; from there
+it goes on beside training (`parameter_server.snapshot`). Loading checks every file before it
+changes anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from l2l.byte_size import format_bytes
+from l2l.carving import CarvedModel
+from l2l.checkpoint import (
+    BUFFERS,
+    Checkpoint,
+    CheckpointError,
+    Saving,
+    measure_disk,
+)
+from l2l.parameter_server import Optimizer, ParameterServer, ServerOptimizer, state_name
+from l2l.precision import LossScale, join_master
+
+logger = logging.getLogger("l2l")
+
+COMPANIONS = {torch.bfloat16: "remainders", torch.float16: "masters"}
+
+
+@final
+class Persistence:
+    """Saves an engine's state and loads it."""
+
+    def __init__(
+        self,
+        *,
+        server: ParameterServer,
+        carved: CarvedModel,
+        optimizer: ServerOptimizer,
+        loss_scale: LossScale | None,
+        link: torch.dtype,
+        spare_bytes: Callable[[], int],
+    ) -> None:
+        """Nothing happens yet; `spare_bytes` says how much host memory copies may take."""
+        self._server = server
+        self._carved = carved
+        self._optimizer = optimizer
+        self._loss_scale = loss_scale
+        self._link = link
+        self._spare_bytes = spare_bytes
+        self.saving: Saving | None = None
+
+    @property
+    def _description(self) -> Optimizer:
+        return self._server.optimizer
+
+    # ----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: Path,
+        *,
+        step: int,
+        state: Mapping[str, Any],
+        buffers: Mapping[str, Tensor],
+        order: Sequence[str],
+        at_once: frozenset[str],
+        extra: Mapping[str, Any],
+        then: Callable[[], None] | None,
+        step_seconds: float | None,
+    ) -> Saving:
+        """Begin to write a checkpoint; nothing else may be running.
+
+        Args:
+            folder: where to.
+            step: number of the last step.
+            state: choices of the engine.
+            buffers: as training has left them.
+            order: units in the order in which the next step changes them.
+            at_once: units whose update the next step would do on the device.
+            extra: what the caller wants back.
+            then: called once the checkpoint is there.
+            step_seconds: how long a step takes, if that is known.
+
+        Raises:
+            CheckpointError: the folder cannot be made.
+        """
+        total = sum(self._server.image(name).nbytes for name in order)
+        spare = self._spare_bytes()
+        if spare < total:
+            self._announce_stall(folder, total, spare, step_seconds or 0.0)
+        numbers = {
+            **state,
+            "link": str(self._link).removeprefix("torch."),
+            "optimizer": type(self._description).__name__,
+            "moments": getattr(self._description, "moments", None),
+            "groups": self._optimizer.numbers(),
+            "loss_scale": None if self._loss_scale is None else asdict(self._loss_scale),
+        }
+        snapshot = self._server.begin_snapshot(order, at_once=at_once, spare_bytes=spare)
+        try:
+            saving = Saving(
+                folder,
+                snapshot=snapshot,
+                buffers={name: buffer.detach().cpu().clone() for name, buffer in buffers.items()},
+                step=step,
+                state=numbers,
+                extra=extra,
+                finish=self._end_snapshot,
+                settle=self._server.settle_all,
+            )
+        except CheckpointError:
+            self._server.snapshot = None
+            raise
+        if then is not None:
+            saving.after.append(then)
+        self.saving = saving
+        saving.start()
+        for name in self._server.units_on_device():
+            snapshot.before(name)  # nothing tells when the device changes them
+        return saving
+
+    def _end_snapshot(self) -> None:
+        self._server.snapshot = None
+
+    @staticmethod
+    def _announce_stall(folder: Path, total: int, spare: int, step_seconds: float) -> None:
+        rate = measure_disk(folder.parent)
+        stall = max(0.0, (total - spare) / rate - step_seconds)
+        logger.warning(
+            "saving %s to a disk that takes %s/s, with %s of spare host memory: training will wait "
+            "for about %.0f s. With host_memory=%s or more it would not.",
+            format_bytes(total),
+            format_bytes(int(rate)),
+            format_bytes(max(0, spare)),
+            stall,
+            format_bytes(total),
+        )
+
+    def finish(self) -> None:
+        """Wait for a checkpoint that is being written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.wait()
+
+    # ----------------------------------------------------------------------------------------------
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint that is damaged, or not of this model and optimizer.
+
+        Raises:
+            CheckpointError: with the file, and what does not fit.
+        """
+        checkpoint.check()
+        state, folder = checkpoint.manifest.state, checkpoint.folder
+        mine = (type(self._description).__name__, getattr(self._description, "moments", None))
+        found = (state["optimizer"], state["moments"])
+        if mine != found:
+            raise CheckpointError(
+                f"{folder} was saved with the optimizer {_called(*found)}; the engine has "
+                f"{_called(*mine)}. Make the engine with the same one."
+            )
+        wanted = self._names(state["link"])
+        for unit, names in wanted.items():
+            if unit not in checkpoint.manifest.files:
+                raise CheckpointError(
+                    f"{folder} has no unit {unit}: found {len(checkpoint.manifest.files)} files, "
+                    f"expected those of a model with {self._carved.num_layers} layers."
+                )
+            self._compare(folder / f"{unit}.safetensors", checkpoint.shapes(unit), names)
+
+    def _compare(
+        self,
+        path: Path,
+        found: Mapping[str, tuple[int, ...]],
+        wanted: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        for name, shape in wanted.items():
+            if name not in found:
+                raise CheckpointError(f"{path} has no {name!r}: it is of another model.")
+            if found[name] != shape:
+                raise CheckpointError(
+                    f"{path}: {name!r} has shape {list(found[name])}, expected {list(shape)}: it "
+                    "is of another model."
+                )
+
+    def _names(self, link: str) -> dict[str, dict[str, tuple[int, ...]]]:
+        """What the files must have, by unit: names and shapes."""
+        names: dict[str, dict[str, tuple[int, ...]]] = {}
+        same = link == str(self._link).removeprefix("torch.")
+        for unit in self._server.units:
+            image = self._server.image(unit)
+            names[unit] = {
+                name: tuple(tensor.shape)
+                for name, tensor in image.tensors.items()
+                if same or name.rpartition("|")[2] not in COMPANIONS.values()
+            }
+        return names
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Take over the tensors and numbers of a checkpoint that was checked."""
+        manifest = checkpoint.manifest
+        same = manifest.state["link"] == str(self._link).removeprefix("torch.")
+        if not same:
+            logger.warning(
+                "%s was saved with precision %s; this engine has %s, so results differ from those "
+                "of the run that was saved.",
+                checkpoint.folder,
+                manifest.state["link"],
+                str(self._link).removeprefix("torch."),
+            )
+        self._server.waiting.clear()
+        for name, unit in self._server.units.items():
+            targets = dict(self._server.image(name).tensors)
+            if same:
+                checkpoint.read(name, list(targets), _into(targets))
+            else:
+                self._load_converted(checkpoint, name, targets)
+            for owner in unit.steps:
+                unit.steps[owner] = checkpoint.steps(name, owner)
+        if self._loss_scale is not None and manifest.state["loss_scale"] is not None:
+            for key, value in manifest.state["loss_scale"].items():
+                setattr(self._loss_scale, key, value)
+        if not self._optimizer.restore_numbers(manifest.state["groups"]):
+            logger.warning(
+                "%s has other parameter groups; the engine keeps its own learning rates.",
+                checkpoint.folder,
+            )
+
+    def _load_converted(
+        self, checkpoint: Checkpoint, name: str, targets: Mapping[str, Tensor]
+    ) -> None:
+        """Load tensors of another precision: masters are joined there and split here."""
+        stored = checkpoint.shapes(name)
+        trained = set(self._server.units[name].form.trained.names)
+        held: dict[str, Tensor] = {}
+        for owner in targets:
+            if owner not in trained:
+                checkpoint.read(name, [owner], _into(targets))
+                continue
+            names = [owner]
+            names += [
+                key for kind in COMPANIONS.values() if (key := state_name(owner, kind)) in stored
+            ]
+            checkpoint.read(name, names, held.__setitem__)
+            weight = held[owner]
+            if state_name(owner, "remainders") in held:
+                weight = join_master(weight, held[state_name(owner, "remainders")])
+            elif state_name(owner, "masters") in held:
+                weight = held[state_name(owner, "masters")]
+            self._server.set_weight(owner, weight)
+            held.clear()
+        states = [
+            key
+            for key in targets
+            if "|" in key and key.rpartition("|")[2] not in COMPANIONS.values()
+        ]
+        checkpoint.read(name, states, _into(targets))
+
+    def load_buffers(self, checkpoint: Checkpoint, present: Mapping[str, Tensor]) -> None:
+        """Buffers as they were; `present` are those on the device."""
+        if BUFFERS not in checkpoint.manifest.files:
+            return
+        own = {
+            owner: buffer
+            for tensors in self._carved.layer_tensors
+            for owner, buffer in tensors.buffers.items()
+        }
+
+        def receive(name: str, value: Tensor) -> None:
+            for target in (own.get(name), present.get(name)):
+                if target is not None:
+                    target.copy_(value)
+
+        checkpoint.read(BUFFERS, list(checkpoint.shapes(BUFFERS)), receive)
+
+
+def _into(targets: Mapping[str, Tensor]) -> Callable[[str, Tensor], None]:
+    def receive(name: str, value: Tensor) -> None:
+        targets[name].copy_(value)
+
+    return receive
+
+
+def _called(name: str, moments: str | None) -> str:
+    return name if moments is None else f"{name} with {moments} moments"
