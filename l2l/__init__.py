@@ -1,5 +1,7 @@
 """Layer-to-layer execution: exact training of models that do not fit the device."""
 
+from l2l.checkpoint import CheckpointError as CheckpointError
+from l2l.checkpoint import CheckpointFolder as CheckpointFolder
 from l2l.engine import Engine as Engine
 from l2l.parameter_server import SGD as SGD
 from l2l.parameter_server import Adafactor as Adafactor
@@ -9,14 +11,18 @@ from l2l.parameter_server import RecordGradients as RecordGradients
 from l2l.planner import Plan as Plan
 from l2l.preview import plan as plan
 from l2l.report import StepReport as StepReport
+from l2l.weights import RandomInit as RandomInit
 
 __all__ = [
     "SGD",
     "Adafactor",
     "AdamW",
+    "CheckpointError",
+    "CheckpointFolder",
     "Engine",
     "Lion",
     "Plan",
+    "RandomInit",
     "RecordGradients",
     "StepReport",
     "plan",

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -101,7 +102,8 @@ class Manifest:
         }
         path = folder / MANIFEST
         try:
-            text = json.dumps({**body, "checksum": _checksum(body)}, indent=1, allow_nan=False)
+            body = plain(body)
+            text = json.dumps({**body, "checksum": _checksum(body)}, indent=1)
             with path.open("w") as file:
                 file.write(text + "\n")
                 file.flush()
@@ -146,6 +148,15 @@ class Manifest:
             for name, one in body["files"].items()
         }
         return cls(step=body["step"], state=body["state"], files=files, extra=body["extra"])
+
+
+def plain(value: Any) -> Any:
+    """A copy as it would come back from JSON.
+
+    Raises:
+        TypeError, ValueError: JSON cannot hold it.
+    """
+    return json.loads(json.dumps(value, allow_nan=False))
 
 
 def _shortened(steps: Mapping[str, int]) -> dict[str, int]:
@@ -194,6 +205,7 @@ class Saving:
         """
         self.folder = folder
         self.failure: CheckpointError | None = None
+        self.is_reported = False  # whether somebody was told of the failure
         self.after: list[Callable[[], None]] = []  # called once the checkpoint has its name
         self.num_bytes = 0
         self.seconds = 0.0
@@ -228,24 +240,31 @@ class Saving:
         Raises:
             CheckpointError: it could not be written; the one before it is still there.
         """
-        if not self.is_done and self._snapshot.awaits:
-            self._settle()
+        cause: Exception | None = None
+        try:
+            if not self.is_done and self._snapshot.awaits:
+                self._settle()
+        except Exception as error:  # what it waits for will never come
+            cause = error
+            self._snapshot.give_up()
         self._thread.join()
         if self.failure is not None:
-            raise self.failure
+            self.is_reported = True
+            raise self.failure from cause or self.failure.__cause__
 
     def _run(self) -> None:
         began = time.perf_counter()
         try:
             self._write_all()
-        except (CheckpointError, TensorFileError, OSError) as error:
-            self.failure = CheckpointError(f"the checkpoint {self.folder} was not saved: {error}")
+        except BaseException as error:  # raised by `wait`
+            known = isinstance(error, CheckpointError | TensorFileError | OSError)
+            reason = str(error) if known else repr(error)
+            self.failure = CheckpointError(f"the checkpoint {self.folder} was not saved: {reason}")
+            self.failure.__cause__ = error
             self._snapshot.give_up()
+            if not isinstance(error, Exception):
+                raise
             shutil.rmtree(self._partial, ignore_errors=True)
-        except BaseException as error:  # nobody must wait for ever
-            self.failure = CheckpointError(f"the checkpoint {self.folder} was not saved: {error!r}")
-            self._snapshot.give_up()
-            raise
         finally:
             self.seconds = time.perf_counter() - began
             self._finish()
@@ -256,6 +275,8 @@ class Saving:
         with ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="l2l-write") as pool:
             for result in [pool.submit(self._write_units) for _ in range(NUM_WRITERS)]:
                 result.result()
+        if self._snapshot.is_given_up:
+            raise CheckpointError("an update of its step has failed.")
         manifest = Manifest(
             step=self._step, state=self._state, files=self._files, extra=self._extra
         )
@@ -310,14 +331,33 @@ def make_empty(folder: Path) -> None:
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Give a folder that is whole its name; what had that name goes."""
-    old = folder.with_name(folder.name + REPLACED)
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-    partial.rename(folder)
-    sync_folder(folder.parent)
+    """Give a folder that is whole its name; what had that name goes.
+
+    There is a moment when neither has it: `whole_folder` finds the old one then.
+
+    Raises:
+        OSError: that is not possible; all is as it was.
+    """
+    old = _replaced(folder)
+    with contextlib.ExitStack() as undo:
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+            undo.callback(old.rename, folder)
+        partial.rename(folder)
+        undo.callback(folder.rename, partial)
+        sync_folder(folder.parent)
+        undo.pop_all()
     shutil.rmtree(old, ignore_errors=True)
+
+
+def whole_folder(folder: Path) -> Path:
+    """Where the checkpoint of this name is, also if a run was killed when it replaced it."""
+    return _replaced(folder) if not folder.exists() and _replaced(folder).exists() else folder
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.parent / (folder.name + REPLACED)
 
 
 def measure_disk(folder: Path) -> float:
@@ -357,8 +397,8 @@ class Checkpoint:
         Raises:
             CheckpointError: it is missing, damaged or too new.
         """
-        self.folder = folder
-        self.manifest = Manifest.read(folder)
+        self.folder = whole_folder(folder)
+        self.manifest = Manifest.read(self.folder)
 
     def check(self) -> None:
         """Compare every file with its size and checksum.
@@ -436,15 +476,28 @@ class CheckpointFolder:
         self.root = root
         self._keep = keep
         if root.exists():
-            for unfinished in [*root.glob(f"step-*{PARTIAL}"), *root.glob(f"*{REPLACED}")]:
-                shutil.rmtree(unfinished, ignore_errors=True)
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove what a killed run left; what it was about to replace has its name again."""
+        with contextlib.suppress(OSError):
+            for old in self._folders(REPLACED):
+                folder = old.with_name(old.name.removesuffix(REPLACED))
+                if whole_folder(folder) == old:
+                    old.rename(folder)
+        half_deleted = [path for path in self._folders() if not (path / MANIFEST).exists()]
+        for left in (*self._folders(PARTIAL), *self._folders(REPLACED), *half_deleted):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _folders(self, suffix: str = "") -> list[Path]:
+        """Folders of steps, by number, with this behind it."""
+        found = sorted(self.root.glob(f"step-*{suffix}"))
+        pattern = re.compile(rf"step-\d+{re.escape(suffix)}")
+        return [path for path in found if pattern.fullmatch(path.name)]
 
     def all(self) -> list[Path]:
         """Whole checkpoints, oldest first."""
-        if not self.root.exists():
-            return []
-        found = [path for path in self.root.glob("step-*") if (path / MANIFEST).exists()]
-        return sorted(path for path in found if path.name.removeprefix("step-").isdigit())
+        return [path for path in self._folders() if (path / MANIFEST).exists()]
 
     def latest(self) -> Path | None:
         """The checkpoint to go on with."""
@@ -491,4 +544,6 @@ class CheckpointFolder:
             raise CheckpointError(f"cannot write {pointer}: {error.strerror or error}") from error
         others = [path for path in self.all() if path != folder]
         for old in others[: max(0, len(others) + 1 - self._keep)]:
+            with contextlib.suppress(OSError):
+                (old / MANIFEST).unlink()  # first: what has one is whole
             shutil.rmtree(old, ignore_errors=True)

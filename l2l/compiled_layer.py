@@ -318,7 +318,9 @@ class Compiler:
         program.num_passes += 1
         start = time.perf_counter()
         try:
-            yield
+            with warnings.catch_warnings():  # torch, while compiling, warns of itself
+                warnings.simplefilter("ignore")
+                yield
         finally:
             self.seconds += time.perf_counter() - start
 

@@ -120,7 +120,8 @@ class Engine:
             embedding: "host" gathers the rows of embedding tables there, "device" brings whole
                 tables; None: on the host for tables of 16 MiB and more.
             kernel: "native", or "readable" for the slow PyTorch version with the same arithmetic.
-            seed: of dropout and of stochastic rounding. None: torch's initial seed.
+            seed: of dropout, of stochastic rounding, and of a new head that `weights` does not
+                have. None: torch's initial seed.
             overrides: choices of the plan to be made otherwise, by name: see `l2l.planner`.
 
         Raises:
@@ -130,7 +131,8 @@ class Engine:
             raise ValueError(
                 f"microbatch_size={microbatch_size}; expected at least 1 row, or None."
             )
-        incoming = Incoming.of(model, weights)
+        seed = torch.initial_seed() if seed is None else seed
+        incoming = Incoming.of(model, weights, seed=seed)
         self._precision = PrecisionPolicy.for_model(model, precision=precision)
         stash_policy = parse_policy(stash)
         self._model = model
@@ -156,7 +158,6 @@ class Engine:
         native = _kernel(kernel, description)
         self._embedding = parse_embedding(embedding)
         Decisions().override(overrides or {})
-        seed = torch.initial_seed() if seed is None else seed
         self._scaler = Scaler() if self._precision.link is torch.float16 else None
         self._device = device if isinstance(device, Device) else open_device(device)
         self._compiler = Compiler(backend=parse_backend(compile, self._device))
@@ -288,8 +289,10 @@ class Engine:
         """
         if self._state == "closed":
             raise RuntimeError("the engine is closed. Make a new one from the model.")
-        with contextlib.suppress(CheckpointError):
+        try:
             self._persistence.finish()
+        except CheckpointError as error:
+            logger.warning("%s", error)
         checkpoint = Checkpoint(Path(folder))
         self._persistence.check(checkpoint)
         self._finish_step()
@@ -371,12 +374,15 @@ class Engine:
         """Move the weights back into the model, which is an ordinary nn.Module again."""
         if self._state == "closed":
             return
-        failure: Exception | None = None
-        try:
-            self._server.settle_all()
-            self._persistence.finish()
-        except (UpdateFailedError, CheckpointError) as error:  # raised once weights are given back
-            failure = error
+        failure: Exception | None = None  # raised once weights are given back
+        for finish in (self._server.settle_all, self._persistence.finish):
+            try:
+                finish()
+            except (UpdateFailedError, CheckpointError) as error:
+                if failure is None:
+                    failure = error
+                else:
+                    logger.warning("%s", error)
         torn = self._state == "torn"
         for name, tensors in units_of(self._carved):
             self._server.give_back(tensors.parameters, name)

@@ -24,6 +24,7 @@ from l2l.checkpoint import (
     CheckpointError,
     Saving,
     measure_disk,
+    plain,
 )
 from l2l.parameter_server import Optimizer, ParameterServer, ServerOptimizer, state_name
 from l2l.precision import LossScale, join_master
@@ -89,8 +90,12 @@ class Persistence:
             step_seconds: how long a step takes, if that is known.
 
         Raises:
-            CheckpointError: the folder cannot be made.
+            CheckpointError: the folder cannot be made, or `extra` is not JSON.
         """
+        try:
+            extra = plain(extra)  # the caller may go on changing it
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder} cannot be saved: extra is not JSON: {error}") from error
         total = sum(self._server.image(name).nbytes for name in order)
         spare = self._spare_bytes()
         if spare < total:
@@ -115,8 +120,8 @@ class Persistence:
                 finish=self._end_snapshot,
                 settle=self._server.settle_all,
             )
-        except CheckpointError:
-            self._server.snapshot = None
+        except BaseException:
+            self._end_snapshot()
             raise
         if then is not None:
             saving.after.append(then)
@@ -135,22 +140,22 @@ class Persistence:
         stall = max(0.0, (total - spare) / rate - step_seconds)
         logger.warning(
             "saving %s to a disk that takes %s/s, with %s of spare host memory: training will wait "
-            "for about %.0f s. With host_memory=%s or more it would not.",
+            "for about %.0f s. With %s more (host_memory) it would not.",
             format_bytes(total),
             format_bytes(int(rate)),
             format_bytes(max(0, spare)),
             stall,
-            format_bytes(total),
+            format_bytes(total - spare),
         )
 
     def finish(self) -> None:
         """Wait for a checkpoint that is being written.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: it could not be written, and nobody was told so far.
         """
         saving, self.saving = self.saving, None
-        if saving is not None:
+        if saving is not None and not saving.is_reported:
             saving.wait()
 
     # ----------------------------------------------------------------------------------------------
@@ -170,47 +175,45 @@ class Persistence:
                 f"{folder} was saved with the optimizer {_called(*found)}; the engine has "
                 f"{_called(*mine)}. Make the engine with the same one."
             )
-        wanted = self._names(state["link"])
-        for unit, names in wanted.items():
-            if unit not in checkpoint.manifest.files:
+        units = self._server.units
+        for unit in dict.fromkeys((*units, *checkpoint.manifest.files)):
+            if unit in units and unit in checkpoint.manifest.files:
+                self._compare(checkpoint, unit)
+            elif unit != BUFFERS:
                 raise CheckpointError(
-                    f"{folder} has no unit {unit}: found {len(checkpoint.manifest.files)} files, "
-                    f"expected those of a model with {self._carved.num_layers} layers."
-                )
-            self._compare(folder / f"{unit}.safetensors", checkpoint.shapes(unit), names)
-
-    def _compare(
-        self,
-        path: Path,
-        found: Mapping[str, tuple[int, ...]],
-        wanted: Mapping[str, tuple[int, ...]],
-    ) -> None:
-        for name, shape in wanted.items():
-            if name not in found:
-                raise CheckpointError(f"{path} has no {name!r}: it is of another model.")
-            if found[name] != shape:
-                raise CheckpointError(
-                    f"{path}: {name!r} has shape {list(found[name])}, expected {list(shape)}: it "
-                    "is of another model."
+                    f"{folder} has {'no' if unit in units else 'a'} unit {unit}: it is of another "
+                    f"model, expected one with {self._carved.num_layers} layers."
                 )
 
-    def _names(self, link: str) -> dict[str, dict[str, tuple[int, ...]]]:
-        """What the files must have, by unit: names and shapes."""
-        names: dict[str, dict[str, tuple[int, ...]]] = {}
-        same = link == str(self._link).removeprefix("torch.")
-        for unit in self._server.units:
-            image = self._server.image(unit)
-            names[unit] = {
-                name: tuple(tensor.shape)
-                for name, tensor in image.tensors.items()
-                if same or name.rpartition("|")[2] not in COMPANIONS.values()
-            }
-        return names
+    def _compare(self, checkpoint: Checkpoint, unit: str) -> None:
+        """Compare names and shapes of a unit's tensors, companions only if they are alike."""
+        path = checkpoint.folder / f"{unit}.safetensors"
+        same = self._is_same_link(checkpoint)
+        image = self._server.image(unit).tensors
+        wanted = {name: tuple(tensor.shape) for name, tensor in image.items()}
+        found = checkpoint.shapes(unit)
+        for name in dict.fromkeys((*wanted, *found)):
+            if not same and _is_companion(name):
+                continue
+            if name not in found or name not in wanted:
+                has = "lacks" if name in wanted else "also has"
+                raise CheckpointError(
+                    f"{path} {has} {name!r}: it is of another model, or of one in which other "
+                    "parameters are trained."
+                )
+            if found[name] != wanted[name]:
+                raise CheckpointError(
+                    f"{path}: {name!r} has shape {list(found[name])}, expected "
+                    f"{list(wanted[name])}: it is of another model."
+                )
+
+    def _is_same_link(self, checkpoint: Checkpoint) -> bool:
+        return bool(checkpoint.manifest.state["link"] == str(self._link).removeprefix("torch."))
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Take over the tensors and numbers of a checkpoint that was checked."""
         manifest = checkpoint.manifest
-        same = manifest.state["link"] == str(self._link).removeprefix("torch.")
+        same = self._is_same_link(checkpoint)
         if not same:
             logger.warning(
                 "%s was saved with precision %s; this engine has %s, so results differ from those "
@@ -242,12 +245,11 @@ class Persistence:
     ) -> None:
         """Load tensors of another precision: masters are joined there and split here."""
         stored = checkpoint.shapes(name)
-        trained = set(self._server.units[name].form.trained.names)
+        trained = self._server.units[name].form.trained.names
+        as_it_is = [key for key in targets if key not in trained and not _is_companion(key)]
+        checkpoint.read(name, as_it_is, _into(targets))
         held: dict[str, Tensor] = {}
-        for owner in targets:
-            if owner not in trained:
-                checkpoint.read(name, [owner], _into(targets))
-                continue
+        for owner in trained:
             names = [owner]
             names += [
                 key for kind in COMPANIONS.values() if (key := state_name(owner, kind)) in stored
@@ -260,29 +262,23 @@ class Persistence:
                 weight = held[state_name(owner, "masters")]
             self._server.set_weight(owner, weight)
             held.clear()
-        states = [
-            key
-            for key in targets
-            if "|" in key and key.rpartition("|")[2] not in COMPANIONS.values()
-        ]
-        checkpoint.read(name, states, _into(targets))
 
     def load_buffers(self, checkpoint: Checkpoint, present: Mapping[str, Tensor]) -> None:
         """Buffers as they were; `present` are those on the device."""
-        if BUFFERS not in checkpoint.manifest.files:
-            return
-        own = {
-            owner: buffer
-            for tensors in self._carved.layer_tensors
-            for owner, buffer in tensors.buffers.items()
-        }
+        own: dict[str, Tensor] = {}
 
         def receive(name: str, value: Tensor) -> None:
             for target in (own.get(name), present.get(name)):
                 if target is not None:
                     target.copy_(value)
 
-        checkpoint.read(BUFFERS, list(checkpoint.shapes(BUFFERS)), receive)
+        # Those of layers are with the layers as they were at first, and once more if they changed.
+        for index, tensors in enumerate(self._carved.layer_tensors):
+            own |= tensors.buffers
+            for owner in tensors.buffers:
+                receive(owner, self._server.units[f"L{index}"].weight_of(owner))
+        if BUFFERS in checkpoint.manifest.files:
+            checkpoint.read(BUFFERS, list(checkpoint.shapes(BUFFERS)), receive)
 
 
 def _into(targets: Mapping[str, Tensor]) -> Callable[[str, Tensor], None]:
@@ -290,6 +286,10 @@ def _into(targets: Mapping[str, Tensor]) -> Callable[[str, Tensor], None]:
         targets[name].copy_(value)
 
     return receive
+
+
+def _is_companion(name: str) -> bool:
+    return name.rpartition("|")[2] in COMPANIONS.values()
 
 
 def _called(name: str, moments: str | None) -> str:

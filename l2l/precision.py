@@ -110,7 +110,9 @@ def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
     """The float32 master of a bfloat16 `weight` and its int16 `remainder`."""
-    bits = (weight.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
+    bits = weight.view(torch.int16).to(torch.int32)
+    bits <<= 16  # in place: masters are large
+    bits += remainder
     return bits.view(torch.float32)
 
 

@@ -257,6 +257,7 @@ class Transfer:
         """Give device memory back; nothing may be left in it."""
         for memory in (self._slots, self._gradients, self._views, self._states, self._sizes):
             memory.clear()
+        self._zero.clear()  # an update may have been dropped that would have made them zero again
         self._rounding = None
 
     def close(self) -> None:

@@ -179,6 +179,7 @@ class Updates:
         return partial(self._write_numbers, waiting, waiting.numbers)
 
     def _write_numbers(self, waiting: WaitingUpdate, record: Tensor) -> None:
+        self._server.before_change(waiting.unit)  # numbers of steps now, the rest soon
         unit, order = self._server.units[waiting.unit], waiting.order()
         optimizer = self._server.optimizer
         assert isinstance(optimizer, HostOptimizer)

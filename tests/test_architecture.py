@@ -57,10 +57,17 @@ MAY_IMPORT = {
         "batch byte_size carving device hardware loss outer_pass parameter_server planner "
         "rehearsal schedule survey"
     ),
+    "hugging_face": "",
+    "initialization": "carving hugging_face",
+    "tensor_file": "",
+    "checkpoint": "parameter_server tensor_file",
+    "export": "hugging_face precision tensor_file",
+    "persistence": "byte_size carving checkpoint parameter_server precision",
+    "weights": "hugging_face initialization parameter_server tensor_file",
     "engine": (
-        "batch carving compiled_layer device host_memory lookup loss outer_pass parameter_server "
-        "planner planning precision rehearsal relay report schedule stash step trace transfer "
-        "units updates"
+        "batch carving checkpoint compiled_layer device export host_memory lookup loss outer_pass "
+        "parameter_server persistence planner planning precision rehearsal relay report schedule "
+        "stash step trace transfer units updates weights"
     ),
     "preview": (
         "batch byte_size carving device hardware hollow host_memory interception loss outer_pass "
@@ -71,9 +78,17 @@ MAY_IMPORT = {
     "plot": "",
     "workload": "byte_size engine parameter_server peers",
     "comparison": "byte_size peers plot workload",
+    "data": "loss",
+    "metrics": "",
+    "progress": "byte_size",
+    "settings": "byte_size data parameter_server",
+    "training": (
+        "byte_size checkpoint data engine hugging_face loss metrics planner preview progress "
+        "settings weights"
+    ),
     "cli": (
-        "benchmark byte_size comparison hardware host_memory parameter_server planner plot preview "
-        "workload"
+        "benchmark byte_size checkpoint comparison hardware host_memory parameter_server planner "
+        "plot preview progress settings training workload"
     ),
 }
 
@@ -91,7 +106,15 @@ OPTIONAL = {
     "deepspeed",
     "roundpipe",
 }
-LOOKS_FOR_OPTIONAL = {"benchmark", "cli", "peers", "workload"}  # by name, inside functions
+LOOKS_FOR_OPTIONAL = {  # by name, inside functions
+    "benchmark",
+    "cli",
+    "data",
+    "hugging_face",
+    "peers",
+    "progress",
+    "workload",
+}
 KNOWS_CUDA = {PACKAGE / "device" / "cuda.py", PACKAGE / "workload.py"}  # the latter times others
 GOLDEN = ROOT / "tests" / "schedules" / "tied_table_on_the_host_clipped.txt"
 EMPTY_WORDS = {"utils", "helpers", "common", "misc", "base", "manager"}
@@ -140,7 +163,15 @@ def test_a_module_may_import_only_what_is_listed_above_it() -> None:
 def test_imports_follow_the_table(source: Path) -> None:
     module = module_of(source)
     if module == "__init__":
-        shown = {"engine", "parameter_server", "planner", "preview", "report"}
+        shown = {
+            "checkpoint",
+            "engine",
+            "parameter_server",
+            "planner",
+            "preview",
+            "report",
+            "weights",
+        }
         assert own_imports(source) == shown
     elif module == "__main__":
         assert own_imports(source) == {"cli"}

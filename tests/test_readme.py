@@ -14,7 +14,13 @@ def test_the_readme_shows_code():
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_block_of_the_readme_runs(block: str, capsys: pytest.CaptureFixture[str]):
+def test_a_block_of_the_readme_runs(
+    block: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+):
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(compile(block, "README.md", "exec"), names)
     assert capsys.readouterr().out

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from l2l.benchmark import describe_host, measure_host
-from l2l.cli import plan
+from l2l.cli import export, plan, report, train
 from l2l.comparison import (
     PLAIN_VARIANTS,
     SYSTEMS,
@@ -41,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="l2l", description="Layer-to-layer training: models that do not fit the device."
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    train.add_options(verbs.add_parser("train", help="train a model, or go on with a run"))
     plan.add_options(verbs.add_parser("plan", help="what an engine would do with a model"))
+    report.add_options(verbs.add_parser("report", help="what came of a run"))
+    export.add_options(verbs.add_parser("export", help="the model of a checkpoint, for others"))
     bench = verbs.add_parser("bench", help="measure this machine")
     subjects = bench.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     host = subjects.add_parser("host", help="the host optimizers", description=HOST_HELP)
@@ -52,8 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     host.add_argument("--level", default=None, help="instructions: portable, avx2, avx512")
     _add_step_options(subjects.add_parser("step", help="training steps", description=STEP_HELP))
     parsed = parser.parse_args(arguments)
-    if parsed.verb == "plan":
-        return plan.run(parsed)
+    verb = {"train": train.run, "plan": plan.run, "report": report.run, "export": export.run}
+    if parsed.verb in verb:
+        return verb[parsed.verb](parsed)
     if parsed.subject == "step":
         try:
             runs = _runs_of(parsed)

@@ -36,6 +36,10 @@ class ImageState(enum.Enum):
     DONE = "done"
 
 
+UNSAFE = (ImageState.READY, ImageState.COPYING, ImageState.BUSY)
+"""States in which a unit must not change: somebody reads it, or will."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
     """A unit after a step."""
@@ -82,6 +86,7 @@ class Snapshot:
         }
         self._urgent: list[str] = []
         self._copies: dict[str, Image] = {}
+        self._is_given_up = False
         self.stall_seconds = 0.0
         """How long changes have waited so far."""
 
@@ -90,6 +95,12 @@ class Snapshot:
         """Whether any unit's update of the step is not complete."""
         with self._changed:
             return ImageState.AWAITED in self._states.values()
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether some units will not be written."""
+        with self._changed:
+            return self._is_given_up
 
     # ----------------------------------------------------------------------------------------------
     # For those who change units
@@ -110,23 +121,35 @@ class Snapshot:
                 return
             self._spare_bytes -= image.nbytes
             self._states[unit] = ImageState.COPYING
-        copy = Image(
-            unit=unit,
-            tensors={name: self._copy_of(tensor) for name, tensor in image.tensors.items()},
-            steps=dict(image.steps),
-            is_copy=True,
-        )
+        try:
+            tensors = {name: self._copy_of(tensor) for name, tensor in image.tensors.items()}
+        except BaseException:
+            self._end_copying(image, None)
+            raise
+        copy = Image(unit=unit, tensors=tensors, steps=dict(image.steps), is_copy=True)
+        self._end_copying(image, copy)
+
+    def _end_copying(self, image: Image, copy: Image | None) -> None:
+        """Leave the copy to the writers; without one the unit itself, as before."""
         with self._changed:
-            self._copies[unit] = copy
-            self._states[unit] = ImageState.COPIED
+            if self._states[image.unit] is not ImageState.COPYING:  # nobody wants it any more
+                return
+            if copy is None:
+                self._spare_bytes += image.nbytes
+                self._states[image.unit] = ImageState.READY
+            else:
+                self._copies[image.unit] = copy
+                self._states[image.unit] = ImageState.COPIED
             self._changed.notify_all()
 
     def _wait_for(self, unit: str) -> None:
+        if self._states[unit] not in UNSAFE:
+            return
         if self._states[unit] is ImageState.READY:
             self._urgent.append(unit)
             self._changed.notify_all()
         began = time.perf_counter()
-        while self._states[unit] in (ImageState.READY, ImageState.COPYING, ImageState.BUSY):
+        while self._states[unit] in UNSAFE:
             self._changed.wait()
         self.stall_seconds += time.perf_counter() - began
 
@@ -151,8 +174,9 @@ class Snapshot:
             return self._image_of(found)
 
     def _next(self) -> str | None:
-        if self._urgent:
-            return self._urgent[0]
+        for unit in self._urgent:
+            if self._states[unit] is ImageState.READY:  # and not copied for another change
+                return unit
         for wanted in (ImageState.READY, ImageState.COPIED):
             for unit, state in self._states.items():
                 if state is wanted:
@@ -170,6 +194,7 @@ class Snapshot:
     def give_up(self) -> None:
         """Nothing more will be written: nobody waits any longer."""
         with self._changed:
+            self._is_given_up = True
             self._states = dict.fromkeys(self._states, ImageState.DONE)
             self._urgent.clear()
             self._copies.clear()

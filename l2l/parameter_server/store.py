@@ -524,8 +524,7 @@ class ParameterServer:
             self._complete(waiting, self._other_ranges(waiting))
         if waiting.finish is not None:
             waiting.finish(waiting)
-        if self.snapshot is not None:
-            self.snapshot.complete(waiting.unit)
+        self._after_update(waiting.unit)
 
     def _perform_rest(self, waiting: WaitingUpdate, *, half: Half | None = None) -> None:
         """The update, or half of it, of all but the rows that were refreshed."""
@@ -586,8 +585,14 @@ class ParameterServer:
 
     def before_change(self, name: str) -> None:
         """Called before a unit's host memory changes: see snapshot.py."""
-        if self.snapshot is not None:
-            self.snapshot.before(name)
+        snapshot = self.snapshot  # which writers forget when they are done
+        if snapshot is not None:
+            snapshot.before(name)
+
+    def _after_update(self, name: str) -> None:
+        snapshot = self.snapshot
+        if snapshot is not None:
+            snapshot.complete(name)
 
     def image(self, name: str) -> Image:
         """All that a unit holds, without copying: weights by name, the rest as `owner|what`."""

@@ -137,8 +137,15 @@ class ServerOptimizer(torch.optim.Optimizer):
         ]
 
     def restore_numbers(self, groups: list[dict[str, Any]]) -> bool:
-        """Take these numbers over; False if they are of other groups."""
-        if [sorted(one) for one in groups] != [sorted(one) for one in self.numbers()]:
+        """Take these numbers over; False if they are of other groups.
+
+        A scheduler may have added numbers of its own, there or here.
+        """
+        found, own = (
+            [sorted(one.keys() & self.defaults.keys()) for one in each]
+            for each in (groups, self.numbers())
+        )
+        if found != own:
             return False
         for group, numbers in zip(self.param_groups, groups, strict=True):
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in numbers.items()})

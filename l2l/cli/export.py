@@ -1,0 +1,50 @@
+"""`l2l export`: the model of a checkpoint, as a folder that `from_pretrained` reads."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from l2l.training import export_checkpoint
+
+HELP = """Write the model of a checkpoint as a Hugging Face folder: configuration, tokenizer, and
+weights in safetensors files, one tensor at a time. It needs no accelerator, and as much host memory
+as training."""
+
+EXAMPLES = """examples:
+  l2l export runs/alpaca exported                                    its last checkpoint
+  l2l export runs/alpaca/checkpoints/step-00000200 exported --dtype float32"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `l2l export` takes."""
+    parser.description, parser.epilog = HELP, EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or a checkpoint")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="the folder to write")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default=None,
+        help="of the weights (default: as the run's settings say)",
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="where configuration and tokenizer are (default: where they were in training)",
+    )
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """`l2l export`; returns the exit status."""
+    try:
+        checkpoint = export_checkpoint(
+            parsed.run, parsed.output, dtype=parsed.dtype, model_folder=parsed.model
+        )
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{checkpoint} is now a model folder: {parsed.output}")
+    return 0

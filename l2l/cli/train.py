@@ -1,0 +1,217 @@
+"""`l2l train`: a run from a TOML file, from flags, or from flags over a file."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from typing_extensions import override
+
+from l2l.progress import Display, open_display
+from l2l.settings import Flag, Settings, SettingsError, help_text, key_of
+from l2l.training import RunFolder, Training
+
+HELP = """Train a model that does not fit the device. Settings come from a TOML file, from flags, or
+from both: flags go before the file. Everything is checked before anything is loaded. A run whose
+folder has a checkpoint goes on from it; it may be stopped at any time, with Ctrl-C, SIGTERM or by
+pulling the plug."""
+
+EXAMPLES = """examples:
+  l2l train run.toml
+  l2l train --model models/SmolLM2-135M --data alpaca.jsonl.gz --task instruct --steps 300
+  l2l train --model models/bert --data train.jsonl --evaluation-data dev.jsonl \\
+      --task classification --epochs 3 --length 128 --learning-rate 3e-5 --device-memory 4GiB
+  l2l train runs/SmolLM2-135M-alpaca          go on with a run
+  l2l train --help-settings > run.toml        all that a TOML file may say
+
+Ends with status 0 if the run is at its end or was stopped by SIGTERM, 130 if it was stopped by
+Ctrl-C, 1 if something went wrong, 2 if a setting cannot be."""
+
+FLAGS = {  # flag -> section, key, what it takes
+    "--model": ("model", "folder", "FOLDER"),
+    "--data": ("data", "source", "FILE"),
+    "--evaluation-data": ("data", "evaluation_source", "FILE"),
+    "--task": ("data", "task", "TASK"),
+    "--output": ("output", "folder", "FOLDER"),
+    "--steps": ("training", "steps", "N"),
+    "--epochs": ("training", "epochs", "N"),
+    "--rows": ("training", "rows", "N"),
+    "--length": ("training", "length", "TOKENS"),
+    "--learning-rate": ("optimizer", "learning_rate", "RATE"),
+    "--optimizer": ("optimizer", "name", "NAME"),
+    "--device-memory": ("memory", "device_memory", "SIZE"),
+    "--host-memory": ("memory", "host_memory", "SIZE"),
+    "--precision": ("training", "precision", "NAME"),
+    "--seed": ("training", "seed", "N"),
+    "--random-init": ("model", "random_init", ""),
+}
+INTERRUPTED = 130
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `l2l train` takes."""
+    parser.description, parser.epilog = HELP, EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "settings",
+        nargs="?",
+        type=Path,
+        metavar="RUN",
+        help="a TOML file, or the folder of a run to go on with",
+    )
+    group = parser.add_argument_group("settings, before those of the file")
+    for flag, (section, name, value) in FLAGS.items():
+        key = key_of(section, name)
+        words = key.words.replace("%", "%%")
+        if key.is_switch:
+            group.add_argument(flag, action="store_const", const=True, help=words)
+        else:
+            group.add_argument(flag, metavar=value, help=words)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="show data, a batch and the plan, and stop; nothing is written",
+    )
+    parser.add_argument(
+        "--no-resume",
+        action="store_true",
+        help="begin anew; a run that is in the folder is kept beside it",
+    )
+    parser.add_argument(
+        "--help-settings", action="store_true", help="print all settings of a TOML file, and stop"
+    )
+    parser.add_argument("--debug", action="store_true", help="show where an error came from")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """`l2l train`; returns the exit status."""
+    if parsed.help_settings:
+        print(help_text())
+        return 0
+    try:
+        settings = Settings.read(_settings_file(parsed.settings), flags=_flags(parsed))
+    except SettingsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    display = open_display(sys.stdout, every_steps=settings.output.every_steps)
+    try:
+        with _said_by(display):
+            return _train(settings, parsed, display)
+    except KeyboardInterrupt:
+        display.close()
+        print("stopped before the first step: there was nothing to save", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:  # whatever it is, the user reads what it says
+        display.close()
+        if parsed.debug:
+            traceback.print_exc()
+        print(_words(error, settings, is_shown=parsed.debug), file=sys.stderr)
+        return 1
+    finally:
+        display.close()
+
+
+def _train(settings: Settings, parsed: argparse.Namespace, display: Display) -> int:
+    training = Training(settings, display=display, resume=not parsed.no_resume)
+    if parsed.dry_run:
+        training.dry_run()
+        return 0
+    with _stopped_by_signals(training) as received:
+        if training.run():
+            return 0
+    return INTERRUPTED if received == [signal.SIGINT] else 0
+
+
+def _settings_file(path: Path | None) -> Path | None:
+    return RunFolder(path).settings_file if path is not None and path.is_dir() else path
+
+
+def _flags(parsed: argparse.Namespace) -> list[Flag]:
+    found = []
+    for word, (section, key, _) in FLAGS.items():
+        value = getattr(parsed, word.removeprefix("--").replace("-", "_"))
+        if value is not None:
+            found.append(Flag(word=word, section=section, key=key, value=value))
+    return found
+
+
+def _words(error: Exception, settings: Settings, *, is_shown: bool) -> str:
+    """An error for people, and how to go on."""
+    text = str(error)
+    if not isinstance(error, ValueError | OSError):
+        text = f"{type(error).__name__}: {text}"
+        text += "" if is_shown else "\nWith --debug it is shown where this came from."
+    folder = RunFolder(settings.output.folder)
+    if folder.checkpoints.is_dir() and any(folder.checkpoints.iterdir()):
+        text += f"\nWhat was saved is in {folder.checkpoints}; go on with: l2l train {folder.root}"
+    return text
+
+
+# --------------------------------------------------------------------------------------------------
+# What comes from outside
+
+
+@contextmanager
+def _stopped_by_signals(training: Training) -> Iterator[list[int]]:
+    """Stop after a step on SIGTERM or Ctrl-C; a second one, or one before the first step, ends."""
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del frame
+        if not training.has_begun:
+            raise KeyboardInterrupt
+        if received:  # nothing here may wait, so the terminal is all that is put in order
+            os.write(sys.stdout.fileno(), b"\x1b[?25h\n" if sys.stdout.isatty() else b"")
+            os._exit(128 + number)
+        received.append(number)
+        training.stop()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, handle) for number in signals]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _said_by(display: Display) -> Iterator[None]:
+    """Let a display show what the package logs and warns of, so that neither spoils the other."""
+    handler = _Handler(display.say)
+    logger = logging.getLogger("l2l")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    shows = warnings.showwarning
+
+    def show(message: Any, *_: Any, **__: Any) -> None:
+        display.say(f"note: {message}")
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = shows
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+class _Handler(logging.Handler):
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(record.getMessage())

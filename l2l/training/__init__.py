@@ -1,0 +1,31 @@
+"""A training run: from settings to a trained model, through any number of interruptions.
+
+    folder/
+      run.toml            the settings in force; `l2l train folder` goes on with them
+      metrics.jsonl       what happened (progress.py)
+      events/             the same for TensorBoard
+      checkpoints/        the last ones (checkpoint.py); `latest` names the one to go on with
+      model/              the trained model, for `from_pretrained`
+
+[Note: resuming] Everything that a step depends on is in the checkpoint, or is a function of the
+settings and the step's number: its batch, its learning rate, its dropout. So a run that goes on
+from a checkpoint is the run that was never interrupted. What is checked before it goes on: that
+model and data are those that it was begun with. Other settings may have changed; those that change
+the result are named, and hold from there on.
+
+A run is stopped between two steps: `Training.stop` may be called at any time, by a signal too.
+
+    folder       where everything is
+    parts        tokenizer, model and engine, as the settings say
+    evaluation   the metrics of a task
+    run          the steps, and what is between them
+"""
+
+from l2l.training.evaluation import BEST as BEST
+from l2l.training.evaluation import evaluate as evaluate
+from l2l.training.folder import RunFolder as RunFolder
+from l2l.training.folder import TrainingError as TrainingError
+from l2l.training.parts import export_checkpoint as export_checkpoint
+from l2l.training.run import Training as Training
+
+__all__ = ["BEST", "RunFolder", "Training", "TrainingError", "evaluate", "export_checkpoint"]

@@ -1,0 +1,145 @@
+"""Parts of a run that its settings describe: tokenizer, model, engine; also of one to export."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from l2l.checkpoint import MANIFEST, CheckpointFolder, Manifest
+from l2l.data import PLAIN_TEMPLATE
+from l2l.engine import Engine
+from l2l.hugging_face import empty_model, tokenizer_of
+from l2l.settings import LANGUAGE_TASKS, Settings
+from l2l.training.folder import RunFolder, TrainingError
+from l2l.weights import RandomInit
+
+VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # of a config.json
+
+
+def make_tokenizer(settings: Settings) -> Any:
+    """The model's tokenizer, with the chat template that is trained with.
+
+    Raises:
+        ValueError: the folder has none.
+    """
+    data, tokenizer = settings.data, tokenizer_of(settings.model.folder)
+    if data.task == "instruct" and (data.template or not tokenizer.chat_template):
+        tokenizer.chat_template = data.template or PLAIN_TEMPLATE
+    return tokenizer
+
+
+def pad_id_of(tokenizer: Any) -> int:
+    """A token to fill rows up with."""
+    offers = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(int(number) for number in offers if number is not None)
+
+
+def make_model(
+    settings: Settings,
+    *,
+    pad_id: int,
+    num_labels: int | None = None,
+    label_names: Iterable[str] = (),
+) -> nn.Module:
+    """The model, on the meta device.
+
+    Raises:
+        ValueError: transformers makes none of the folder.
+    """
+    task = settings.data.task
+    names = dict(enumerate(label_names))
+    if task in LANGUAGE_TASKS:
+        return empty_model(settings.model.folder, task="causal")
+    model = empty_model(settings.model.folder, task=task, num_labels=num_labels)
+    config: Any = model.config
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = pad_id  # decoders look for the last token of a row by it
+    if names:
+        config.id2label = names
+        config.label2id = {name: number for number, name in names.items()}
+    return model
+
+
+def make_engine(settings: Settings, model: nn.Module) -> Engine:
+    """The engine that the settings describe, with the weights that training begins with.
+
+    Raises:
+        ValueError: it cannot be made, or the model does not fit.
+    """
+    training, memory = settings.training, settings.memory
+    begins_random = settings.model.random_init
+    return Engine(
+        model,
+        weights=RandomInit(training.seed) if begins_random else settings.model.folder,
+        optimizer=settings.optimizer.make(),
+        device=training.device,
+        device_memory=memory.device_memory,
+        host_memory=memory.host_memory,
+        microbatch_size=training.microbatch_size,
+        precision=training.precision,
+        clip_norm=training.clip_norm or None,
+        layers=settings.model.layer_list,
+        compile=training.compile,
+        seed=training.seed,
+    )
+
+
+def model_fingerprint(folder: Path) -> str:
+    """A short text that differs if the model in a folder has another shape."""
+    config = json.loads((folder / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if key not in VOLATILE}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def export_checkpoint(
+    path: Path, folder: Path, *, dtype: str | None = None, model_folder: Path | None = None
+) -> Path:
+    """Write the model of a checkpoint, or of a run's last one, as a Hugging Face folder.
+
+    Args:
+        path: a run folder, or a checkpoint.
+        folder: to write.
+        dtype: of the weights; None: as the run's settings say.
+        model_folder: where config and tokenizer are, if not where they were when it was trained.
+
+    Returns:
+        the checkpoint.
+
+    Raises:
+        ValueError: there is no such checkpoint, it is damaged, or the folder cannot be written.
+    """
+    checkpoint = path
+    if not (path / MANIFEST).is_file():
+        run = RunFolder.around(path)
+        found = CheckpointFolder(run.checkpoints).latest()
+        if found is None:
+            raise TrainingError(f"{run.checkpoints} has no checkpoint. Expected one to export.")
+        checkpoint = found
+    extra = Manifest.read(checkpoint).extra
+    if "settings" not in extra:
+        raise TrainingError(f"{checkpoint} was not written by l2l train, so its model is unknown.")
+    settings = Settings.of_table(extra["settings"])
+    settings = dataclasses.replace(
+        settings,
+        model=dataclasses.replace(settings.model, folder=model_folder or settings.model.folder),
+        training=dataclasses.replace(settings.training, device="cpu", compile=False),
+        memory=dataclasses.replace(settings.memory, device_memory=None),
+    )
+    tokenizer = make_tokenizer(settings)
+    model = make_model(
+        settings,
+        pad_id=pad_id_of(tokenizer),
+        num_labels=extra["num_labels"],
+        label_names=extra["label_names"],
+    )
+    with make_engine(settings, model) as engine:
+        engine.load(checkpoint)
+        dtype = dtype or settings.output.export_dtype
+        engine.export(folder, dtype=dtype, tokenizer=tokenizer)
+    return checkpoint

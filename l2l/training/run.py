@@ -1,0 +1,499 @@
+"""One run, step by step: [Note: resuming] in the package says what it may rely on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import warnings
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from l2l.byte_size import format_bytes
+from l2l.checkpoint import CheckpointError, CheckpointFolder, Manifest, Saving
+from l2l.data import Batches, Examples, make_examples, packing_holds, read_records
+from l2l.engine import Engine
+from l2l.loss import IGNORED
+from l2l.planner import Plan
+from l2l.preview import measured_hardware, plan
+from l2l.progress import Display, Facts, MetricsFile, Progress, open_events, read_metrics
+from l2l.settings import LANGUAGE_TASKS, Settings
+from l2l.training.evaluation import evaluate
+from l2l.training.folder import RunFolder, TrainingError
+from l2l.training.parts import (
+    make_engine,
+    make_model,
+    make_tokenizer,
+    model_fingerprint,
+    pad_id_of,
+)
+
+EXPORT = "export"  # kind of the metrics' line that says that the model was written
+PADDED_TO = 64  # lengths of rows that are not packed are multiples of this
+NUM_EVALUATIONS = 10  # in a run, if nothing else is said
+SAMPLE_CHARACTERS = 600
+LEAST_STALL_SECONDS = 0.05  # that is worth a word
+
+
+@final
+class Training:
+    """One run."""
+
+    def __init__(self, settings: Settings, *, display: Display, resume: bool = True) -> None:
+        """Read the data and make the model, without weights.
+
+        Raises:
+            ValueError: they are not as the settings say.
+        """
+        self._display = display
+        self._resume = resume
+        self._folder = RunFolder(settings.output.folder)
+        self._stops = False
+        self._saving: Saving | None = None
+        self._saved_step = 0
+        self._plan: Plan | None = None
+        self.has_begun = False  # whether there is something to save
+        self._tokenizer = make_tokenizer(settings)
+        self._pad_id = pad_id_of(self._tokenizer)
+        self._examples, self._held_out = self._read(settings)
+        self._model = make_model(
+            settings,
+            pad_id=self._pad_id,
+            num_labels=self._examples.num_labels,
+            label_names=self._examples.label_names,
+        )
+        self._check_vocabulary()
+        self._settings = settings
+        self._packing_is_asked = settings.data.packing is not None
+        may_pack = settings.data.task in LANGUAGE_TASKS
+        self._make_batches(packing=settings.data.packing if self._packing_is_asked else may_pack)
+
+    def dry_run(self) -> None:
+        """Say what the run would be: its data, a batch, the plan. Nothing is written.
+
+        Raises:
+            DoesNotFitError: the plan does not; the message says what would.
+        """
+        self._describe()
+        self._display.say(self._sample())
+        if measured_hardware() is None:
+            self._display.say("there is no accelerator here: the plan is for an NVIDIA H200")
+        training, memory = self._settings.training, self._settings.memory
+        self._display.say(
+            str(
+                plan(
+                    self._model,
+                    self._batches.batch(0),
+                    optimizer=self._settings.optimizer.make(),
+                    device_memory=memory.device_memory,
+                    host_memory=memory.host_memory,
+                    microbatch_size=training.microbatch_size,
+                    precision=training.precision,
+                    clip_norm=training.clip_norm or None,
+                    layers=self._settings.model.layer_list,
+                    compile=training.compile is not False,
+                )
+            )
+        )
+
+    def run(self) -> bool:
+        """Train, from the beginning or from the last checkpoint; False if `stop` ended it.
+
+        Raises:
+            ValueError: the run cannot go on from its checkpoint, or does not fit.
+            CheckpointError: a checkpoint cannot be read or written.
+        """
+        if not self._resume:
+            earlier = self._folder.set_aside()
+            if earlier is not None:
+                self._display.say(f"the run that was there is now {earlier}")
+        with self._folder.held():
+            checkpoints = CheckpointFolder(
+                self._folder.checkpoints, keep=self._settings.checkpoint.keep
+            )
+            latest = checkpoints.latest()
+            step = self._compare(latest) if latest is not None else 0
+            if latest is not None and step >= self._num_steps and not self._must_export(step):
+                self._display.say(
+                    f"the run in {self._folder.root} is at its end, step {step}. To go on, say "
+                    "--steps with a larger number; to begin anew, --no-resume."
+                )
+                return True
+            self._describe()
+            with self._engine() as engine:
+                if latest is not None:
+                    self._load(engine, latest)
+                else:
+                    self._try_packing(engine)
+                self._write_settings()
+                return self._train(engine, checkpoints)
+
+    def stop(self) -> None:
+        """Finish the step, save, and end; may be called from a signal handler."""
+        self._stops = True
+
+    # -- before the first step ---------------------------------------------------------------------
+
+    def _read(self, settings: Settings) -> tuple[Examples, Examples | None]:
+        data, tokenizer = settings.data, self._tokenizer
+        records = read_records(data.source, documents=data.documents)
+        examples = make_examples(records, tokenizer=tokenizer, form=settings.form)
+        if data.hold_out is not None:
+            return examples.hold_out(data.hold_out, seed=settings.training.seed)
+        if data.evaluation_source is None:
+            return examples, None
+        records = read_records(data.evaluation_source, documents=data.documents)
+        return examples, make_examples(
+            records, tokenizer=tokenizer, form=settings.form, like=examples
+        )
+
+    def _check_vocabulary(self) -> None:
+        model: Any = self._model
+        size, most = model.get_input_embeddings().num_embeddings, int(self._examples.ids.max())
+        if most >= size:
+            raise TrainingError(
+                f"the tokenizer makes token {most}, but the model has {size} embeddings. Expected "
+                "a tokenizer that belongs to the model: is the folder complete?"
+            )
+
+    def _make_batches(self, *, packing: bool | None) -> None:
+        data = dataclasses.replace(self._settings.data, packing=bool(packing))
+        self._settings = dataclasses.replace(self._settings, data=data)
+        training = self._settings.training
+        self._batches = self._batches_of(self._examples, training.rows)
+        self._num_steps = training.steps or self._batches.num_steps(training.epochs or 1.0)
+
+    def _batches_of(self, examples: Examples, rows: int) -> Batches:
+        return Batches(
+            examples,
+            pad_id=self._pad_id,
+            rows=rows,
+            length=self._settings.training.length,
+            packing=bool(self._settings.data.packing),
+            padded_to=PADDED_TO,
+            seed=self._settings.training.seed,
+        )
+
+    @cached_property
+    def _evaluation_batches(self) -> Batches:
+        assert self._held_out is not None
+        rows = self._settings.evaluation.rows or self._settings.training.rows
+        return self._batches_of(self._held_out, rows)
+
+    def _describe(self) -> None:
+        settings = self._settings
+        length = settings.training.length
+        config: Any = self._model.config
+        most = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(most, int) and length > most:
+            self._display.say(f"note: rows of {length} tokens, but the model is made for {most}")
+        parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        kind = type(self._model).__name__
+        lines = [f"model: {kind}, {parameters:,} parameters, {settings.model.folder}"]
+        lines += [f"data: {', '.join(settings.data.source)}", str(self._examples.statistics)]
+        if self._held_out is not None:
+            lines.append(f"evaluation: {len(self._held_out):,} examples")
+        lines += [str(self._batches), f"{self._num_steps:,} steps"]
+        self._display.say("\n".join(lines))
+
+    def _sample(self) -> str:
+        """The first row of the first batch, as text."""
+        batch = self._batches.batch(0)
+        ids, labels = batch["input_ids"][0], batch["labels"]
+        mask = batch.get("attention_mask")
+        ids = ids if mask is None else ids[mask[0].bool()]
+        shape = " x ".join(str(size) for size in batch["input_ids"].shape)
+        lines = [f"batch of step 1: {shape} tokens, {', '.join(batch)}", "its first row:"]
+        lines.append(_shortened(self._tokenizer.decode(ids)))
+        if labels.dim() == 2:
+            learnt = labels[0][labels[0] != IGNORED]
+            lines.append(f"of which is learnt ({learnt.numel()} tokens):")
+            lines.append(_shortened(self._tokenizer.decode(learnt)))
+        else:
+            lines.append(f"label: {labels[0].item()}")
+        return "\n".join(lines)
+
+    @contextlib.contextmanager
+    def _engine(self) -> Iterator[Engine]:
+        engine = make_engine(self._settings, self._model)
+        try:
+            yield engine
+        except BaseException:
+            with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+                engine.close()  # what went wrong before is what is said
+            raise
+        engine.close()
+
+    def _try_packing(self, engine: Engine) -> None:
+        """Pack only if the model keeps the examples of a row from each other.
+
+        Raises:
+            TrainingError: it does not, and the settings ask for packing.
+        """
+        if not self._settings.data.packing or packing_holds(
+            engine.evaluate, self._batches.batch(0)
+        ):
+            return
+        kind = type(self._model).__name__
+        if self._packing_is_asked:
+            raise TrainingError(
+                f"[data] packing = true, but {kind} does not keep the examples of a row from each "
+                "other. Expected false."
+            )
+        self._display.say(
+            f"{kind} does not keep the examples of a row from each other: rows are padded instead"
+        )
+        self._make_batches(packing=False)
+        self._display.say(f"{self._batches}\n{self._num_steps:,} steps")
+
+    def _compare(self, latest: Path) -> int:
+        """See whether a checkpoint is of this run, and say what has changed; its step.
+
+        Raises:
+            TrainingError: it is of another model or other data.
+            CheckpointError: it cannot be read.
+        """
+        with _naming_older(latest):
+            manifest = Manifest.read(latest)
+        extra = manifest.extra
+        before = extra.get("settings", {})
+        if not self._packing_is_asked and "packing" in before.get("data", {}):
+            self._make_batches(packing=before["data"]["packing"])
+        changes = self._settings.differences(before)
+        for name in ("model", "data"):
+            if extra.get(name) != self._identity[name]:
+                told = "".join(f"\n  {line}" for line in changes)
+                raise TrainingError(
+                    f"the run in {self._folder.root} was begun with the {name} "
+                    f"{extra.get(f'{name}_source', 'of somebody else')}, which differs from "
+                    f"{self._identity[f'{name}_source']} as it is now. Expected the same: name "
+                    "another folder with --output, or begin anew with --no-resume."
+                    + (f" Settings that differ:{told}" if told else "")
+                )
+        for line in changes:
+            kept = " (dropout keeps the one it began with)" if "[training] seed" in line else ""
+            self._display.say(f"changed: {line}{kept}")
+        return manifest.step
+
+    def _load(self, engine: Engine, latest: Path) -> None:
+        """Go on from a checkpoint; what the settings say of the optimizer holds, not what it was.
+
+        Raises:
+            CheckpointError: it is damaged, or of another optimizer.
+        """
+        groups = engine.optimizer.param_groups
+        numbers = [
+            {key: value for key, value in group.items() if key != "params"} for group in groups
+        ]
+        with _naming_older(latest):
+            engine.load(latest)
+        for group, own in zip(engine.optimizer.param_groups, numbers, strict=True):
+            group.update(own)
+        self._saved_step = engine.step_number
+        self._display.say(f"going on from {latest}")
+
+    def _write_settings(self) -> None:
+        partial = self._folder.settings_file.with_suffix(".partial")
+        partial.write_text(self._settings.to_toml())
+        partial.replace(self._folder.settings_file)
+
+    def _extra(self) -> dict[str, Any]:
+        """What is saved with every checkpoint."""
+        return {
+            "settings": self._settings.table(),
+            "num_steps": self._num_steps,
+            "num_labels": self._examples.num_labels,
+            "label_names": list(self._examples.label_names),
+            **self._identity,
+        }
+
+    @cached_property
+    def _identity(self) -> dict[str, str]:
+        """What must not change in a run, and where it came from."""
+        return {
+            "model": model_fingerprint(self._settings.model.folder),
+            "model_source": str(self._settings.model.folder),
+            "data": self._examples.fingerprint(),
+            "data_source": ", ".join(self._settings.data.source),
+        }
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def _must_export(self, step: int) -> bool:
+        """Whether the model after a step is still to be written."""
+        if not self._settings.output.export or not self._folder.metrics_file.exists():
+            return self._settings.output.export
+        records = read_metrics(self._folder.metrics_file)
+        done = [record["step"] for record in records if record["kind"] == EXPORT]
+        return step not in done or not self._folder.model.exists()
+
+    def _train(self, engine: Engine, checkpoints: CheckpointFolder) -> bool:
+        step = engine.step_number
+        output = self._settings.output
+        progress = Progress(
+            display=self._display,
+            metrics=MetricsFile(self._folder.metrics_file, step=step),
+            events=open_events(self._folder.events, step=step) if output.tensorboard else None,
+            step=step,
+            num_steps=self._num_steps,
+        )
+        with contextlib.closing(progress):
+            finished = self._steps(engine, checkpoints, progress)
+            self._finish_saving(progress)
+            if progress.num_skipped:
+                self._display.say(
+                    f"{progress.num_skipped} steps were skipped: a loss or gradient not finite"
+                )
+            if not finished:
+                self._display.say(
+                    f"stopped after step {engine.step_number} of {self._num_steps}. Go on with: "
+                    f"l2l train {self._folder.root}"
+                )
+                return False
+            if output.export:
+                dtype = output.export_dtype
+                engine.export(self._folder.model, dtype=dtype, tokenizer=self._tokenizer)
+                progress.note(EXPORT, engine.step_number, folder=self._folder.model.name)
+                self._display.say(f"the trained model is in {self._folder.model}")
+            return True
+
+    def _steps(self, engine: Engine, checkpoints: CheckpointFolder, progress: Progress) -> bool:
+        """All steps that are left; False if the run was stopped on the way."""
+        if not self._settings.data.packing:
+            engine.evaluate(self._widest_batch())
+        step, self.has_begun = engine.step_number, True
+        self._evaluate(engine, progress, step)
+        if step and self._is_saved_after(step) and not progress.has_checkpoint(step):
+            progress.checkpoint_begun(step, self._name_of(checkpoints.path_of(step)))
+        progress.resume_clock()
+        while step < self._num_steps and not self._stops:
+            rate = self._learning_rate(step)
+            for group in engine.optimizer.param_groups:
+                group["lr"] = rate
+            report = engine.step(self._batches.batch(step))
+            step += 1
+            progress.step_begun(step, report, learning_rate=rate)
+            self._look_at(engine, progress)
+            self._evaluate(engine, progress, step)
+            if self._is_saved_after(step):
+                self._save(engine, checkpoints, progress)
+        progress.catch_up()
+        if step != self._saved_step:
+            self._save(engine, checkpoints, progress)
+        return step >= self._num_steps and not self._stops
+
+    def _widest_batch(self) -> dict[str, Tensor]:
+        """The first batch, filled up to the length of the longest row of all.
+
+        A plan that is made for it holds for every batch, so no choice changes during a run.
+        """
+        sets = (self._examples, self._held_out or self._examples)
+        longest = max(int(examples.lengths.max()) for examples in sets)
+        width = min(self._settings.training.length, -(-longest // PADDED_TO) * PADDED_TO)
+        fill = {"input_ids": self._pad_id, "labels": IGNORED}
+        return {
+            name: nn.functional.pad(
+                value, (0, max(0, width - value.shape[1])), value=fill.get(name, 0)
+            )
+            if value.dim() == 2
+            else value
+            for name, value in self._batches.batch(0).items()
+        }
+
+    def _learning_rate(self, step: int) -> float:
+        factor = self._settings.schedule.factor(step, total=self._num_steps)
+        return self._settings.optimizer.learning_rate * factor
+
+    def _is_saved_after(self, step: int) -> bool:
+        every = self._settings.checkpoint.every_steps
+        return step == self._num_steps or bool(every and step % every == 0)
+
+    def _evaluate(self, engine: Engine, progress: Progress, step: int) -> None:
+        """Evaluate after a step, if it is time and was not done."""
+        if self._held_out is None or progress.has_evaluation(step) or self._stops:
+            return
+        every = self._settings.evaluation.every_steps
+        every = max(1, self._num_steps // NUM_EVALUATIONS) if every is None else every
+        if step not in (0, self._num_steps) and (not every or step % every):
+            return
+        progress.catch_up()
+        began = time.perf_counter()
+        batches = self._evaluation_batches.in_order()
+        most = self._settings.evaluation.most_batches
+        chosen = (batch for number, batch in enumerate(batches) if most is None or number < most)
+        found = evaluate(engine, chosen, task=self._settings.data.task, stopped=lambda: self._stops)
+        if found is not None:
+            progress.evaluated(step, found, seconds=time.perf_counter() - began)
+
+    def _save(self, engine: Engine, checkpoints: CheckpointFolder, progress: Progress) -> None:
+        """Begin to save; what was begun before is there when this returns.
+
+        Raises:
+            CheckpointError: the one before could not be written.
+        """
+        progress.catch_up()
+        self._finish_saving(progress)
+        step = engine.step_number
+        folder = checkpoints.path_of(step)
+        progress.checkpoint_begun(step, self._name_of(folder), interrupted=self._stops)
+        progress.saving = folder.name
+        self._saving = checkpoints.save(engine, extra=self._extra(), background=True)
+        self._saved_step = step
+
+    def _name_of(self, folder: Path) -> str:
+        return str(folder.relative_to(self._folder.root))
+
+    def _look_at(self, engine: Engine, progress: Progress) -> None:
+        """Learn how memory and the checkpoint that is being written are doing.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written.
+        """
+        if self._saving is not None and self._saving.is_done:
+            self._finish_saving(progress)
+        if self._plan is None:
+            self._plan = engine.plan
+            self._display.say(str(self._plan))
+        if self._plan.budget_bytes is not None:
+            progress.facts = Facts(
+                peak_bytes=engine.device.peak_bytes(),
+                budget_bytes=self._plan.budget_bytes,
+                bound=self._plan.bound,
+            )
+
+    def _finish_saving(self, progress: Progress) -> None:
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            CheckpointError: it could not be.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        saving.wait()
+        progress.saving = ""
+        waited = f", {saving.stall_seconds:.1f} s of it waited for"
+        self._display.say(
+            f"saved {saving.folder.name}: {format_bytes(saving.num_bytes)} in {saving.seconds:.1f} "
+            f"s{waited if saving.stall_seconds >= LEAST_STALL_SECONDS else ''}"
+        )
+
+
+@contextlib.contextmanager
+def _naming_older(latest: Path) -> Iterator[None]:
+    """Let an error about a checkpoint name the one before it."""
+    try:
+        yield
+    except CheckpointError as error:
+        older = [path for path in CheckpointFolder(latest.parent).all() if path < latest]
+        advice = f" To go on from {older[-1]} instead, delete {latest}." if older else ""
+        raise CheckpointError(f"{error}{advice}") from error
+
+
+def _shortened(text: str) -> str:
+    text = text if len(text) <= SAMPLE_CHARACTERS else f"{text[:SAMPLE_CHARACTERS]} ..."
+    return "\n".join(f"  {line}" for line in text.splitlines())

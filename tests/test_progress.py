@@ -1,0 +1,343 @@
+"""What a run shows and writes: plain lines, a live display, metrics.jsonl, TensorBoard events."""
+
+import io
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from typing_extensions import override
+
+from l2l import progress
+from l2l.cli.report import draw_losses
+from l2l.progress import (
+    Display,
+    Facts,
+    LiveDisplay,
+    MetricsFile,
+    PlainDisplay,
+    Progress,
+    Status,
+    format_seconds,
+    open_display,
+    open_events,
+    read_metrics,
+)
+
+
+@dataclass
+class FakeReport:
+    """A step's numbers; notes when they are read."""
+
+    number: int
+    read: list[int] = field(default_factory=list)
+    skipped: bool = False
+    loss_scale: float = 1.0
+    num_tokens: int = 100
+
+    @property
+    def loss(self) -> float:
+        self.read.append(self.number)
+        return math.nan if self.skipped else 1.0 / self.number
+
+    @property
+    def gradient_norm(self) -> float:
+        return 0.5
+
+
+class Silent(Display):
+    """Remembers."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.shown: list[Status] = []
+
+    @override
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    @override
+    def show(self, status: Status) -> None:
+        self.shown.append(status)
+
+    @override
+    def close(self) -> None:
+        pass
+
+
+def start(path: Path, display: Display | None = None, *, step: int = 0) -> Progress:
+    metrics = MetricsFile(path / "metrics.jsonl", step=step)
+    return Progress(
+        display=display or Silent(), metrics=metrics, events=None, step=step, num_steps=10
+    )
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(records: list[dict]) -> list[dict]:
+    return [{k: v for k, v in record.items() if k != "seconds"} for record in records]
+
+
+# --------------------------------------------------------------------------------------------------
+# Metrics
+
+
+def test_a_step_is_read_two_steps_later(tmp_path: Path) -> None:
+    read: list[int] = []
+    run = start(tmp_path)
+    for number in range(1, 5):
+        run.step_begun(number, FakeReport(number, read), learning_rate=0.1)
+    assert sorted(set(read)) == [1, 2]
+    run.catch_up()
+    run.close()
+    assert sorted(set(read)) == [1, 2, 3, 4]
+    assert [record["step"] for record in lines_of(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_line_has_the_numbers_of_a_step(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.step_begun(1, FakeReport(4), learning_rate=2e-5)
+    run.step_begun(2, FakeReport(2, skipped=True, loss_scale=1024.0), learning_rate=1e-5)
+    run.catch_up()
+    run.close()
+    first, second = lines_of(tmp_path)
+    assert first.pop("seconds") >= 0
+    assert first == {
+        "kind": "step",
+        "step": 1,
+        "loss": 0.25,
+        "learning_rate": 2e-5,
+        "gradient_norm": 0.5,
+        "tokens": 100,
+    }
+    assert (second["loss"], second["skipped"], second["loss_scale"]) == (None, True, 1024.0)
+    assert run.num_skipped == 1
+
+
+def write_run(path: Path, steps: range, *, stopped_after: int | None = None) -> Progress:
+    """Steps with an evaluation after each even one and a checkpoint after each fourth."""
+    run = start(path, step=steps.start)
+    for done in range(steps.start, steps.stop):
+        number = done + 1
+        run.step_begun(number, FakeReport(number, skipped=number == 3), learning_rate=0.1)
+        if number % 2 == 0:
+            run.catch_up()
+            run.evaluated(number, {"loss": 2.0 / number}, seconds=1.0)
+        if number % 4 == 0:
+            run.catch_up()
+            run.checkpoint_begun(number, f"step-{number}")
+        if number == stopped_after:
+            run.catch_up()
+            run.checkpoint_begun(number, f"step-{number}", interrupted=True)
+            break
+    else:
+        run.catch_up()
+    run.close()
+    return run
+
+
+@pytest.mark.parametrize("resumed", [4, 6])
+def test_the_file_of_an_interrupted_run_is_that_of_an_uninterrupted_one(
+    tmp_path: Path, resumed: int
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    write_run(whole, range(10))
+    write_run(parts, range(10), stopped_after=6)
+    with (parts / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "step": 7, "lo')  # killed while it wrote
+    run = write_run(parts, range(resumed, 10))
+    assert without_times(lines_of(parts)) == without_times(lines_of(whole))
+    assert run.num_skipped == 1
+
+
+def test_a_run_from_the_beginning_begins_a_new_file(tmp_path: Path) -> None:
+    write_run(tmp_path, range(4))
+    start(tmp_path).close()
+    assert lines_of(tmp_path) == []
+
+
+def test_what_was_done_before_is_known(tmp_path: Path) -> None:
+    write_run(tmp_path, range(5))
+    display = Silent()
+    run = start(tmp_path, display, step=4)
+    assert [run.has_evaluation(step) for step in (2, 3, 4)] == [True, False, True]
+    assert [run.has_checkpoint(step) for step in (2, 4)] == [False, True]
+    run.step_begun(5, FakeReport(5), learning_rate=0.1)
+    run.catch_up()
+    assert display.shown[-1].evaluation == "after step 4: loss 0.5000"
+    run.close()
+
+
+def test_a_file_that_is_no_metrics_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step"}\nnonsense\n{}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2, is not JSON"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_numbers_that_are_not_finite_are_null_and_said_so(tmp_path: Path) -> None:
+    display = Silent()
+    run = start(tmp_path, display)
+    run.evaluated(0, {"loss": 1.0, "pearson": math.nan}, seconds=0.1)
+    run.close()
+    assert lines_of(tmp_path)[0]["pearson"] is None
+    assert display.said == ["evaluation after step 0: loss 1.0000, pearson not finite"]
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    events = open_events(tmp_path / "events", step=3)
+    assert events is not None
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", step=0)
+    run = Progress(display=Silent(), metrics=metrics, events=events, step=3, num_steps=5)
+    run.step_begun(4, FakeReport(4), learning_rate=0.125)
+    run.catch_up()
+    run.evaluated(4, {"perplexity": 3.0}, seconds=0.1)
+    run.close()
+    written = next((tmp_path / "events").iterdir()).read_bytes()
+    for tag in (b"training/loss", b"training/gradient_norm", b"evaluation/perplexity"):
+        assert tag in written
+
+
+def test_without_tensorboard_there_are_no_events(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert open_events(tmp_path / "events", step=0) is None
+    assert not (tmp_path / "events").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# Displays
+
+STATUS = Status(
+    step=7,
+    num_steps=10,
+    loss=1.5,
+    tokens_per_second=12345.6,
+    seconds_left=200.0,
+    peak_bytes=3 * 2**30,
+    budget_bytes=8 * 2**30,
+    bound="link",
+    num_skipped=2,
+    evaluation="after step 5: loss 1.6",
+    saving="step-00000005",
+)
+
+
+def test_plain_lines_come_every_few_steps_and_at_the_end() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream, every_steps=4)
+    for step in range(1, 11):
+        display.show(Status(step=step, num_steps=10, loss=0.5))
+    assert stream.getvalue().splitlines() == [
+        "step 4/10  loss 0.5000",
+        "step 8/10  loss 0.5000",
+        "step 10/10  loss 0.5000",
+    ]
+
+
+def test_a_plain_line_has_all_that_is_known() -> None:
+    stream = io.StringIO()
+    PlainDisplay(stream, every_steps=7).show(STATUS)
+    assert stream.getvalue() == (
+        "step 7/10  loss 1.5000  12,346 tokens/s  about 3 min left  device 3.00 GiB of 8.00 GiB  "
+        "bound by link  skipped 2 steps, not finite\n"
+    )
+
+
+def test_a_long_silence_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream, every_steps=100)
+    display.show(Status(step=1, num_steps=200))
+    assert not stream.getvalue()
+    monkeypatch.setattr(progress, "LONGEST_SILENCE_SECONDS", 0.0)
+    display.show(Status(step=2, num_steps=200))
+    assert stream.getvalue().startswith("step 2/200")
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    @override
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_live_display_and_a_file_does_not(monkeypatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(open_display(io.StringIO(), every_steps=1), PlainDisplay)
+    stream = Terminal()
+    display = open_display(stream, every_steps=1)
+    assert isinstance(display, LiveDisplay)
+    display.say("hello [not markup]")
+    display.show(STATUS)
+    display.say("between")
+    display.close()
+    shown = stream.getvalue()
+    assert "hello [not markup]" in shown
+    assert "between" in shown
+    for name, value in STATUS.parts():
+        assert name in shown
+        assert value in shown
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1  # the cursor comes back
+
+
+def test_without_rich_a_terminal_gets_plain_lines(monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert isinstance(open_display(Terminal(), every_steps=1), PlainDisplay)
+
+
+def test_the_status_follows_the_run(tmp_path: Path) -> None:
+    display = Silent()
+    run = start(tmp_path, display)
+    run.facts = Facts(peak_bytes=10, budget_bytes=20, bound="compute")
+    run.saving = "step-00000002"
+    for number in (1, 2, 3):
+        run.step_begun(number, FakeReport(number), learning_rate=0.1)
+    run.catch_up()
+    run.close()
+    first, _, last = display.shown
+    assert first.tokens_per_second is None  # the first one is planned, and perhaps compiled
+    assert last.tokens_per_second
+    assert last.seconds_left
+    assert (last.step, last.num_steps, last.loss) == (3, 10, 1 / 3)
+    assert (last.bound, last.peak_bytes, last.saving) == ("compute", 10, "step-00000002")
+
+
+def test_times_are_for_people() -> None:
+    assert [format_seconds(seconds) for seconds in (3, 89, 150, 5000, 7500)] == [
+        "about 3 s",
+        "about 89 s",
+        "about 2 min",
+        "about 83 min",
+        "about 2 h 5 min",
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Loss curves
+
+
+def test_losses_are_drawn_inside_the_picture() -> None:
+    training = [(step, 5.0 / step) for step in range(1, 101)]
+    drawn = draw_losses(training, [(0, 5.5), (50, 0.2)], title="a < b")
+    assert drawn.count("<polyline") == 3
+    assert drawn.count("<circle") == 2
+    assert "a &lt; b" in drawn
+    points = [
+        tuple(map(float, pair.split(",")))
+        for line in drawn.splitlines()
+        if line.startswith("<polyline")
+        for pair in line.split('"')[1].split()
+    ]
+    assert len(points) == 202
+    assert all(0 <= x <= 900 and 0 <= y <= 560 for x, y in points)
+
+
+@pytest.mark.parametrize("training", [[], [(1, 2.0)], [(1, 0.0), (2, 0.0)]])
+def test_few_losses_can_be_drawn(training: list[tuple[float, float]]) -> None:
+    drawn = draw_losses(training, [], title="short")
+    assert drawn.startswith("<svg")
+    assert ("no step yet" in drawn) == (not training)

@@ -1,0 +1,366 @@
+"""Settings: read from TOML and flags, filled in, refused with words that help."""
+
+import dataclasses
+import json
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import l2l
+from l2l import cli
+from l2l.cli.train import FLAGS
+from l2l.settings import SECTIONS, Flag, ScheduleSettings, Settings, SettingsError, help_text
+
+MINIMAL = """
+[model]
+folder = "model"
+random_init = true
+[data]
+source = "text.txt"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder without weights, and data."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for name in ("text.txt", "other.txt"):
+        (tmp_path / name).write_text("some words\n")
+    return tmp_path
+
+
+def read(folder: Path, more: str = "", **flags: str | bool) -> Settings:
+    """Settings of a minimal file with some lines more, and flags by their name."""
+    path = folder / "run.toml"
+    path.write_text(MINIMAL + more)
+    return Settings.read(path, flags=list(flags_of(**flags)))
+
+
+def flags_of(**flags: str | bool):
+    for name, value in flags.items():
+        word = f"--{name.replace('_', '-')}"
+        section, key, _ = FLAGS[word]
+        yield Flag(word=word, section=section, key=key, value=value)
+
+
+def refusal(folder: Path, more: str = "", **flags: str | bool) -> str:
+    with pytest.raises(SettingsError) as refused:
+        read(folder, more, **flags)
+    return str(refused.value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Values
+
+
+def test_what_is_not_said_has_its_default(folder: Path) -> None:
+    found = read(folder)
+    assert found.training.rows == 8
+    assert found.training.length == 1024
+    assert found.training.epochs == 1.0
+    assert found.training.steps is None
+    assert found.training.clip_norm == 1.0
+    assert found.optimizer.learning_rate == 2e-5
+    assert found.optimizer.betas == (0.9, 0.999)
+    assert found.schedule.warm_up_share == 0.03
+    assert found.output.folder == folder / "runs" / "run"
+    assert found.output.export_dtype == "bfloat16"
+
+
+def test_paths_are_relative_to_the_file_and_flags_to_where_one_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "mine.txt").write_text("words\n")
+    monkeypatch.chdir(elsewhere)
+    found = read(folder, data="mine.txt", output="here")
+    assert found.model.folder == folder / "model"
+    assert found.data.source == (str(elsewhere / "mine.txt"),)
+    assert found.output.folder == elsewhere / "here"
+
+
+def test_flags_go_before_the_file(folder: Path) -> None:
+    more = '[training]\nrows = 4\nepochs = 3\n[optimizer]\nlearning_rate = 1e-3\nname = "lion"'
+    found = read(folder, more, rows="16", steps="7", learning_rate="5e-4")
+    assert found.training.rows == 16
+    assert (found.training.steps, found.training.epochs) == (7, None)
+    assert found.optimizer.learning_rate == 5e-4
+    assert found.optimizer.name == "lion"
+
+
+def test_flags_alone_make_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    flags = flags_of(model="model", data="text.txt", random_init=True, task="causal")
+    found = Settings.read(None, flags=list(flags))
+    assert found.model.random_init
+    assert found.output.folder == folder / "runs" / "model-text"
+
+
+def test_several_sources_and_names_of_the_hub_are_taken(folder: Path) -> None:
+    found = read(folder, 'evaluation_source = ["text.txt", "other.txt"]')
+    assert found.data.evaluation_source == (str(folder / "text.txt"), str(folder / "other.txt"))
+    assert "datasets" in refusal(folder, 'evaluation_source = "nobody/nothing"')
+
+
+def test_rows_are_no_longer_than_the_model_is_made_for(folder: Path) -> None:
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps({"max_position_embeddings": 514}))
+    (folder / "model" / "tokenizer_config.json").write_text('{"model_max_length": 512}')
+    assert read(folder).training.length == 512
+    assert read(folder, length="600").training.length == 600
+
+
+def test_an_optimizer_has_the_numbers_that_are_usual_for_it(folder: Path) -> None:
+    found = read(folder, '[optimizer]\nname = "adafactor"')
+    assert found.optimizer.learning_rate == 1e-3
+    assert found.training.clip_norm == 0.0
+    made = found.optimizer.make()
+    assert isinstance(made, l2l.Adafactor)
+    assert made.eps == (torch.finfo(torch.float32).eps, 1e-3)
+    eight = read(folder, optimizer="adamw-8bit").optimizer.make()
+    assert isinstance(eight, l2l.AdamW)
+    assert eight.moments == "8bit"
+    momentum = read(folder, '[optimizer]\nname = "sgd"\nmomentum = 0.9\nnesterov = true')
+    assert momentum.optimizer.make() == dataclasses.replace(
+        l2l.SGD(lr=1e-3, momentum=0.9, nesterov=True), groups=momentum.optimizer.make().groups
+    )
+    assert isinstance(read(folder, optimizer="lion").optimizer.make(), l2l.Lion)
+
+
+def test_biases_and_norms_do_not_decay_unless_they_should(folder: Path) -> None:
+    groups = read(folder).optimizer.make().groups
+    assert groups is not None
+    assert groups("layer.weight", nn.Parameter(torch.zeros(2, 2))) is None
+    assert groups("norm.weight", nn.Parameter(torch.zeros(2))) == {"weight_decay": 0.0}
+    more = "[optimizer]\ndecay_biases_and_norms = true"
+    assert read(folder, more).optimizer.make().groups is None
+
+
+def test_float32_is_exported_as_it_is(folder: Path) -> None:
+    assert read(folder, precision="float32").output.export_dtype == "float32"
+    more = '[output]\nexport_dtype = "bfloat16"'
+    assert read(folder, more, precision="float32").output.export_dtype == "bfloat16"
+
+
+# --------------------------------------------------------------------------------------------------
+# Back to TOML
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        '[optimizer]\nname = "adafactor"\n[schedule]\nwarm_up_steps = 5\nshape = "linear"',
+        '[training]\nsteps = 3\n[memory]\ndevice_memory = "8GiB"',
+        'hold_out = 2\ntask = "instruct"\ntemplate = """{{ "a\\tb" }}\n\\"x\\""""\n'
+        "[evaluation]\nevery_steps = 0",
+    ],
+)
+def test_what_is_written_reads_as_the_same_settings(folder: Path, more: str) -> None:
+    found = read(folder, more)
+    found.output.folder.mkdir(parents=True)
+    written = found.output.folder / "run.toml"
+    written.write_text(found.to_toml())
+    assert Settings.read(written) == found
+    assert Settings.of_table(found.table()) == found
+    assert json.loads(json.dumps(found.table())) == found.table()
+
+
+def test_a_run_folder_may_be_moved(folder: Path) -> None:
+    found = read(folder)
+    moved = folder / "moved"
+    moved.mkdir()
+    (moved / "run.toml").write_text(found.to_toml())
+    assert Settings.read(moved / "run.toml").output.folder == moved
+
+
+def test_differences_are_those_that_change_the_result(folder: Path) -> None:
+    before = read(folder, steps="10").table()
+    assert read(folder, steps="10", output="x", device_memory="1GiB").differences(before) == []
+    assert read(folder, steps="20", seed="3").differences(before) == [
+        "[training] steps was 10 and is 20 from here",
+        "[training] seed was 0 and is 3 from here",
+    ]
+    assert read(folder, epochs="2").differences(before) == [
+        "[training] steps was 10 and is not set from here",
+        "[training] epochs was not set and is 2.0 from here",
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("[training]\nstepss = 3", ["[training] has no setting stepss", "Did you mean steps?"]),
+        ("[training]\nlearning_rate = 1", ["Did you mean learning_rate in [optimizer]?"]),
+        ("[trainin]\nsteps = 3", ["no section [trainin]", "Did you mean training?", "[memory]"]),
+        ("[xyz]\nsteps = 3", ["no section [xyz]. Expected [model], [data]"]),
+        ("[training]\nrows = 0", ["rows = 0", "a whole number, at least 1", "Rows of a step."]),
+        ('[training]\nrows = "8"', ['rows = "8"', "expected a whole number"]),
+        ("[training]\nrows = 8.5", ["rows = 8.5", "expected a whole number"]),
+        ("[training]\nrows = true", ["rows = true", "expected a whole number"]),
+        ("[training]\nepochs = 0", ["epochs = 0", "a number, above 0"]),
+        ("[training]\nclip_norm = inf", ["clip_norm", "a number, at least 0"]),
+        ("[training]\ncompile = 1", ["compile = 1", "true or false"]),
+        ('[training]\nprecision = "bf16"', ['"bf16"', 'one of "bfloat16"', "Did you mean"]),
+        ("[training]\nsteps = 2\nepochs = 1", ["steps", "epochs", "Expected one of them"]),
+        ("[training]\nrows = 1979-05-27", ["1979-05-27", "a whole number"]),
+        ('task = "clasification"', ['"causal"', "Did you mean classification?"]),
+        ('task = "regression"\npacking = true', ["one label for every row", "Expected false"]),
+        ("hold_out = 2\nevaluation_source = 'text.txt'", ["Expected one of them"]),
+        ('evaluation_source = "gone.txt"', ["evaluation_source", "gone.txt is not there"]),
+        ("evaluation_source = []", ["a text, or several in brackets"]),
+        ('[columns]\nlabel = "x"', ["label", "'causal' does not use"]),
+        ("[optimizer]\nbetas = [0.9]", ["betas = [0.9]", "two numbers in brackets"]),
+        ("[optimizer]\nbetas = [0.9, 1.5]", ["betas must lie in [0, 1)"]),
+        ("[optimizer]\nmomentum = 0.9", ["momentum is not for adamw", "betas"]),
+        ("[optimizer]\neps = [1e-8, 1e-3]", ["eps", "adamw takes one number"]),
+        ('[optimizer]\nname = "adafactor"\neps = 1e-8', ["adafactor takes two numbers"]),
+        ('[optimizer]\nname = "adam"', ["Did you mean adamw?"]),
+        ('[optimizer]\nname = "sgd"\nnesterov = true', ["nesterov needs momentum"]),
+        ("[optimizer]\nlearning_rate = -1", ["at least 0"]),
+        ("[schedule]\nwarm_up_steps = 1\nwarm_up_share = 0.1", ["Expected one of them"]),
+        ("[schedule]\nminimum_ratio = 2", ["at least 0 and at most 1"]),
+        ('[memory]\ndevice_memory = "8 bananas"', ["8 bananas", "8GiB"]),
+        ('[memory]\nhost_memory = "0GiB"', ["host_memory", "8GiB"]),
+        ("[evaluation]\nevery_steps = 3", ["nothing to evaluate on", "--evaluation-data"]),
+        ("[checkpoint]\nkeep = 0", ["keep = 0", "at least 1"]),
+        ('[output]\nfolder = "text.txt"', ["is a file", "Expected a folder"]),
+        ('[output]\nfolder = ""', ["a path in quotes"]),
+        ("[training", ["run.toml is not TOML"]),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(folder: Path, more: str, words: list[str]) -> None:
+    found = refusal(folder, more)
+    assert "run.toml" in found
+    for word in words:
+        assert word in found
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("rows", "eight", '--rows = "eight": expected a whole number, at least 1'),
+        ("rows", "8.5", "--rows = 8.5: expected a whole number"),
+        ("learning_rate", "-1", "--learning-rate = -1: expected a number, at least 0"),
+        ("task", "chat", "--task"),
+        ("device_memory", "much", '--device-memory = "much" is not a size'),
+        ("data", "gone.txt", "--data: gone.txt is not there"),
+        ("model", "gone", "there is no such folder"),
+    ],
+)
+def test_a_flag_that_cannot_be_is_named_as_a_flag(
+    folder: Path, name: str, value: str, words: str
+) -> None:
+    found = refusal(folder, "", **{name: value})
+    assert words in found
+    assert "run.toml" not in found
+
+
+def test_adafactor_is_not_clipped_and_not_float16(folder: Path) -> None:
+    more = '[optimizer]\nname = "adafactor"\n[training]\n'
+    assert "Expected 0" in refusal(folder, more + "clip_norm = 1.0")
+    assert "bfloat16" in refusal(folder, more + 'precision = "float16"')
+
+
+def test_what_stands_in_no_section_or_is_none_is_refused(folder: Path) -> None:
+    path = folder / "run.toml"
+    for text, words in (
+        ("steps = 3", "Put it below [training]"),
+        ("what = 3", "what stands in no section"),
+        ("training = 3", "training is a section"),
+    ):
+        path.write_text(text)
+        with pytest.raises(SettingsError, match=r"run\.toml") as refused:
+            Settings.read(path)
+        assert words in str(refused.value)
+
+
+def test_model_and_data_must_be_named_and_be_there(folder: Path) -> None:
+    path = folder / "run.toml"
+    path.write_text('[model]\nfolder = "model"')
+    with pytest.raises(SettingsError, match="--data FILE"):
+        Settings.read(path)
+    with pytest.raises(SettingsError, match="--model FOLDER"):
+        Settings.read(None)
+    with pytest.raises(SettingsError, match=r"gone\.toml cannot be read"):
+        Settings.read(folder / "gone.toml")
+    path.write_text('[model]\nfolder = "model"\n[data]\nsource = "text.txt"')
+    with pytest.raises(SettingsError, match="--random-init"):
+        Settings.read(path)
+    (folder / "model" / "config.json").unlink()
+    with pytest.raises(SettingsError, match=r"has no config\.json"):
+        Settings.read(path)
+
+
+# --------------------------------------------------------------------------------------------------
+# Schedules
+
+
+def factors(total: int, **settings: object) -> list[float]:
+    schedule = ScheduleSettings(**settings)  # type: ignore[arg-type]
+    return [schedule.factor(step, total=total) for step in range(total)]
+
+
+def test_schedules_rise_evenly_and_then_follow_their_shape() -> None:
+    assert factors(4, shape="constant", warm_up_steps=2) == [0.5, 1.0, 1.0, 1.0]
+    assert factors(6, shape="linear", warm_up_steps=2) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert factors(4, shape="linear", warm_up_share=0.5, minimum_ratio=0.5) == [0.5, 1, 1, 0.75]
+    cosine = factors(5, shape="cosine", warm_up_steps=1, minimum_ratio=0.1)
+    expected = [1.0, *(0.1 + 0.45 * (1 + math.cos(math.pi * n / 4)) for n in range(4))]
+    assert cosine == pytest.approx(expected)
+
+
+def test_schedules_have_sense_at_their_ends() -> None:
+    assert factors(1, warm_up_share=0.03) == [1.0]
+    assert factors(2, warm_up_steps=10) == [0.5, 1.0]
+    late = ScheduleSettings(shape="linear", warm_up_steps=0, minimum_ratio=0.2)
+    assert late.factor(99, total=10) == pytest.approx(0.2)
+
+
+# --------------------------------------------------------------------------------------------------
+# Help
+
+
+def test_the_help_is_a_toml_file_with_every_setting() -> None:
+    text = help_text()
+    assert set(tomllib.loads(text)) == set(SECTIONS)
+    for keys in SECTIONS.values():
+        for key in keys.values():
+            assert f"# {key.name} = " in text
+            assert key.about.words.endswith(".")
+    said = [line for line in text.splitlines() if not line.startswith("#  ") and "..." not in line]
+    found = tomllib.loads("\n".join(line.removeprefix("# ") for line in said))
+    assert found["training"]["rows"] == 8
+    assert found["schedule"] == {"shape": "cosine", "minimum_ratio": 0.0}
+
+
+def test_flags_say_what_their_settings_say(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for word, (section, key, _) in FLAGS.items():
+        assert word in shown
+        assert SECTIONS[section][key].about.words in shown
+    for word in ("--dry-run", "--no-resume", "--help-settings", "--debug"):
+        assert word in shown
+    assert cli.main(["train", "--help-settings"]) == 0
+    assert capsys.readouterr().out.strip() == help_text().strip()
+
+
+def test_a_refusal_ends_with_status_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "run.toml"
+    path.write_text(MINIMAL + "[training]\nstepss = 3")
+    assert cli.main(["train", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert "Did you mean steps?" in shown.err
+    assert "Traceback" not in shown.err
+    assert not shown.out

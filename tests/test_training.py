@@ -1,0 +1,642 @@
+"""Whole runs of tiny models: every task, any interruption, what is refused, report and export."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from typing_extensions import override
+
+from l2l import cli, planning
+from l2l.checkpoint import CheckpointError, CheckpointFolder
+from l2l.data import Batches
+from l2l.progress import Display, Status, read_metrics
+from l2l.settings import Settings
+from l2l.settings.values import to_toml
+from l2l.training import RunFolder, Training, TrainingError
+from l2l.training import run as run_module
+
+ROOT = Path(__file__).parent.parent
+TEXTS = {
+    "cat": "the cat sat on the mat and looked at the moon",
+    "dog": "a dog ran over the hill to see the sea",
+    "count": "we count one two three four five six seven",
+}
+
+
+def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder without weights, with dropout, and data for every task."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        TEXTS.values(),
+        trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["<s>", "</s>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder / "model")
+    transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=300,
+        max_position_embeddings=128,
+        attention_dropout=0.1,
+        bos_token_id=0,
+        eos_token_id=1,
+    ).save_pretrained(folder / "model")
+    drawn = random.Random(0)
+    names = [drawn.choice(list(TEXTS)) for _ in range(36)]
+    (folder / "text.txt").write_text("\n\n".join(TEXTS[name] for name in names))
+    write_lines(
+        folder / "instruct.jsonl",
+        [{"prompt": f"say {name}", "completion": TEXTS[name]} for name in names],
+    )
+    write_lines(
+        folder / "classification.jsonl", [{"text": TEXTS[name], "label": name} for name in names]
+    )
+    write_lines(
+        folder / "regression.jsonl",
+        [{"text": TEXTS[name], "label": len(name) / 2} for name in names],
+    )
+    return folder
+
+
+class Record(Display):
+    """Remembers what is said, and calls back after every step that is shown."""
+
+    def __init__(self, then: Callable[[int], None] = lambda _: None) -> None:
+        self.said: list[str] = []
+        self._then = then
+
+    @override
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    @override
+    def show(self, status: Status) -> None:
+        self._then(status.step)
+
+    @override
+    def close(self) -> None:
+        pass
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.said)
+
+
+def write_settings(
+    tiny: Path, folder: Path, *, task: str = "causal", **sections: dict[str, Any]
+) -> Path:
+    """A TOML file for a short run; sections add to what it has."""
+    source = "text.txt" if task == "causal" else f"{task}.jsonl"
+    table: dict[str, dict[str, Any]] = {
+        "model": {"folder": str(tiny / "model"), "random_init": True},
+        "data": {"source": str(tiny / source), "task": task, "hold_out": 6},
+        "training": {"steps": 8, "rows": 4, "length": 32, "precision": "float32"},
+        "optimizer": {"learning_rate": 1e-2},
+        "evaluation": {"every_steps": 4},
+        "checkpoint": {"every_steps": 2},
+        "output": {"folder": str(folder / "run"), "tensorboard": False},
+    }
+    for section, values in sections.items():
+        table[section] = {**table.get(section, {}), **values}
+    path = folder / "settings.toml"
+    path.write_text(
+        "\n".join(
+            "\n".join([f"[{name}]", *(f"{key} = {to_toml(value)}" for key, value in one.items())])
+            for name, one in table.items()
+        )
+    )
+    return path
+
+
+def train(path: Path, display: Display | None = None, *, resume: bool = True) -> bool:
+    return Training(Settings.read(path), display=display or Record(), resume=resume).run()
+
+
+def train_until(path: Path, step: int) -> Record:
+    """Train, and ask to stop while a step is being made, from the second on."""
+    display = Record()
+    training = Training(Settings.read(path), display=display)
+    make = Batches.batch
+
+    def batch(batches: Batches, number: int) -> dict[str, torch.Tensor]:
+        if number == step - 1:
+            training.stop()
+        return make(batches, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batches, "batch", batch)
+        assert not training.run()
+    assert f"stopped after step {step} of " in display.said[-1]
+    return display
+
+
+def metrics_of(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """Lines of a run's metrics, without times."""
+    records = read_metrics(RunFolder(folder / "run").metrics_file)
+    return [
+        {key: value for key, value in record.items() if key != "seconds"}
+        for record in records
+        if kind in (None, record["kind"])
+    ]
+
+
+def kinds_of(folder: Path) -> list[tuple[str, int]]:
+    return [(record["kind"], record["step"]) for record in metrics_of(folder)]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(RunFolder(folder / "run").model / "model.safetensors")
+
+
+def assert_equal_runs(found: Path, expected: Path) -> None:
+    assert metrics_of(found) == metrics_of(expected)
+    weights = weights_of(expected)
+    assert weights_of(found).keys() == weights.keys()
+    for name, weight in weights_of(found).items():
+        assert torch.equal(weight, weights[name]), name
+
+
+# --------------------------------------------------------------------------------------------------
+# Tasks
+
+
+def predictions(model: Any, folder: Path) -> tuple[Any, torch.Tensor]:
+    """Outputs of a plain model for what a run has held out, and the labels."""
+    training = Training(Settings.read(folder / "run" / "run.toml"), display=Record())
+    assert training._held_out is not None
+    batches = Batches(training._held_out, pad_id=1, rows=6, length=64, packing=False)
+    (batch,) = batches.in_order()
+    with torch.no_grad():
+        return model.eval()(**batch), batch["labels"]
+
+
+@pytest.mark.parametrize("task", ["causal", "instruct"])
+def test_a_language_model_learns_and_is_read_by_others(
+    task: str, tiny: Path, tmp_path: Path
+) -> None:
+    display = Record()
+    assert train(write_settings(tiny, tmp_path, task=task), display)
+    evaluations = metrics_of(tmp_path, "evaluation")
+    assert [record["step"] for record in evaluations] == [0, 4, 8]
+    assert evaluations[-1]["loss"] < evaluations[0]["loss"] - 0.5
+    assert evaluations[0]["perplexity"] == pytest.approx(300, rel=0.1)
+    assert [record["step"] for record in metrics_of(tmp_path, "step")] == list(range(1, 9))
+    assert "30 examples" in display.text
+    assert "packed" in display.text
+    assert "choices:" in display.text  # the plan
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    outputs, _ = predictions(model, tmp_path)
+    assert outputs.loss.item() == pytest.approx(evaluations[-1]["loss"], abs=1e-5)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert (tokenizer.chat_template is not None) == (task == "instruct")
+
+
+def test_a_classifier_learns_and_keeps_the_names_of_its_classes(tiny: Path, tmp_path: Path) -> None:
+    assert train(write_settings(tiny, tmp_path, task="classification", training={"steps": 12}))
+    first, *_, last = metrics_of(tmp_path, "evaluation")
+    assert set(last) == {"kind", "step", "loss", "accuracy", "f1", "matthews"}
+    assert last["loss"] < first["loss"] - 0.1
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "run" / "model"
+    )
+    outputs, labels = predictions(model, tmp_path)
+    assert last["loss"] == pytest.approx(outputs.loss.item(), abs=1e-5)
+    accuracy = (outputs.logits.argmax(-1) == labels).float().mean().item()
+    assert last["accuracy"] == pytest.approx(accuracy)
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert config["id2label"] == {"0": "cat", "1": "count", "2": "dog"}
+    assert config["pad_token_id"] == 1
+
+
+def test_a_regression_is_judged_by_correlation(tiny: Path, tmp_path: Path) -> None:
+    settings = write_settings(tiny, tmp_path, task="regression", training={"steps": 12})
+    assert train(settings)
+    first, *_, last = metrics_of(tmp_path, "evaluation")
+    assert last["loss"] < first["loss"] / 2
+    assert set(last) == {"kind", "step", "loss", "pearson", "spearman"}
+
+
+def test_the_learning_rate_follows_the_schedule(tiny: Path, tmp_path: Path) -> None:
+    more = {"shape": "linear", "warm_up_steps": 2}
+    train(write_settings(tiny, tmp_path, schedule=more, training={"steps": 4}))
+    rates = [record["learning_rate"] for record in metrics_of(tmp_path, "step")]
+    assert rates == pytest.approx([0.005, 0.01, 0.01, 0.005])
+
+
+def test_epochs_are_as_many_steps_as_they_need(tiny: Path, tmp_path: Path) -> None:
+    settings = write_settings(tiny, tmp_path, data={"packing": False})
+    settings.write_text(settings.read_text().replace("steps = 8", "epochs = 0.5"))
+    train(settings)
+    assert len(metrics_of(tmp_path, "step")) == 4  # 30 rows, 4 a step
+    assert json.loads(to_toml(Settings.read(tmp_path / "run" / "run.toml").training.epochs)) == 0.5
+
+
+def test_rows_are_padded_where_packing_does_not_hold(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "packing_holds", lambda *_: False)
+    display = Record()
+    settings = write_settings(tiny, tmp_path)
+    train(settings, display)
+    assert "rows are padded instead" in display.text
+    assert Settings.read(tmp_path / "run" / "run.toml").data.packing is False
+    asked = write_settings(tiny, tmp_path, data={"packing": True})
+    with pytest.raises(TrainingError, match="Expected false"):
+        train(asked, resume=False)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tiny: Path, tmp_path: Path) -> None:
+    settings = write_settings(tiny, tmp_path, model={"folder": str(tmp_path / "model")})
+    (tmp_path / "model").mkdir()
+    for path in (tiny / "model").iterdir():
+        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 300', '"vocab_size": 100'))
+    with pytest.raises(TrainingError, match="the model has 100 embeddings"):
+        train(settings)
+
+
+# --------------------------------------------------------------------------------------------------
+# Interruptions
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert train(write_settings(tiny, folder))
+    return folder
+
+
+@pytest.mark.parametrize("stops", [(3,), (4,), (5, 6, 7)], ids=str)
+def test_a_run_that_is_stopped_and_goes_on_equals_the_uninterrupted_one(
+    stops: tuple[int, ...], tiny: Path, tmp_path: Path, uninterrupted: Path
+) -> None:
+    settings = write_settings(tiny, tmp_path)
+    for step in stops:
+        display = train_until(settings, step)
+        assert f"Go on with: l2l train {tmp_path / 'run'}" in display.text
+    assert train(tmp_path / "run" / "run.toml")
+    assert_equal_runs(tmp_path, uninterrupted)
+
+
+def test_a_run_that_dies_goes_on_from_its_last_checkpoint(
+    tiny: Path, tmp_path: Path, uninterrupted: Path
+) -> None:
+    settings = write_settings(tiny, tmp_path)
+
+    def die(step: int) -> None:
+        if step == 5:
+            raise RuntimeError("the plug was pulled")
+
+    with pytest.raises(RuntimeError, match="plug"):
+        train(settings, Record(die))
+    latest = CheckpointFolder(tmp_path / "run" / "checkpoints").latest()
+    assert latest is not None
+    assert latest.name in ("step-00000004", "step-00000006")
+    display = Record()
+    assert train(settings, display)
+    assert f"going on from {latest}" in display.said
+    assert_equal_runs(tmp_path, uninterrupted)
+
+
+def test_padded_rows_of_many_lengths_go_on_exactly(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a budget, so that there is a plan: it is made once, for the longest row of all."""
+    plans = []
+    find = planning.find_plan
+    monkeypatch.setattr(planning, "find_plan", lambda *a, **k: plans.append(a) or find(*a, **k))
+    folders = [tmp_path / "whole", tmp_path / "parts"]
+    long = {"prompt": "say all", "completion": " ".join(TEXTS.values()) * 3}
+    short = [json.loads(line) for line in (tiny / "instruct.jsonl").read_text().splitlines()[:9]]
+    write_lines(tmp_path / "mixed.jsonl", [*short, long])
+    paths = []
+    for folder in folders:
+        folder.mkdir()
+        data = {"source": str(tmp_path / "mixed.jsonl"), "packing": False, "hold_out": 2}
+        path = write_settings(
+            tiny,
+            folder,
+            task="instruct",
+            data=data,
+            training={"length": 128, "rows": 2, "steps": 5},
+            memory={"device_memory": "256MiB"},
+        )
+        paths.append(path)
+    assert train(paths[0])
+    assert len(plans) == 1
+    train_until(paths[1], 2)
+    assert train(paths[1])
+    assert len(plans) == 3
+    lengths = {record["tokens"] for record in metrics_of(folders[0], "step")}
+    assert len(lengths) > 1
+    assert_equal_runs(folders[1], folders[0])
+
+
+def test_only_the_last_checkpoints_are_kept(uninterrupted: Path) -> None:
+    names = [path.name for path in CheckpointFolder(uninterrupted / "run" / "checkpoints").all()]
+    assert names == ["step-00000006", "step-00000008"]
+
+
+def test_a_run_at_its_end_says_so_and_more_steps_go_on(tiny: Path, tmp_path: Path) -> None:
+    settings = write_settings(tiny, tmp_path, training={"steps": 3})
+    assert train(settings)
+    display = Record()
+    assert train(settings, display)
+    assert "is at its end, step 3" in display.text
+    assert len(display.said) == 1
+    longer = write_settings(tiny, tmp_path, training={"steps": 5})
+    assert train(longer, display)
+    assert "changed: [training] steps was 3 and is 5 from here" in display.said
+    assert [record["step"] for record in metrics_of(tmp_path, "step")] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in metrics_of(tmp_path, "export")] == [3, 5]
+
+
+def test_a_model_that_was_not_written_in_time_is_written_then(tiny: Path, tmp_path: Path) -> None:
+    for steps in (3, 5):  # the second time the model of the first run is still there
+        settings = write_settings(tiny, tmp_path, training={"steps": steps})
+        train_until(settings, steps)
+        assert ("export", steps) not in kinds_of(tmp_path)
+        assert train(settings)
+        assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+        expected = ("step", "evaluation", "checkpoint", "export")
+        assert kinds_of(tmp_path)[-4:] == [(kind, steps) for kind in expected]
+
+
+def test_what_the_settings_say_now_holds_and_is_said(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_until(write_settings(tiny, tmp_path), 3)
+    made = []
+    make = run_module.make_engine
+    monkeypatch.setattr(run_module, "make_engine", lambda *a: made.append(make(*a)) or made[-1])
+    optimizer = {"learning_rate": 1e-3, "weight_decay": 0.25}
+    display = Record()
+    assert train(write_settings(tiny, tmp_path, optimizer=optimizer), display)
+    assert [line for line in display.said if line.startswith("changed: ")] == [
+        "changed: [optimizer] learning_rate was 0.01 and is 0.001 from here",
+        "changed: [optimizer] weight_decay was 0.01 and is 0.25 from here",
+    ]
+    decays = {group["weight_decay"] for group in made[0].optimizer.param_groups}
+    assert decays == {0.25, 0.0}
+    assert metrics_of(tmp_path, "step")[-1]["learning_rate"] < 1e-3
+
+
+def test_other_data_and_another_model_are_refused(tiny: Path, tmp_path: Path) -> None:
+    train_until(write_settings(tiny, tmp_path), 2)
+    other = tmp_path / "other.txt"
+    other.write_text((tiny / "text.txt").read_text() + "\n\nand one more")
+    with pytest.raises(TrainingError, match="begun with the data") as refused:
+        train(write_settings(tiny, tmp_path, data={"source": str(other)}))
+    assert str(tiny / "text.txt") in str(refused.value)
+    assert str(other) in str(refused.value)
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in (tiny / "model").iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    moved = write_settings(tiny, tmp_path, model={"folder": str(model)}, training={"steps": 2})
+    assert train(moved)  # the same model in another place is the same model
+    config = model / "config.json"
+    config.write_text(config.read_text().replace('_layers": 2', '_layers": 3'))
+    with pytest.raises(TrainingError, match="begun with the model"):
+        train(moved)
+
+
+def test_beginning_anew_keeps_the_run_that_was_there(tiny: Path, tmp_path: Path) -> None:
+    settings = write_settings(tiny, tmp_path)
+    train_until(settings, 2)
+    display = Record()
+    assert train(settings, display, resume=False)
+    assert f"the run that was there is now {tmp_path / 'run-1'}" in display.said
+    assert (tmp_path / "run-1" / "checkpoints" / "latest").exists()
+    assert metrics_of(tmp_path, "step")[0]["step"] == 1
+
+
+def test_two_processes_do_not_train_in_one_folder(tiny: Path, tmp_path: Path) -> None:
+    settings = write_settings(tiny, tmp_path)
+    with (
+        RunFolder(tmp_path / "run").held(),
+        pytest.raises(TrainingError, match="another process trains in"),
+    ):
+        train(settings)
+
+
+def test_a_damaged_checkpoint_is_named_and_so_is_the_one_before(
+    tiny: Path, tmp_path: Path, uninterrupted: Path
+) -> None:
+    settings = write_settings(tiny, tmp_path)
+    train_until(settings, 6)
+    first, last = CheckpointFolder(tmp_path / "run" / "checkpoints").all()
+    for name, damage in (("L1.safetensors", b"\x00"), ("manifest.json", b"{")):
+        whole = (last / name).read_bytes()
+        (last / name).write_bytes(whole[: len(whole) // 2] + damage)
+        with pytest.raises(CheckpointError, match=name) as refused:
+            train(settings)
+        assert f"To go on from {first} instead, delete {last}" in str(refused.value)
+        (last / name).write_bytes(whole)
+    last.rename(tmp_path / "deleted")
+    assert train(settings)
+    assert_equal_runs(tmp_path, uninterrupted)
+
+
+# --------------------------------------------------------------------------------------------------
+# The command line
+
+
+def test_a_dry_run_shows_all_and_writes_nothing(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = write_settings(tiny, tmp_path, task="instruct")
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main(["train", str(settings), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == before
+    assert "30 examples" in shown
+    assert "Assistant: " in shown
+    assert "of which is learnt" in shown
+    assert "host:" in shown
+    assert "8 steps" in shown
+
+
+def test_flags_alone_train_and_plain_lines_show_it(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "--model", str(tiny / "model"), "--data", str(tiny / "text.txt")]
+    words += ["--random-init", "--steps", "10", "--rows", "2", "--length", "16"]
+    words += ["--precision", "float32", "--output", "run"]
+    assert cli.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("step 10/10  loss ") for line in lines)
+    assert any(line.startswith("saved step-00000010: ") for line in lines)
+    assert lines[-1] == f"the trained model is in {tmp_path / 'run' / 'model'}"
+    assert next((tmp_path / "run" / "events").iterdir()).stat().st_size
+    settings = Settings.read(tmp_path / "run" / "run.toml")
+    assert (settings.training.rows, settings.training.steps) == (2, 10)
+
+
+def test_what_goes_wrong_is_said_and_where_only_if_asked(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    settings = write_settings(tiny, tmp_path)
+
+    def fail(*_: object) -> None:
+        raise AssertionError("something broke")
+
+    monkeypatch.setattr(run_module, "make_engine", fail)
+    assert cli.main(["train", str(settings)]) == 1
+    shown = capsys.readouterr().err
+    assert "AssertionError: something broke\nWith --debug" in shown
+    assert "Traceback" not in shown
+    assert cli.main(["train", str(settings), "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_budget_that_is_too_small_is_said(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = write_settings(tiny, tmp_path)
+    assert cli.main(["train", str(settings), "--device-memory", "1MiB"]) == 1
+    assert "Give device_memory=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)], ids=["ctrl-c", "sigterm"]
+)
+def test_a_signal_finishes_the_step_and_saves(
+    number: int, status: int, tiny: Path, tmp_path: Path, monkeypatch
+) -> None:
+    settings = write_settings(tiny, tmp_path)
+    display = Record(lambda step: os.kill(os.getpid(), number) if step == 3 else None)
+    monkeypatch.setattr("l2l.cli.train.open_display", lambda *_, **__: display)
+    before = signal.getsignal(number)
+    assert cli.main(["train", str(settings)]) == status
+    assert signal.getsignal(number) is before
+    assert display.said[-1].endswith(f"Go on with: l2l train {tmp_path / 'run'}")
+    latest = CheckpointFolder(tmp_path / "run" / "checkpoints").latest()
+    assert latest is not None
+    assert latest.name in display.said[-2]
+
+
+def test_a_second_signal_ends_at_once(tiny: Path, tmp_path: Path, monkeypatch) -> None:
+    class Ended(BaseException):
+        pass
+
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    def interrupt(step: int) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("l2l.cli.train.os._exit", end)
+    monkeypatch.setattr("l2l.cli.train.open_display", lambda *_, **__: Record(interrupt))
+    with pytest.raises(Ended, match="130"):
+        cli.main(["train", str(write_settings(tiny, tmp_path))])
+
+
+def test_a_signal_before_the_first_step_ends_at_once(
+    tiny: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_module, "make_engine", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert cli.main(["train", str(write_settings(tiny, tmp_path))]) == 130
+    assert "nothing to save" in capsys.readouterr().err
+
+
+def test_a_process_that_is_terminated_saves(tiny: Path, tmp_path: Path) -> None:
+    settings = write_settings(
+        tiny,
+        tmp_path,
+        training={"steps": 100_000},
+        evaluation={"every_steps": 0},
+        checkpoint={"every_steps": 0},
+        output={"every_steps": 1},
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "l2l", "train", str(settings)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert any(line.startswith("step ") for line in process.stdout)  # reads up to the first
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert f"Go on with: l2l train {tmp_path / 'run'}" in out
+    latest = CheckpointFolder(tmp_path / "run" / "checkpoints").latest()
+    assert latest is not None
+    assert metrics_of(tmp_path, "step")[-1]["step"] == int(latest.name.removeprefix("step-"))
+
+
+def test_a_report_sums_a_run_up(uninterrupted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(uninterrupted / "run")]) == 0
+    shown = capsys.readouterr().out
+    found = json.loads(shown.splitlines()[-1])
+    steps = metrics_of(uninterrupted, "step")
+    evaluations = metrics_of(uninterrupted, "evaluation")
+    assert (found["steps"], found["num_steps"]) == (8, 8)
+    assert (found["first_loss"], found["last_loss"]) == (steps[0]["loss"], steps[-1]["loss"])
+    best = min(evaluations, key=lambda record: record["loss"])
+    assert found["best_evaluation"]["step"] == best["step"]
+    assert [one["step"] for one in found["checkpoints"]] == [6, 8]
+    assert found["tokens"] == sum(record["tokens"] for record in steps)
+    assert Path(found["plot"]).read_text().startswith("<svg")
+    for word in ("steps: 8 of 8", "best evaluation: loss", "tokens/s", "step-00000008", "adamw"):
+        assert word in shown
+
+
+def test_a_report_of_what_is_no_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "run.toml" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_exported_as_the_run_would(
+    uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, output = uninterrupted / "run", tmp_path / "output"
+    assert cli.main(["export", str(run), str(output)]) == 0
+    for name, weight in weights_of(uninterrupted).items():
+        assert torch.equal(load_file(output / "model.safetensors")[name], weight)
+    checkpoint = run / "checkpoints" / "step-00000006"
+    assert cli.main(["export", str(checkpoint), str(output), "--dtype", "bfloat16"]) == 0
+    older = load_file(output / "model.safetensors")
+    assert {weight.dtype for weight in older.values()} == {torch.bfloat16}
+    name = "model.norm.weight"
+    assert not torch.equal(older[name], weights_of(uninterrupted)[name].bfloat16())
+    assert "step-00000006 is now a model folder" in capsys.readouterr().out
+    assert cli.main(["export", str(tmp_path), str(output)]) == 1
+    assert "is not a run folder" in capsys.readouterr().err
