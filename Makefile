@@ -35,7 +35,7 @@ types: $(VENV)/ready
 	$(BIN)/mypy
 
 unit: $(VENV)/ready $(KERNEL)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The wheel must import with nothing but its own dependencies beside it.
 package: $(VENV)/ready

@@ -209,6 +209,7 @@ class Saving:
         self.after: list[Callable[[], None]] = []  # called once the checkpoint has its name
         self.num_bytes = 0
         self.seconds = 0.0
+        self.expected_stall_seconds = 0.0
         self._snapshot = snapshot
         self._buffers = buffers
         self._step, self._state, self._extra = step, state, extra

@@ -35,8 +35,6 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-import torch._functorch.config
-import torch._inductor.config
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.func import functional_call
@@ -147,8 +145,10 @@ class Program:
 
     @contextlib.contextmanager
     def _settings(self) -> Iterator[None]:
-        functorch: Any = torch._functorch.config
-        inductor: Any = torch._inductor.config
+        # These imports take a second, which is lost only where something is compiled.
+        from torch._functorch import config as functorch
+        from torch._inductor import config as inductor
+
         with functorch.patch(activation_memory_budget=self._keep):
             if not self._own_random_numbers:
                 yield

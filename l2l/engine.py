@@ -272,6 +272,7 @@ class Engine:
             extra=extra or {},
             then=then,
             step_seconds=self._planning.step_seconds(),
+            background=background,
         )
         if not background:
             saving.wait()
@@ -417,10 +418,9 @@ class Engine:
     def _order_of_change(self) -> list[str]:
         """Units, those first that a step changes first."""
         shape = self._shape(1, training=True)
-        first = [*shape.late_units[::-1], *shape.drained_units]
-        return list(dict.fromkeys([n for n in first if n in self._server.units])) + [
-            name for name in self._server.units if name not in first
-        ]
+        rows = [unit.name for unit in shape.outer if unit.looked_up]
+        first = dict.fromkeys([*rows, *shape.late_units[::-1], *shape.drained_units])
+        return list(dict.fromkeys([*first, *self._server.units]))
 
     def _updated_on_device(self) -> frozenset[str]:
         shape = self._shape(1, training=True)

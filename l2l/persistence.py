@@ -75,6 +75,7 @@ class Persistence:
         extra: Mapping[str, Any],
         then: Callable[[], None] | None,
         step_seconds: float | None,
+        background: bool,
     ) -> Saving:
         """Begin to write a checkpoint; nothing else may be running.
 
@@ -88,6 +89,7 @@ class Persistence:
             extra: what the caller wants back.
             then: called once the checkpoint is there.
             step_seconds: how long a step takes, if that is known.
+            background: whether steps go on meanwhile.
 
         Raises:
             CheckpointError: the folder cannot be made, or `extra` is not JSON.
@@ -95,11 +97,12 @@ class Persistence:
         try:
             extra = plain(extra)  # the caller may go on changing it
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{folder} cannot be saved: extra is not JSON: {error}") from error
+            raise CheckpointError(f"cannot save {folder}: extra is not JSON: {error}") from error
         total = sum(self._server.image(name).nbytes for name in order)
         spare = self._spare_bytes()
-        if spare < total:
-            self._announce_stall(folder, total, spare, step_seconds or 0.0)
+        stall = 0.0
+        if background and spare < total:
+            stall = self._announce_stall(folder, total, spare, step_seconds or 0.0)
         numbers = {
             **state,
             "link": str(self._link).removeprefix("torch."),
@@ -126,6 +129,7 @@ class Persistence:
         if then is not None:
             saving.after.append(then)
         self.saving = saving
+        saving.expected_stall_seconds = stall
         saving.start()
         for name in self._server.units_on_device():
             snapshot.before(name)  # nothing tells when the device changes them
@@ -135,7 +139,8 @@ class Persistence:
         self._server.snapshot = None
 
     @staticmethod
-    def _announce_stall(folder: Path, total: int, spare: int, step_seconds: float) -> None:
+    def _announce_stall(folder: Path, total: int, spare: int, step_seconds: float) -> float:
+        """Say how long training will wait for the disk."""
         rate = measure_disk(folder.parent)
         stall = max(0.0, (total - spare) / rate - step_seconds)
         logger.warning(
@@ -147,6 +152,7 @@ class Persistence:
             stall,
             format_bytes(total - spare),
         )
+        return stall
 
     def finish(self) -> None:
         """Wait for a checkpoint that is being written.

@@ -108,6 +108,7 @@ class PlainDisplay(Display):
         self._stream = stream
         self._every_steps = every_steps
         self._last = time.monotonic()
+        self._last_step = 0
 
     @override
     def say(self, text: str) -> None:
@@ -118,9 +119,10 @@ class PlainDisplay(Display):
     def show(self, status: Status) -> None:
         silence = time.monotonic() - self._last
         due = status.step % self._every_steps == 0 or status.step == status.num_steps
-        if not due and silence < LONGEST_SILENCE_SECONDS:
+        due = due or silence >= LONGEST_SILENCE_SECONDS
+        if not due or status.step == self._last_step:
             return
-        self._last = time.monotonic()
+        self._last, self._last_step = time.monotonic(), status.step
         shown = [
             value if name in ("speed", "left") else f"{name} {value}"
             for name, value in status.parts()
@@ -390,6 +392,8 @@ class Progress:
         self._metrics.write(record)
         self._evaluation = _evaluation_text(record)
         self._display.say(f"evaluation {self._evaluation}")
+        if self._num_read:
+            self._display.show(self._status())
         self._scalars(step, {f"evaluation/{name}": value for name, value in metrics.items()})
         self.resume_clock()
 

@@ -47,7 +47,7 @@ from l2l.parameter_server import Image, ParameterServer, Snapshot
 from l2l.schedule import Lane
 
 WORDS, WIDTH, LENGTH = 11, 128, 2  # rows of a table that can be updated apart
-ROWS, MICROBATCH_ROWS = 5, 2
+ROWS, MICROBATCH_ROWS = 3, 2
 SAVED, LAST = 3, 6  # steps
 SLOW = 0.02  # seconds that a file takes at least, where writers are made slow
 
@@ -245,8 +245,8 @@ def verbs_of(engine: l2l.Engine) -> set[str]:
 def undisturbed(kind: str) -> State:
     """How training ends that nothing disturbs.
 
-    Saving lets the host do updates that the device would have done in the next step, with state lent
-    to it. Where the two differ in their last bits, so is it here.
+    Saving lets the host do updates that the device would have done in the next step, with state
+    lent to it. Where the two differ in their last bits, so is it here.
     """
     with make(kind) as engine:
         train(engine, kind, to=SAVED)
@@ -291,7 +291,7 @@ def test_training_goes_on_exactly_from_what_was_saved_beside_it(tmp_path: Path, 
         assert [one.loss_scale for one in again] == [2.0**39, 2048.0, 2048.0]
 
 
-HOSTILE = ("halves", "lookups", "everything", "Adafactor", "float16")
+HOSTILE = ("everything", "Adafactor", "float16")
 
 
 @pytest.mark.parametrize("first", Lane, ids=lambda lane: lane.value)
@@ -312,15 +312,12 @@ def test_training_goes_on_exactly_whichever_lane_runs_ahead(tmp_path: Path, name
 
 
 @pytest.mark.parametrize("name", ["clipped", "lookups", "everything", "changing buffers"])
-@pytest.mark.parametrize("trained", [1, 2])
-def test_an_engine_that_has_trained_already_loads_all_the_same(
-    tmp_path: Path, name: str, trained: int
-):
+def test_an_engine_that_has_trained_already_loads_all_the_same(tmp_path: Path, name: str):
     with make(name) as engine:
         train(engine, name, to=SAVED)
         engine.save(tmp_path / "saved")
     with make(name, seed=1) as engine:
-        for number in range(trained):
+        for number in range(2):
             engine.step(batch(90 + number))
         engine.load(tmp_path / "saved")
         train(engine, name, to=LAST)
@@ -531,11 +528,12 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def hold_until_a_change_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let writers begin when there is no memory left for copies."""
-    write = Saving._write_units
+    go, write = threading.Event(), Saving._write_units
 
     def later(saving: Saving) -> None:
-        while not saving._snapshot._urgent and not saving._snapshot.is_given_up:
-            time.sleep(1e-3)
+        while not go.wait(1e-3):
+            if saving._snapshot._urgent or saving._snapshot.is_given_up:
+                go.set()
         write(saving)
 
     monkeypatch.setattr(Saving, "_write_units", later)
@@ -560,15 +558,34 @@ def saved_at_once(kind: str) -> dict[str, Any]:
         return contents(Path(folder) / "saved")
 
 
-LATE = {name for name in KINDS if {"settle", "refresh"} & set(KINDS[name].verbs)} - {"some late"}
+COPIED = (
+    "eager",
+    "clipped",
+    "halves",
+    "some late",
+    "float16",
+    "8-bit, bfloat16",
+    "Adafactor",
+    "lookups",
+    "lookups in halves",
+    "device state",
+    "all state on the device",
+    "shared",
+    "everything",
+    "changing buffers",
+    "readable",
+)
 
 
-@pytest.mark.parametrize("name", KINDS)
+AT_ONCE = {"eager", "8-bit, bfloat16", "Adafactor", "all state on the device"}  # no update waits
+
+
+@pytest.mark.parametrize("name", COPIED)
 def test_all_is_copied_if_writers_come_late_and_memory_is_there(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, seen: Seen
 ):
     expected = saved_at_once(name)
-    seen.copies = 0
+    seen.copies, seen.awaited = 0, False
     with make(name) as engine:
         train(engine, name, to=SAVED)
         with held_back(monkeypatch):
@@ -579,8 +596,7 @@ def test_all_is_copied_if_writers_come_late_and_memory_is_there(
         saving.wait()
         assert not differences(state_of(engine), undisturbed(name))
     assert contents(tmp_path / "beside") == expected
-    if name in LATE:
-        assert seen.awaited
+    assert seen.awaited == (name not in AT_ONCE)
 
 
 STALLED = ("eager", "halves", "float16", "8-bit", "Adafactor", "lookups", "everything", "shared")
@@ -591,7 +607,7 @@ def test_updates_wait_for_writers_if_no_memory_is_spare(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, seen: Seen
 ):
     expected = saved_at_once(name)
-    seen.copies = 0
+    seen.copies, seen.awaited = 0, False
     hold_until_a_change_waits(monkeypatch)
     slow_down(monkeypatch)
     with make(name) as engine:
@@ -612,7 +628,7 @@ def test_some_is_copied_and_the_rest_waits_if_little_memory_is_spare(
     tmp_path: Path, name: str, units: float, monkeypatch: pytest.MonkeyPatch, seen: Seen
 ):
     expected = saved_at_once(name)
-    seen.copies = 0
+    seen.copies, seen.awaited = 0, False
     hold_until_a_change_waits(monkeypatch)
     with make(name) as engine:
         spare(engine, int(units * engine._server.image("L0").nbytes))
@@ -649,12 +665,19 @@ def test_host_memory_without_room_for_copies_makes_updates_wait(
     assert contents(tmp_path / "beside") == saved_at_once("clipped")
 
 
-def test_as_much_memory_as_is_missing_is_advised(caplog: pytest.LogCaptureFixture, tmp_path: Path):
+def test_how_long_training_waits_is_said_before_and_how_to_avoid_it(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("l2l.persistence.measure_disk", lambda _: 1e4)
     with make() as engine:
         total = sum(engine._server.image(name).nbytes for name in engine._server.units)
         spare(engine, total - (64 << 10))
         engine.save(tmp_path / "saved")
+        assert not caplog.records  # training waits for all of it anyway
+        saving = engine.save(tmp_path / "saved", background=True)
     assert "With 64.00 KiB more" in caplog.text
+    assert saving.expected_stall_seconds == pytest.approx((64 << 10) / 1e4)
+    assert "training will wait for about 7 s" in caplog.text
 
 
 def test_waiting_brings_updates_that_are_still_to_come(tmp_path: Path, seen: Seen):
@@ -816,7 +839,7 @@ def test_every_flipped_bit_of_a_manifest_is_found_or_changes_nothing(tmp_path: P
     path = tmp_path / "manifest.json"
     data, messages = path.read_bytes(), list[str]()
     for place in range(len(data)):
-        for bit in range(8):
+        for bit in (0, 5):
             damaged = bytearray(data)
             damaged[place] ^= 1 << bit
             path.write_bytes(damaged)
@@ -827,7 +850,7 @@ def test_every_flipped_bit_of_a_manifest_is_found_or_changes_nothing(tmp_path: P
             else:
                 assert found == manifest  # it has 1E-05 for 1e-05
     assert all(str(path) in message for message in messages)
-    assert len(messages) > 8 * len(data) - 10
+    assert len(messages) > 2 * len(data) - 10
 
 
 OTHERS: dict[str, tuple[Kind, str]] = {
@@ -836,7 +859,7 @@ OTHERS: dict[str, tuple[Kind, str]] = {
     "a tied head": (Kind(model={"tied": True}), r"safetensors.*another model"),
     "a frozen layer": (
         Kind({"precision": "float32"}, frozen=("layers.1",)),
-        r"L1\.safetensors also has 'layers\.1\.linear\.weight\|exp_avg'.*trained",
+        r"L1\.safetensors also has 'layers\.1\.linear\.\w+\|exp_avg\w*'.*trained",
     ),
     "Lion": (
         Kind({"optimizer": l2l.Lion(lr=1e-3)}),
@@ -912,8 +935,8 @@ class Failing:
 
 
 FAILURES = [
-    *(("write", at, errno.ENOSPC) for at in (1, 2, 15, 30)),
-    *(("fsync", at, errno.EIO) for at in range(1, 10)),
+    *(("write", at, errno.ENOSPC) for at in (1, 15, 30)),
+    *(("fsync", at, errno.EIO) for at in (1, 6, 7, 8, 9)),  # last: manifest, and both folders
     *(("rename", at, errno.EACCES) for at in (1, 2)),
 ]
 
@@ -1121,8 +1144,8 @@ def test_a_torn_engine_is_whole_again_once_it_has_loaded(
         assert not differences(state_of(engine), undisturbed(name))
 
 
-@pytest.mark.parametrize("name", ["clipped", "lookups", "everything", "halves"])
-@pytest.mark.parametrize("verb", ["prologue", "epilogue", "regress"])
+@pytest.mark.parametrize("name", ["lookups", "everything", "halves"])
+@pytest.mark.parametrize("verb", ["prologue", "regress"])
 def test_a_step_that_fails_beside_a_save_harms_neither(tmp_path: Path, name: str, verb: str):
     expected = saved_at_once(name)
     with make(name) as engine:
@@ -1437,11 +1460,11 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 
 @pytest.mark.parametrize("found", PRECISIONS)
 @pytest.mark.parametrize("own", PRECISIONS)
-@pytest.mark.parametrize("optimizer", [l2l.AdamW(lr=1e-2), l2l.AdamW(lr=1e-2, moments="8bit")])
 def test_another_precision_takes_over_the_exact_masters_and_says_so(
-    tmp_path: Path, found: str, own: str, optimizer: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, found: str, own: str, caplog: pytest.LogCaptureFixture
 ):
-    kind = Kind({"optimizer": optimizer})
+    moments = "8bit" if own == "bfloat16" else "float32"
+    kind = Kind({"optimizer": l2l.AdamW(lr=1e-2, moments=moments)})
     with make(kind, precision=found) as engine:
         train(engine, to=SAVED)
         engine.save(tmp_path / "saved")
@@ -1452,10 +1475,10 @@ def test_another_precision_takes_over_the_exact_masters_and_says_so(
         loaded = state_of(engine)
         for name, parameter in model.named_parameters():
             assert torch.equal(engine._server.weight(name).float(), parameter), name
-        moments = [name for name in expected if "|exp_avg" in name or name.endswith("updates")]
-        assert len(moments) > 20
+        kept = [name for name in expected if "|exp_avg" in name or name.endswith("updates")]
+        assert len(kept) > 20
         assert not differences(
-            {name: loaded[name] for name in moments}, {name: expected[name] for name in moments}
+            {name: loaded[name] for name in kept}, {name: expected[name] for name in kept}
         )
         assert len(caplog.records) == (found != own)
         if found != own:

@@ -106,6 +106,15 @@ def test_units_are_written_in_their_order_each_once():
     assert server.snapshot.stall_seconds == 0
 
 
+def test_units_that_change_last_are_written_first_while_the_others_could_be_copied():
+    server = Server("abcd", spare_units=1)
+    assert server.write() == "d"
+    server.change("a")
+    assert server.write() == "b"  # no memory is left: what changes next must be written
+    assert server.write() == "c"
+    assert server.write() == "a"
+
+
 def test_several_writers_share_the_units():
     server = Server("abcd")
     taken = [server.take() for _ in range(3)]

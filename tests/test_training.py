@@ -252,6 +252,20 @@ def test_the_learning_rate_follows_the_schedule(tiny: Path, tmp_path: Path) -> N
     assert rates == pytest.approx([0.005, 0.01, 0.01, 0.005])
 
 
+def test_an_evaluation_may_be_of_some_batches_only(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    monkeypatch.setattr(
+        run_module,
+        "evaluate",
+        lambda _, batches, **__: sizes.append([len(b["labels"]) for b in batches]) or {"loss": 1.0},
+    )
+    data, more = {"packing": False}, {"rows": 2, "most_batches": 2, "every_steps": 0}
+    train(write_settings(tiny, tmp_path, data=data, evaluation=more, training={"steps": 2}))
+    assert sizes == [[2, 2], [2, 2]]  # before the first step and after the last, of 6 rows
+
+
 def test_epochs_are_as_many_steps_as_they_need(tiny: Path, tmp_path: Path) -> None:
     settings = write_settings(tiny, tmp_path, data={"packing": False})
     settings.write_text(settings.read_text().replace("steps = 8", "epochs = 0.5"))

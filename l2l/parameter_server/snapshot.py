@@ -174,14 +174,20 @@ class Snapshot:
             return self._image_of(found)
 
     def _next(self) -> str | None:
+        """What to write next.
+
+        While there is memory to copy those that change next, writers begin with those that change
+        last, and meet few changes; without, they begin with those that are waited for first.
+        """
         for unit in self._urgent:
             if self._states[unit] is ImageState.READY:  # and not copied for another change
                 return unit
-        for wanted in (ImageState.READY, ImageState.COPIED):
-            for unit, state in self._states.items():
-                if state is wanted:
-                    return unit
-        return None
+        ready = [unit for unit, state in self._states.items() if state is ImageState.READY]
+        if ready:
+            may_copy = self._image_of(ready[0]).nbytes <= self._spare_bytes
+            return ready[-1] if may_copy else ready[0]
+        copied = (unit for unit, state in self._states.items() if state is ImageState.COPIED)
+        return next(copied, None)
 
     def written(self, image: Image) -> None:
         """A unit is written."""

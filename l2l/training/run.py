@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 import warnings
 from collections.abc import Iterator
@@ -422,9 +423,8 @@ class Training:
             return
         progress.catch_up()
         began = time.perf_counter()
-        batches = self._evaluation_batches.in_order()
         most = self._settings.evaluation.most_batches
-        chosen = (batch for number, batch in enumerate(batches) if most is None or number < most)
+        chosen = itertools.islice(self._evaluation_batches.in_order(), most)
         found = evaluate(engine, chosen, task=self._settings.data.task, stopped=lambda: self._stops)
         if found is not None:
             progress.evaluated(step, found, seconds=time.perf_counter() - began)
