@@ -1,5 +1,6 @@
 """The native host kernel: as exact as torch, the same bits on every level and for any threads."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -1263,3 +1264,28 @@ def test_tensors_that_do_not_fit_are_refused(kernel: HostKernel) -> None:
         AdamWUpdate(step=0, **NUMBERS)
     with pytest.raises(ValueError, match=r"level 'avx1024' cannot run here"):
         kernel.set_level("avx1024")
+
+
+def test_updates_done_together_are_done_when_the_block_ends(kernel: HostKernel) -> None:
+    def tensors() -> list[Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        return [torch.randn(300, generator=generator) for _ in range(2)]
+
+    update = SGDUpdate(lr=0.1, step=1)
+    gradients = [torch.full((300,), 2.0), torch.full((300,), 3.0)]
+    apart, joined, left = tensors(), tensors(), tensors()
+    for weight, gradient in zip(apart, gradients, strict=True):
+        kernel.sgd(update, weight=Float32Weight(weight=weight), gradient=gradient, num_threads=1)
+    with kernel.together(num_threads=1):
+        for weight, gradient in zip(joined, gradients, strict=True):
+            kernel.sgd(
+                update, weight=Float32Weight(weight=weight), gradient=gradient, num_threads=1
+            )
+        assert all(map(torch.equal, joined, tensors()))
+    assert all(map(torch.equal, joined, apart))
+    with contextlib.suppress(KeyError), kernel.together(num_threads=1):
+        kernel.sgd(
+            update, weight=Float32Weight(weight=left[0]), gradient=gradients[0], num_threads=1
+        )
+        raise KeyError
+    assert all(map(torch.equal, left, tensors()))

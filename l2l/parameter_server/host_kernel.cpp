@@ -850,6 +850,26 @@ void host_kernel_update(int32_t optimizer, int32_t weight_form, int32_t gradient
   run_chunks_of_ranges(function, job, ranges, num_ranges, num_threads);
 }
 
+// Arguments of `host_kernel_update`.
+struct Call {
+  int32_t optimizer;
+  int32_t weight_form;
+  int32_t gradient_form;
+  int32_t unused;
+  const Job* job;
+  const int64_t* ranges;
+  int64_t num_ranges;
+};
+
+// Several updates, one after the other: whoever calls from Python gives its lock up once.
+void host_kernel_update_all(const Call* calls, int64_t num_calls, int32_t num_threads) {
+  for (int64_t number = 0; number < num_calls; ++number) {
+    const Call& call = calls[number];
+    host_kernel_update(call.optimizer, call.weight_form, call.gradient_form, call.job, call.ranges,
+                       call.num_ranges, num_threads);
+  }
+}
+
 double host_kernel_sum_of_squares(int32_t gradient_form, const void* gradient,
                                   int64_t num_elements, int32_t num_threads) {
   Job job = {};

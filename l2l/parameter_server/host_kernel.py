@@ -25,8 +25,10 @@ moments. They are its oracle, and serve to take moments from elsewhere and to sh
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, final
@@ -85,6 +87,21 @@ class _Job(ctypes.Structure):
         ("load_gradient", ctypes.c_void_p),
         ("first_block", ctypes.c_int64),
         ("coefficients", _Coefficients),
+    ]
+
+
+@final
+class _Call(ctypes.Structure):
+    """`struct Call` of the library."""
+
+    _fields_: ClassVar[Sequence[tuple[str, Any]]] = [
+        ("optimizer", ctypes.c_int32),
+        ("weight_form", ctypes.c_int32),
+        ("gradient_form", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+        ("job", ctypes.POINTER(_Job)),
+        ("ranges", ctypes.c_void_p),
+        ("num_ranges", ctypes.c_int64),
     ]
 
 
@@ -480,11 +497,13 @@ class HostKernel:
         """Load the library at a path; `load` looks for the usual one."""
         self._library = ctypes.CDLL(str(library))
         pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+        self._local = threading.local()  # updates that are to be done together
         signatures: dict[str, tuple[Any, list[Any]]] = {
             "level": (int32, []),
             "highest_level": (int32, []),
             "set_level": (None, [int32]),
             "update": (None, [int32, int32, int32, ctypes.POINTER(_Job), pointer, int64, int32]),
+            "update_all": (None, [ctypes.POINTER(_Call), int64, int32]),
             "sum_of_squares": (ctypes.c_double, [int32, pointer, int64, int32]),
             "split": (None, [pointer, pointer, pointer, int64, int32]),
             "join": (None, [pointer, pointer, pointer, int64, int32]),
@@ -624,8 +643,30 @@ class HostKernel:
             torch.tensor([[0, numel]]) if ranges is None else checked_ranges(ranges, numel=numel)
         )
         forms = (optimizer, form, _GRADIENT_FORMS[gradient.dtype])
+        waiting: list[tuple[_Call, Tensor]] | None = getattr(self._local, "calls", None)
+        if waiting is not None:
+            call = _Call(*forms, 0, ctypes.pointer(job), given.data_ptr(), len(given))
+            waiting.append((call, given))
+            return
         arguments = (ctypes.byref(job), given.data_ptr(), len(given))
         self._call("update", *forms, *arguments, num_threads=num_threads)
+
+    @contextlib.contextmanager
+    def together(self, *, num_threads: int) -> Iterator[None]:
+        """Do this thread's updates inside the block in one call, when the block ends.
+
+        After every call a thread that has Python's lock must give it up, which takes it up to five
+        milliseconds: more than the update of a small parameter.
+        """
+        calls: list[tuple[_Call, Tensor]] = []
+        self._local.calls = calls
+        try:
+            yield
+        finally:
+            self._local.calls = None
+        if calls:
+            every = (_Call * len(calls))(*(call for call, _ in calls))
+            self._call("update_all", every, len(calls), num_threads=num_threads)
 
     def sum_of_squares(self, gradient: Tensor, *, num_threads: int) -> float:
         """Sum of squares in float64, in an order that does not depend on the threads."""

@@ -24,7 +24,8 @@ The host settles both before it reads. So nobody sees stale weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -403,17 +404,39 @@ class ParameterServer:
             count_step: Whether this is a step of its own, not another part of the last one.
             half: What alone is to change.
         """
-        assert isinstance(self.optimizer, HostOptimizer)
         self.before_change(name)
-        unit = self.units[name]
         num_threads = self._num_threads(name)
+        together = (
+            contextlib.nullcontext()
+            if self._kernel is None
+            else self._kernel.together(num_threads=num_threads)
+        )
+        with together:
+            for update in self._updates_of(name, gradient, order, ranges, count_step, half):
+                assert isinstance(self.optimizer, HostOptimizer)
+                if self._kernel is None:
+                    self.optimizer.readable(update)
+                else:
+                    self.optimizer.native(self._kernel, update, num_threads=num_threads)
+
+    def _updates_of(
+        self,
+        name: str,
+        gradient: Tensor,
+        order: UpdateOrder,
+        ranges: Mapping[str, Tensor] | None,
+        count_step: bool,  # noqa: FBT001 (as `update`)
+        half: Half | None,
+    ) -> Iterator[Update]:
+        """The updates of a unit's parameters."""
+        unit = self.units[name]
         for owner in unit.form.trained.names:
             if owner not in order.received:
                 continue
             if count_step:
                 unit.steps[owner] += 1
             companion = unit.companion_of(owner)
-            update = Update(
+            yield Update(
                 name=owner,
                 shape=tuple(unit.weight_of(owner).shape),
                 weight=unit.weight_of(owner).view(-1),
@@ -428,10 +451,6 @@ class ParameterServer:
                 ranges=None if ranges is None else ranges.get(owner),
                 half=half,
             )
-            if self._kernel is None:
-                self.optimizer.readable(update)
-            else:
-                self.optimizer.native(self._kernel, update, num_threads=num_threads)
 
     @staticmethod
     def _num_threads(name: str) -> int:
