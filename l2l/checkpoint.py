@@ -273,9 +273,18 @@ class Saving:
     def _write_all(self) -> None:
         if self._buffers:
             self._write(Image(unit=BUFFERS, tensors=self._buffers, steps={}))
-        with ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="l2l-write") as pool:
-            for result in [pool.submit(self._write_units) for _ in range(NUM_WRITERS)]:
-                result.result()
+        # Not a pool: its threads would keep a process alive that ends without waiting for us.
+        failures: list[BaseException] = []
+        writers = [
+            threading.Thread(target=self._write_some, args=(failures,), daemon=True)
+            for _ in range(NUM_WRITERS)
+        ]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join()
+        if failures:
+            raise failures[0]
         if self._snapshot.is_given_up:
             raise CheckpointError("an update of its step has failed.")
         manifest = Manifest(
@@ -286,11 +295,18 @@ class Saving:
         for action in self.after:
             action()
 
+    def _write_some(self, failures: list[BaseException]) -> None:
+        try:
+            self._write_units()
+        except BaseException as failure:  # raised by `wait`
+            failures.append(failure)
+
     def _write_units(self) -> None:
         try:
             while (image := self._snapshot.take()) is not None:
                 self._write(image)
                 self._snapshot.written(image)
+                del image  # a copy's memory is free now
         except BaseException:
             self._snapshot.give_up()  # the other writers end, too
             raise
@@ -329,6 +345,20 @@ def make_empty(folder: Path) -> None:
         folder.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(f"cannot make {folder}: {error.strerror or error}") from error
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Refuse to replace what is not a checkpoint.
+
+    Raises:
+        CheckpointError: there is something else.
+    """
+    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_free and not (folder / MANIFEST).exists():
+        raise CheckpointError(
+            f"{folder} is there already and is not a checkpoint; saving would replace it. Name a "
+            "folder of its own for every checkpoint."
+        )
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
@@ -471,16 +501,19 @@ class CheckpointFolder:
     """The checkpoints of a run, newest last."""
 
     def __init__(self, root: Path, *, keep: int = 2) -> None:
-        """Keep this many checkpoints; what a killed run left unfinished goes."""
+        """Keep this many checkpoints."""
         if keep < 1:
             raise ValueError(f"keep={keep}; expected at least 1 checkpoint.")
         self.root = root
         self._keep = keep
-        if root.exists():
-            self._tidy()
+        self._is_tidy = False
 
-    def _tidy(self) -> None:
-        """Remove what a killed run left; what it was about to replace has its name again."""
+    def tidy(self) -> None:
+        """Remove what a killed run left; what it was about to replace has its name again.
+
+        For whoever writes here, once: a run that goes on would lose what it is writing.
+        """
+        self._is_tidy = True
         with contextlib.suppress(OSError):
             for old in self._folders(REPLACED):
                 folder = old.with_name(old.name.removesuffix(REPLACED))
@@ -502,12 +535,7 @@ class CheckpointFolder:
 
     def latest(self) -> Path | None:
         """The checkpoint to go on with."""
-        pointer = self.root / LATEST
-        found = self.all()
-        if pointer.exists():
-            named = self.root / pointer.read_text().strip()
-            if named in found:
-                return named
+        found = self.all()  # each is whole; `latest` may be behind if the run was killed
         return found[-1] if found else None
 
     def save(
@@ -518,6 +546,8 @@ class CheckpointFolder:
         Raises:
             CheckpointError: it cannot be written; in the background, `Saving.wait` says so.
         """
+        if not self._is_tidy:
+            self.tidy()
         folder = self.path_of(engine.step_number)
         return engine.save(
             folder, extra=extra, background=background, then=lambda: self.conclude(folder)

@@ -20,7 +20,7 @@ from l2l.checkpoint import Checkpoint, CheckpointError, Saving
 from l2l.compiled_layer import Compiler, parse_backend
 from l2l.device import Device, Event, UpdateFailedError, open_device
 from l2l.export import SHARD_BYTES, export_model
-from l2l.host_memory import Arena, HostBudget
+from l2l.host_memory import Arena, HostBudget, available_bytes
 from l2l.lookup import HostRows
 from l2l.loss import LossFunction, Rule, output_shares, total_count
 from l2l.outer_pass import OuterPass
@@ -296,8 +296,10 @@ class Engine:
             logger.warning("%s", error)
         checkpoint = Checkpoint(Path(folder))
         self._persistence.check(checkpoint)
+        self._device.recover()
         self._finish_step()
         self._server.waiting.clear()
+        self._server.is_torn = False
         self._leave_device()
         self._state = "torn"  # until all is there
         self._persistence.load(checkpoint)
@@ -379,7 +381,8 @@ class Engine:
         for finish in (self._server.settle_all, self._persistence.finish):
             try:
                 finish()
-            except (UpdateFailedError, CheckpointError) as error:
+            except Exception as error:  # weights are given back as they are
+                self._persistence.give_up()
                 if failure is None:
                     failure = error
                 else:
@@ -460,7 +463,7 @@ class Engine:
     def _refuse_if_unusable(self) -> None:
         if self._state == "closed":
             raise RuntimeError("the engine is closed. Make a new one from the model.")
-        if self._state == "torn":
+        if self._state == "torn" or self._server.is_torn:
             raise RuntimeError(
                 "an earlier step failed after some layers had been updated, so the weights are of "
                 "two steps. Go on from a checkpoint with engine.load, or make a new engine."
@@ -473,7 +476,9 @@ class Engine:
             optimizer=self.optimizer,
             loss_scale=None if self._scaler is None else self._scaler.scale,
             link=self._precision.link,
-            spare_bytes=lambda: budget.limit_bytes - sum(self._arena.bytes_by_name.values()),
+            spare_bytes=lambda: min(
+                budget.limit_bytes - sum(self._arena.bytes_by_name.values()), available_bytes()
+            ),
         )
 
     def _make_relay(self, seed: int) -> Relay:

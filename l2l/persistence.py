@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -25,8 +26,15 @@ from l2l.checkpoint import (
     Saving,
     measure_disk,
     plain,
+    refuse_foreign,
 )
-from l2l.parameter_server import Optimizer, ParameterServer, ServerOptimizer, state_name
+from l2l.parameter_server import (
+    Optimizer,
+    ParameterServer,
+    ServerOptimizer,
+    Snapshot,
+    state_name,
+)
 from l2l.precision import LossScale, join_master
 
 logger = logging.getLogger("l2l")
@@ -98,6 +106,7 @@ class Persistence:
             extra = plain(extra)  # the caller may go on changing it
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"cannot save {folder}: extra is not JSON: {error}") from error
+        refuse_foreign(folder)
         total = sum(self._server.image(name).nbytes for name in order)
         spare = self._spare_bytes()
         stall = 0.0
@@ -120,11 +129,11 @@ class Persistence:
                 step=step,
                 state=numbers,
                 extra=extra,
-                finish=self._end_snapshot,
+                finish=partial(self._end_snapshot, snapshot),
                 settle=self._server.settle_all,
             )
         except BaseException:
-            self._end_snapshot()
+            self._end_snapshot(snapshot)
             raise
         if then is not None:
             saving.after.append(then)
@@ -135,8 +144,9 @@ class Persistence:
             snapshot.before(name)  # nothing tells when the device changes them
         return saving
 
-    def _end_snapshot(self) -> None:
-        self._server.snapshot = None
+    def _end_snapshot(self, snapshot: Snapshot) -> None:
+        if self._server.snapshot is snapshot:
+            self._server.snapshot = None
 
     @staticmethod
     def _announce_stall(folder: Path, total: int, spare: int, step_seconds: float) -> float:
@@ -154,15 +164,24 @@ class Persistence:
         )
         return stall
 
+    def give_up(self) -> None:
+        """What is being written will not be whole: nobody waits for it."""
+        if self._server.snapshot is not None:
+            self._server.snapshot.give_up()
+
     def finish(self) -> None:
         """Wait for a checkpoint that is being written.
 
         Raises:
             CheckpointError: it could not be written, and nobody was told so far.
         """
-        saving, self.saving = self.saving, None
-        if saving is not None and not saving.is_reported:
-            saving.wait()
+        saving = self.saving
+        try:
+            if saving is not None and not saving.is_reported:
+                saving.wait()
+        finally:  # one that still runs, because the wait was interrupted, is not forgotten
+            if saving is not None and saving.is_done:
+                self.saving = None
 
     # ----------------------------------------------------------------------------------------------
 

@@ -202,7 +202,7 @@ class Relay:
             step.collected = event if action.verb == "collect" else step.collected
         elif action.verb in ("return", "mirror", "repay"):
             self._server.note_pending(action.operands[0], self._device.record(Lane.DRAIN))
-        if action.verb in ("update", "return"):
+        if action.verb in ("update", "return", "repay"):
             step.updates_submitted = True
 
     # ----------------------------------------------------------------------------------------------

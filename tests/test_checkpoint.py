@@ -515,9 +515,9 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Writers begin only when the block ends."""
     go, write = threading.Event(), Saving._write_units
 
-    def later(saving: Saving) -> None:
+    def later(saving: Saving, *rest: Any) -> None:
         go.wait()
-        write(saving)
+        write(saving, *rest)
 
     monkeypatch.setattr(Saving, "_write_units", later)
     try:
@@ -530,11 +530,11 @@ def hold_until_a_change_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let writers begin when there is no memory left for copies."""
     go, write = threading.Event(), Saving._write_units
 
-    def later(saving: Saving) -> None:
+    def later(saving: Saving, *rest: Any) -> None:
         while not go.wait(1e-3):
             if saving._snapshot._urgent or saving._snapshot.is_given_up:
                 go.set()
-        write(saving)
+        write(saving, *rest)
 
     monkeypatch.setattr(Saving, "_write_units", later)
 
@@ -903,6 +903,31 @@ def test_momentum_that_was_not_saved_is_missed(tmp_path: Path):
         engine.load(tmp_path / "saved")
 
 
+def test_an_engine_that_has_loaded_only_in_part_is_torn_until_it_loads_again(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The disk failed after everything had been checked."""
+    read, calls = Checkpoint.read, list[str]()
+
+    def fail(checkpoint: Checkpoint, name: str, *rest: Any) -> None:
+        calls.append(name)
+        if len(calls) == 3:
+            raise CheckpointError("planted")
+        read(checkpoint, name, *rest)
+
+    with make("bfloat16") as engine:
+        train(engine, "bfloat16", to=1)
+        with monkeypatch.context() as patched:
+            patched.setattr(Checkpoint, "read", fail)
+            with pytest.raises(CheckpointError, match="planted"):
+                engine.load(whole / "newer")
+        with pytest.raises(RuntimeError, match="two steps"):
+            engine.step(batch(0))
+        engine.load(whole / "newer")
+        train(engine, "bfloat16", to=LAST)
+        assert not differences(state_of(engine), undisturbed("bfloat16"))
+
+
 def test_a_closed_engine_neither_saves_nor_loads(whole: Path, tmp_path: Path):
     engine = make("bfloat16")
     engine.close()
@@ -1004,9 +1029,26 @@ def test_a_name_that_no_folder_can_have_leaves_the_engine_as_it_was(tmp_path: Pa
     with make("clipped") as engine:
         spare(engine, 1 << 30)
         train(engine, "clipped", to=1)
-        with pytest.raises(ValueError, match="name"):
-            engine.save("/")
+        for name in ("/", "."):
+            with pytest.raises(ValueError, match=r"name|not a checkpoint"):
+                engine.save(name)
         assert engine._server.snapshot is None
+
+
+def test_what_is_not_a_checkpoint_is_not_replaced(tmp_path: Path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("more")
+    (tmp_path / "empty").mkdir()
+    with make() as engine:
+        for name in ("notes", "file"):
+            message = rf"{name} is there already and is not a checkpoint"
+            with pytest.raises(CheckpointError, match=message):
+                engine.save(tmp_path / name, background=True)
+        engine.save(tmp_path / "empty")
+        engine.save(tmp_path / "empty")
+    assert names(tmp_path) == ["empty", "file", "notes"]
+    assert (tmp_path / "notes" / "thesis.txt").read_text() == "years of work"
 
 
 def test_a_full_disk_is_found_when_it_is_measured(tmp_path: Path):
@@ -1184,11 +1226,15 @@ def test_an_update_that_fails_beside_a_save_leaves_nobody_waiting(
     if then == "wait":
         with pytest.raises(CheckpointError, match=r"newer was not saved: .*update"):
             saving.wait()
-    if then == "load":  # the thread of the updates is gone for good
-        with pytest.raises(UpdateFailedError, match="planted"):
-            engine.load(tmp_path / "older")
-    with pytest.raises(UpdateFailedError, match="planted"):
+    if then == "load":
+        monkeypatch.undo()
+        engine.load(tmp_path / "older")
+        train(engine, "clipped", to=LAST)
+        assert not differences(state_of(engine), undisturbed("clipped"))
         engine.close()
+    else:
+        with pytest.raises(UpdateFailedError, match="planted"):
+            engine.close()
     assert saving.is_done
     assert os.listdir(tmp_path) == ["older"]
     assert all(parameter.isfinite().all() for parameter in engine._model.parameters())
@@ -1307,6 +1353,7 @@ def test_a_run_killed_at_any_action_has_a_whole_checkpoint_to_go_on_with(
             with pytest.raises(Dead):
                 folder.save(engine)
         reopened = CheckpointFolder(root, keep=2)
+        reopened.tidy()
         latest = reopened.latest()
         seen.append(None if latest is None else value_of(latest))
         if root.exists():
@@ -1355,13 +1402,11 @@ def test_the_newest_few_are_kept(tmp_path: Path):
 
 
 def test_the_one_just_saved_is_kept_though_others_have_higher_numbers(tmp_path: Path):
-    """A run that went back to an older checkpoint."""
     folder = filled(tmp_path, 5, 9)
     folder.save(TinyEngine(6))
     assert [path.name[-1] for path in folder.all()] == ["6", "9"]
-    assert folder.latest() == folder.path_of(6)
-    folder.save(TinyEngine(7))
-    assert folder.latest() == folder.path_of(7)
+    assert (tmp_path / "latest").read_text() == "step-00000006\n"
+    assert folder.latest() == folder.path_of(9)
 
 
 def test_none_is_the_latest_of_nothing(tmp_path: Path):
@@ -1377,8 +1422,11 @@ def test_at_least_one_is_kept(tmp_path: Path, keep: int):
         CheckpointFolder(tmp_path, keep=keep)
 
 
-@pytest.mark.parametrize("text", ["", "step-00000007", "elsewhere", None])
-def test_a_pointer_that_names_no_checkpoint_gives_the_newest(tmp_path: Path, text: str | None):
+@pytest.mark.parametrize("text", ["", "step-00000001", "elsewhere", None])
+def test_the_newest_that_is_whole_is_the_latest_whatever_the_pointer_says(
+    tmp_path: Path, text: str | None
+):
+    """It is behind if the run was killed before it was switched."""
     folder = filled(tmp_path, 1, 2)
     if text is None:
         (tmp_path / "latest").unlink()
@@ -1398,17 +1446,53 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path):
     assert [path.name[-1] for path in folder.all()] == ["2", "3"]
 
 
-def test_what_killed_runs_left_goes_when_the_folder_is_opened(tmp_path: Path):
+@pytest.mark.parametrize("saves", [False, True], ids=["tidied", "saved to"])
+def test_what_killed_runs_left_goes_once_somebody_writes(tmp_path: Path, *, saves: bool):
     filled(tmp_path, 1, 2)
     for name in ("step-00000003.partial", "step-00000002.replaced", "step-00000004"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "L0.safetensors").write_text("half")
+    before = names(tmp_path)
     folder = CheckpointFolder(tmp_path)
-    assert names(tmp_path) == ["latest", "step-00000001", "step-00000002"]
     assert value_of(folder.latest() or tmp_path) == 2
+    assert names(tmp_path) == before  # a run may go on writing where one only reads
+    if saves:
+        folder.save(TinyEngine(2, value=1))
+    else:
+        folder.tidy()
+    assert names(tmp_path) == ["latest", "step-00000001", "step-00000002"]
+    assert value_of(folder.latest() or tmp_path) == 2 + saves
 
 
-def test_a_pointer_that_cannot_be_switched_is_an_error_and_the_older_one_holds(
+def test_what_is_being_written_is_not_tidied_away_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = CheckpointFolder(tmp_path)
+    folder.tidy()
+    with make() as engine:
+        with held_back(monkeypatch):
+            folder.save(engine, background=True)
+            assert folder.latest() is None
+            assert names(tmp_path) == ["step-00000000.partial"]
+        train(engine, to=1)
+        folder.save(engine, background=True)
+    assert [path.name for path in folder.all()] == ["step-00000000", "step-00000001"]
+
+
+def test_what_is_deleted_only_in_part_does_not_look_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = filled(tmp_path, 1, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before that
+        folder.save(TinyEngine(3))
+    assert (tmp_path / "step-00000001" / "L0.safetensors").exists()
+    assert folder.all() == [folder.path_of(2), folder.path_of(3)]
+    CheckpointFolder(tmp_path).tidy()
+    assert names(tmp_path) == ["latest", "step-00000002", "step-00000003"]
+
+
+def test_a_pointer_that_cannot_be_switched_is_an_error_and_nothing_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     root = tmp_path / "run"
@@ -1421,10 +1505,11 @@ def test_a_pointer_that_cannot_be_switched_is_an_error_and_the_older_one_holds(
             Failing(patched, "rename", at=2, code=errno.EACCES)  # after that of the folder
             with pytest.raises(CheckpointError, match=r"cannot write .*latest: Permission denied"):
                 folder.save(engine)
-        assert folder.latest() == folder.path_of(1)
+        assert folder.all() == [folder.path_of(1), folder.path_of(2)]
+        assert (root / "latest").read_text() == "step-00000001\n"
         train(engine, to=3)
         folder.save(engine, background=True).wait()
-        assert folder.latest() == folder.path_of(3)
+        assert folder.all() == [folder.path_of(3)]
 
 
 def test_an_engine_is_saved_into_a_folder_beside_training(tmp_path: Path):

@@ -357,14 +357,30 @@ def test_a_copy_that_fails_says_so_and_nobody_waits_for_it():
     server = Server("a", spare_units=1)
 
     def fail() -> None:
-        raise MemoryError("planted")
+        raise OSError("planted")
 
     server.while_copying = fail
-    with pytest.raises(MemoryError, match="planted"):
+    with pytest.raises(OSError, match="planted"):
         server.change("a")
     assert Other(server.write).end() == "a"
     assert server.snapshot.take() is None
     assert server.snapshot._spare_bytes == SIZE
+
+
+@pytest.mark.parametrize("failure", [MemoryError, RuntimeError])
+def test_a_copy_that_memory_is_not_there_for_after_all_waits(failure: type[Exception]):
+    server = Server("ab", spare_units=1)
+
+    def fail() -> None:
+        raise failure("planted")
+
+    server.while_copying = fail
+    change = Other(server.change, "a")
+    assert change.waits
+    assert server.write() == "a"
+    change.end()
+    assert change.failure is None
+    assert server.write() == "b"
 
 
 # --------------------------------------------------------------------------------------------------

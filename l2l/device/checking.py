@@ -189,6 +189,11 @@ class CheckingDevice(Device):
         return tensor
 
     @override
+    def recover(self) -> None:
+        if self._worker is not None:
+            self._worker.recover()
+
+    @override
     def abort(self) -> None:
         for lane in Lane:
             if lane is not Lane.UPDATE:

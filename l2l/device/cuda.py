@@ -304,6 +304,10 @@ class CudaDevice(Device):
         return tensor.clone().pin_memory() if tensor.is_pinned() else tensor.pin_memory()
 
     @override
+    def recover(self) -> None:
+        self._worker.recover()
+
+    @override
     def abort(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 

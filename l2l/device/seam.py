@@ -83,6 +83,10 @@ class Device(ABC):
         """Drop or finish what was submitted to all lanes but the update lane, after an error."""
 
     @abstractmethod
+    def recover(self) -> None:
+        """Forget that the update lane has failed: its work is to be replaced."""
+
+    @abstractmethod
     def poison(self, buffer: Tensor) -> None:
         """Declare the contents of device memory dead."""
 

@@ -83,6 +83,11 @@ class Worker:
                 f"an update on the host failed: {self._failure!r}"
             ) from self._failure
 
+    def recover(self) -> None:
+        """Forget a failure, once nothing is left to do."""
+        self.finish()
+        self._failure = None
+
     def dismiss(self) -> None:
         """Let the thread end after what it has, without waiting for that."""
         if not self._is_closed:

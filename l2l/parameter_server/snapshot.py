@@ -123,6 +123,11 @@ class Snapshot:
             self._states[unit] = ImageState.COPYING
         try:
             tensors = {name: self._copy_of(tensor) for name, tensor in image.tensors.items()}
+        except (MemoryError, RuntimeError):  # torch's own for too little memory
+            self._end_copying(image, None)
+            with self._changed:
+                self._wait_for(unit)
+            return
         except BaseException:
             self._end_copying(image, None)
             raise

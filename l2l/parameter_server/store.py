@@ -239,6 +239,7 @@ class ParameterServer:
         self.units: dict[str, Unit] = {}
         self.waiting: dict[str, WaitingUpdate] = {}  # by unit
         self.snapshot: Snapshot | None = None  # one that is being written
+        self.is_torn = False  # whether an update was interrupted here
         self._unit_of: dict[str, Unit] = {}
 
     @property
@@ -595,6 +596,7 @@ class ParameterServer:
         present = {key: tensor for key, tensor in kept.items() if tensor is not None}
         if all(tensor.device == device for tensor in present.values()):
             return
+        self.before_change(name)  # writers must not find it on the device
         sign = 1 if device.type == "cpu" else -1
         for key, tensor in present.items():
             self._arena.count(key, sign * tensor.nbytes)
@@ -639,7 +641,7 @@ class ParameterServer:
             spare_bytes: host memory that copies may take.
         """
         for name in [name for name in self.waiting if name in at_once]:
-            self.perform(self.waiting.pop(name))
+            self._settle(name)
         snapshot = Snapshot(
             order,
             image_of=self.image,
@@ -655,7 +657,10 @@ class ParameterServer:
         return [
             name
             for name, unit in self.units.items()
-            if any(tensor.device.type != "cpu" for tensor in unit.state.values())
+            if any(
+                tensor is not None and tensor.device.type != "cpu"
+                for tensor in (unit.companion, *unit.state.values())
+            )
         ]
 
     def _copy(self, tensor: Tensor) -> Tensor:
@@ -676,10 +681,18 @@ class ParameterServer:
             if unit.pending is not None:
                 unit.pending.synchronize()
                 unit.pending = None
-        for waiting in self.waiting.values():
-            waiting.drained.synchronize()
+        for name in list(self.waiting):
+            self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        waiting = self.waiting[name]
+        waiting.drained.synchronize()
+        try:
             self.perform(waiting)
-        self.waiting.clear()
+        except BaseException:
+            self.is_torn = True  # a part of it may be done
+            raise
+        del self.waiting[name]
 
 
 def _shapes(form: UnitForm) -> list[tuple[int, ...]]:

@@ -109,13 +109,15 @@ class Training:
             CheckpointError: a checkpoint cannot be read or written.
         """
         if not self._resume:
-            earlier = self._folder.set_aside()
+            with self._folder.held():  # nobody trains there
+                earlier = self._folder.set_aside()
             if earlier is not None:
                 self._display.say(f"the run that was there is now {earlier}")
         with self._folder.held():
             checkpoints = CheckpointFolder(
                 self._folder.checkpoints, keep=self._settings.checkpoint.keep
             )
+            checkpoints.tidy()
             latest = checkpoints.latest()
             step = self._compare(latest) if latest is not None else 0
             if latest is not None and step >= self._num_steps and not self._must_export(step):
