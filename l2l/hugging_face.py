@@ -105,7 +105,12 @@ def base_name(model: nn.Module, name: str) -> str | None:
     return WRAPPED.sub("", inside)
 
 
-def _transformers() -> Any:
+def library() -> Any:
+    """The transformers library.
+
+    Raises:
+        ValueError: it is not installed.
+    """
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
@@ -115,7 +120,8 @@ def _transformers() -> Any:
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, in short."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -137,7 +143,7 @@ def read_config(folder: Path | str, **settings: Any) -> Any:
             "file. Nothing is downloaded: to have a model of the Hugging Face Hub here, say "
             "'hf download NAME --local-dir FOLDER'."
         )
-    transformers = _transformers()
+    transformers = library()
     try:
         return transformers.AutoConfig.from_pretrained(
             path if path.name != "config.json" else path.parent, trust_remote_code=False, **settings
@@ -145,7 +151,7 @@ def read_config(folder: Path | str, **settings: Any) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not a configuration that transformers {transformers.__version__} knows: "
-            f"{_first_line(error)} Expected the config.json of a model folder, with its model_type."
+            f"{first_line(error)} Expected the config.json of a model folder, with its model_type."
         ) from error
 
 
@@ -179,7 +185,7 @@ def empty_model(
         )
     config = read_config(folder, **_label_settings(task, num_labels))
     refuse_quantized(Path(folder).expanduser())
-    transformers = _transformers()
+    transformers = library()
     options = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
@@ -187,7 +193,7 @@ def empty_model(
     except (ValueError, TypeError, AttributeError, ImportError) as error:
         raise ValueError(
             f"{folder}: transformers {transformers.__version__} makes no model of "
-            f"{type(config).__name__} for task={task!r}: {_first_line(error)} Expected an "
+            f"{type(config).__name__} for task={task!r}: {first_line(error)} Expected an "
             "architecture of transformers; code of its own in a model folder is not run."
         ) from error
     _keep_float32(model)
@@ -226,7 +232,7 @@ def _keep_float32(model: Any) -> None:
 
 def _read_generation_config(model: Any, folder: Path) -> None:
     if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = _transformers().GenerationConfig.from_pretrained(folder)
+        model.generation_config = library().GenerationConfig.from_pretrained(folder)
 
 
 def tokenizer_of(folder: Path | str) -> Any:
@@ -244,9 +250,9 @@ def tokenizer_of(folder: Path | str) -> Any:
             f"{path} has no tokenizer: expected one of {', '.join(TOKENIZER_FILES)}, found {found}."
         )
     try:
-        return _transformers().AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return library().AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise ValueError(f"the tokenizer in {path} cannot be read: {_first_line(error)}") from error
+        raise ValueError(f"the tokenizer in {path} cannot be read: {first_line(error)}") from error
 
 
 # --------------------------------------------------------------------------------------------------
@@ -264,7 +270,7 @@ def recipes_for_loading(
     try:
         return _recipes_for_loading(model, names)
     except (ImportError, AttributeError, TypeError) as error:
-        raise UnknownMappingError(_first_line(error)) from error
+        raise UnknownMappingError(first_line(error)) from error
 
 
 def _recipes_for_loading(
@@ -486,7 +492,7 @@ def write_config(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> None:
     except ValueError as error:
         warnings.warn(
             f"generation_config.json is left out, transformers refuses to write it: "
-            f"{_first_line(error)}",
+            f"{first_line(error)}",
             stacklevel=2,
         )
 

@@ -87,8 +87,8 @@ MAY_IMPORT = {
         "settings weights"
     ),
     "cli": (
-        "benchmark byte_size checkpoint comparison hardware host_memory parameter_server planner "
-        "plot preview progress settings training workload"
+        "benchmark byte_size checkpoint comparison hardware host_memory hugging_face "
+        "parameter_server planner plot preview progress settings training workload"
     ),
 }
 

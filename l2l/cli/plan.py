@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
 import re
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from l2l.byte_size import format_bytes
 from l2l.hardware import H200, Hardware
 from l2l.host_memory import HostBudget
+from l2l.hugging_face import first_line, library, read_config
 from l2l.parameter_server import SGD, Adafactor, AdamW, Lion, Optimizer
 from l2l.planner import DoesNotFitError, Plan
 from l2l.preview import largest_model, measured_hardware, plan
@@ -306,7 +306,7 @@ class Source:
                 f"a file, or one of the shapes {', '.join(SHAPES)}. Nothing is downloaded: to have "
                 "a model of the Hugging Face Hub here, say 'hf download NAME config.json'."
             )
-        config = _config(path)
+        config = read_config(path)
         kinds = getattr(config.get_text_config(), "layer_types", None) or [""]
         return cls(make=lambda number: _from_config(path, config, number), period=_period(kinds))
 
@@ -322,27 +322,6 @@ def _period(kinds: list[str]) -> int:
 def _shape(name: str, num_layers: int | None, length: int) -> nn.Module:
     workload = Workload(shape=name, num_layers=num_layers, length=length, num_tokens=length)
     return workload.model(torch.device("meta"))
-
-
-def _transformers() -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise ValueError(
-            f"models are made by transformers, which cannot be imported ({error}). Install it "
-            "with: pip install 'transformers>=5'"
-        ) from error
-
-
-def _config(path: Path) -> Any:
-    try:
-        return _transformers().AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(
-            f"{path} is not a configuration that transformers {_transformers().__version__} knows: "
-            f"{first} Expected the config.json of a model folder, with its model_type."
-        ) from error
 
 
 def _with_layers(config: Any, number: int) -> Any:
@@ -367,7 +346,7 @@ def _from_config(path: Path, config: Any, num_layers: int | None) -> nn.Module:
     """The model of a configuration, on the meta device."""
     if num_layers is not None:
         config = _with_layers(config, num_layers)
-    transformers = _transformers()
+    transformers = library()
     name = next(iter(config.architectures or ()), None)
     kind = getattr(transformers, name, None) if name and ("For" in name or "LM" in name) else None
     try:
@@ -377,11 +356,10 @@ def _from_config(path: Path, config: Any, num_layers: int | None) -> nn.Module:
             else:
                 model = kind(config)
     except (ValueError, TypeError, AttributeError, ImportError) as error:
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(
             f"{path}: transformers {transformers.__version__} makes no model of "
-            f"{name or type(config).__name__}: {first} Expected an architecture of transformers; "
-            "code of its own in a model folder is not run. Plan such a model from Python: "
+            f"{name or type(config).__name__}: {first_line(error)} Expected an "
+            "architecture of transformers; code of its own in a model folder is not run. Plan such a model from Python: "
             "l2l.plan(model)."
         ) from error
     return model.train()
