@@ -358,9 +358,9 @@ def _from_config(path: Path, config: Any, num_layers: int | None) -> nn.Module:
     except (ValueError, TypeError, AttributeError, ImportError) as error:
         raise ValueError(
             f"{path}: transformers {transformers.__version__} makes no model of "
-            f"{name or type(config).__name__}: {first_line(error)} Expected an "
-            "architecture of transformers; code of its own in a model folder is not run. Plan such a model from Python: "
-            "l2l.plan(model)."
+            f"{name or type(config).__name__}: {first_line(error)} Expected an architecture of "
+            "transformers; code of its own in a model folder is not run. Plan such a model from "
+            "Python: l2l.plan(model)."
         ) from error
     return model.train()
 
