@@ -51,6 +51,7 @@ class Step:
     drained: Event | None = None
     collected: Event | None = None
     updates_submitted: bool = False
+    decided: tuple[float | None] | None = None  # the factor of all updates, once one was asked for
 
     @property
     def training(self) -> bool:
@@ -101,11 +102,22 @@ class Step:
 
     def order(self, unit: str) -> UpdateOrder | None:
         """The numbers of a unit's update, or None if the step is skipped."""
-        if self.settings is None or not self.is_finite():
+        if self.settings is None:
+            return None
+        if self.decided is None:
+            self.decided = (self._factor(),)
+        (factor,) = self.decided
+        if factor is None:
+            return None
+        received = frozenset(self.received.get(unit, ()))
+        return UpdateOrder(settings=self.settings, received=received, factor=factor)
+
+    def _factor(self) -> float | None:
+        """What gradients are multiplied with, or None if the step is skipped."""
+        if not self.is_finite():
             return None
         factor = self.plain_factor(scaled=True)
         if self.clip_norm is not None:
             ratio = self.clip_norm / (self.gradient_norm() + 1e-6)
             factor *= 1.0 if ratio >= 1.0 else ratio  # as torch: NaN stays NaN
-        received = frozenset(self.received.get(unit, ()))
-        return UpdateOrder(settings=self.settings, received=received, factor=factor)
+        return factor

@@ -4,6 +4,10 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
@@ -1266,26 +1270,96 @@ def test_tensors_that_do_not_fit_are_refused(kernel: HostKernel) -> None:
         kernel.set_level("avx1024")
 
 
-def test_updates_done_together_are_done_when_the_block_ends(kernel: HostKernel) -> None:
+def _sgd(kernel: HostKernel, weights: list[Tensor], gradients: list[Tensor], lr: float) -> None:
+    for weight, gradient in zip(weights, gradients, strict=True):
+        kernel.sgd(
+            SGDUpdate(lr=lr, step=1),
+            weight=Float32Weight(weight=weight),
+            gradient=gradient,
+            num_threads=1,
+        )
+
+
+def test_prepared_updates_are_performed_when_asked_with_the_numbers_given(
+    kernel: HostKernel,
+) -> None:
     def tensors() -> list[Tensor]:
         generator = torch.Generator().manual_seed(3)
-        return [torch.randn(300, generator=generator) for _ in range(2)]
+        return [torch.randn(numel, generator=generator) for numel in (300, 70_001)]
 
-    update = SGDUpdate(lr=0.1, step=1)
-    gradients = [torch.full((300,), 2.0), torch.full((300,), 3.0)]
-    apart, joined, left = tensors(), tensors(), tensors()
-    for weight, gradient in zip(apart, gradients, strict=True):
-        kernel.sgd(update, weight=Float32Weight(weight=weight), gradient=gradient, num_threads=1)
-    with kernel.together(num_threads=1):
-        for weight, gradient in zip(joined, gradients, strict=True):
-            kernel.sgd(
-                update, weight=Float32Weight(weight=weight), gradient=gradient, num_threads=1
-            )
-        assert all(map(torch.equal, joined, tensors()))
-    assert all(map(torch.equal, joined, apart))
-    with contextlib.suppress(KeyError), kernel.together(num_threads=1):
-        kernel.sgd(
-            update, weight=Float32Weight(weight=left[0]), gradient=gradients[0], num_threads=1
-        )
+    gradients = [torch.full((300,), 2.0), torch.full((70_001,), 3.0)]
+    expected, found = tensors(), tensors()
+    with kernel.preparing() as prepared:
+        _sgd(kernel, found, gradients, lr=0.1)
+    assert all(map(torch.equal, found, tensors()))
+    for lr in (0.1, 0.3):
+        _sgd(kernel, expected, gradients, lr=lr)
+        prepared.perform([SGDUpdate(lr=lr, step=1)] * 2, num_threads=2)
+        assert all(map(torch.equal, found, expected))
+    _sgd(kernel, expected, gradients, lr=0.3)
+    prepared.perform(num_threads=3)
+    assert all(map(torch.equal, found, expected))
+    with pytest.raises(ValueError, match="shorter"):
+        prepared.perform([SGDUpdate(lr=0.1, step=1)], num_threads=1)
+
+
+def test_nothing_is_prepared_after_a_failure(kernel: HostKernel) -> None:
+    weight = torch.ones(300)
+    with contextlib.suppress(KeyError), kernel.preparing():
         raise KeyError
-    assert all(map(torch.equal, left, tensors()))
+    _sgd(kernel, [weight], [torch.ones(300)], lr=0.5)
+    assert torch.equal(weight, torch.full((300,), 0.5))
+
+
+def test_several_threads_may_call_at_once(kernel: HostKernel) -> None:
+    """Each has work for more threads than there are; none may take a piece of another's."""
+    numel, num_rounds = 200_003, 20
+    weights = [torch.full((numel,), float(caller)) for caller in range(4)]
+    gradients = [torch.full((numel,), float(caller + 1)) for caller in range(4)]
+
+    def call(caller: int) -> None:
+        for _ in range(num_rounds):
+            kernel.sgd(
+                SGDUpdate(lr=1.0, step=1),
+                weight=Float32Weight(weight=weights[caller]),
+                gradient=gradients[caller],
+                num_threads=5,
+            )
+
+    callers = [threading.Thread(target=call, args=(caller,)) for caller in range(4)]
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join()
+    for caller, weight in enumerate(weights):
+        assert torch.equal(weight, torch.full((numel,), float(caller - num_rounds * (caller + 1))))
+
+
+def test_the_kernel_works_after_a_fork(kernel: HostKernel) -> None:
+    """Only the thread that forks lives on in the child, whatever the others were doing."""
+    weight, gradient = torch.zeros(200_003), torch.ones(200_003)
+    _sgd_with_threads(kernel, weight, gradient)
+    child = os.fork()
+    if child == 0:
+        _sgd_with_threads(kernel, weight, gradient)
+        os._exit(0 if bool((weight == -2.0).all()) else 1)
+    for _ in range(100):
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("the child did not end")
+    assert status == 0
+    assert torch.equal(weight, torch.full_like(weight, -1.0))
+
+
+def _sgd_with_threads(kernel: HostKernel, weight: Tensor, gradient: Tensor) -> None:
+    kernel.sgd(
+        SGDUpdate(lr=1.0, step=1),
+        weight=Float32Weight(weight=weight),
+        gradient=gradient,
+        num_threads=4,
+    )

@@ -10,12 +10,18 @@ of them. If these queue behind a stream that waits for the host thread, and that
 nothing ever goes on. So whoever submits waits for the host thread first, without the lock: before
 anything is compiled, and before more than `MOST_LAUNCHES` are queued behind it. For the latter
 every event carries the number of the last piece of host work that it comes after.
+
+Short of that, the host thread would wait for the lock whenever launches block: so no more than
+`MOST_LAUNCHES` are ever queued on the compute lane. And the host thread, which waits for the lock
+after each piece of its work, gets it within `SWITCH_SECONDS` during a step, not within Python's
+five milliseconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 import threading
 import time
 import weakref
@@ -35,6 +41,8 @@ from l2l.trace import Span, Trace
 
 COPIES_AHEAD = 16
 MOST_LAUNCHES = 512  # the driver queues 1,024
+MARKED_LAUNCHES = 128  # between two marks, by which it is known how many are done
+SWITCH_SECONDS = 0.0002
 LAUNCHES: Final[Mapping[str, int]] = {
     "prologue": 24,
     "forward": 40,
@@ -151,6 +159,10 @@ class CudaDevice(Device):
         self._is_limited = False
         self._after: dict[Lane, WorkerEvent] = {}  # the last host work that lanes have waited for
         self._num_launches = dict.fromkeys(Lane, 0)  # queued since then
+        self._launched: deque[torch.cuda.Event] = deque()  # marks on the compute lane
+        self._num_unmarked = 0  # launches there since the last mark
+        self._switch_seconds: float | None = None  # Python's own, during a step
+        self._waited: Event | None = None  # what the host thread has waited for, or will, last
         self._marks: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] | None = None
         self._before_compiling = partial(_finish_before_compiling, weakref.ref(self._worker))
         self._watch_compilation()
@@ -173,8 +185,11 @@ class CudaDevice(Device):
         if lane is Lane.UPDATE:
             self._worker.submit(text, work)
             return
-        self._hold_back(lane, LAUNCHES.get(text.partition(" ")[0], 8))
+        num_launches = LAUNCHES.get(text.partition(" ")[0], 8)
+        self._hold_back(lane, num_launches)
         stream = self._streams[lane]
+        if lane is Lane.COMPUTE:
+            self._keep_short(stream, num_launches)
         with torch.cuda.stream(stream), torch.profiler.record_function(text):
             if self._marks is None:
                 work()
@@ -195,6 +210,17 @@ class CudaDevice(Device):
             del self._after[lane]
         elif self._num_launches[lane] > MOST_LAUNCHES:
             after.wait()
+
+    def _keep_short(self, stream: torch.cuda.Stream, num_launches: int) -> None:
+        """Wait, without the interpreter's lock, until the compute lane's queue is short enough."""
+        if self._num_unmarked >= MARKED_LAUNCHES:
+            mark = torch.cuda.Event(blocking=True)
+            mark.record(stream)
+            self._launched.append(mark)
+            self._num_unmarked = 0
+        self._num_unmarked += num_launches
+        while len(self._launched) > MOST_LAUNCHES // MARKED_LAUNCHES:
+            self._launched.popleft().synchronize()
 
     def _comes_after(self, lane: Lane, event: WorkerEvent | None) -> None:
         known = self._after.get(lane)
@@ -235,7 +261,9 @@ class CudaDevice(Device):
     @override
     def wait(self, lane: Lane, event: Event) -> None:
         if lane is Lane.UPDATE:
-            self._worker.submit(WAITING, event.synchronize)
+            if event is not self._waited:
+                self._worker.submit(WAITING, event.synchronize)
+                self._waited = event
         elif isinstance(event, CudaEvent):
             self._comes_after(lane, event.after)
             self._streams[lane].wait_event(event.event)
@@ -248,6 +276,9 @@ class CudaDevice(Device):
     def begin(self) -> None:
         self._worker.raise_failure()
         self._watch_compilation()  # again, if torch was reset
+        if self._switch_seconds is None:
+            self._switch_seconds = sys.getswitchinterval()
+            sys.setswitchinterval(min(SWITCH_SECONDS, self._switch_seconds))
         current = torch.cuda.current_stream(self.torch_device)
         for lane, stream in self._streams.items():
             self._comes_after(lane, self._after.get(Lane.COMPUTE))
@@ -259,6 +290,12 @@ class CudaDevice(Device):
         for lane, stream in self._streams.items():
             self._comes_after(Lane.COMPUTE, self._after.get(lane))
             current.wait_stream(stream)
+        self._restore_switching()
+
+    def _restore_switching(self) -> None:
+        if self._switch_seconds is not None:
+            sys.setswitchinterval(self._switch_seconds)
+            self._switch_seconds = None
 
     @override
     def empty(self, nbytes: int) -> Tensor:
@@ -306,9 +343,11 @@ class CudaDevice(Device):
     @override
     def recover(self) -> None:
         self._worker.recover()
+        self._waited = None  # or what was dropped
 
     @override
     def abort(self) -> None:
+        self._restore_switching()
         torch.cuda.synchronize(self.torch_device)
 
     @override

@@ -3,7 +3,7 @@
 //
 // Build, with nothing but g++ (libhost_kernel.so belongs beside host_kernel.py):
 //
-//   g++ -O3 -std=c++17 -fPIC -shared -fopenmp -ffp-contract=off -fno-math-errno
+//   g++ -O3 -std=c++17 -fPIC -shared -pthread -fopenmp-simd -ffp-contract=off -fno-math-errno
 //       -fno-trapping-math -o libhost_kernel.so host_kernel.cpp
 //
 // An update reads and writes each byte of a layer once, so memory bandwidth bounds it: 26 bytes per
@@ -65,12 +65,24 @@
 // [Note: subnormals] A moment below the smallest normal float32 is stored as 0. The first moments
 // of embedding rows that are not used end there after some 800 steps, and arithmetic on subnormals
 // is many times slower; no weight can feel the difference.
+//
+// [Note: threads] Work is cut into pieces, and threads take the next one as they come. The threads
+// are our own and sleep when there is nothing to do: OpenMP's wait by spinning, before and after
+// every loop, on cores that the threads which feed the device need. Whoever calls works as well, and
+// waits for pieces that others have begun, never for a thread that has not come yet. So a thread
+// that gets no core delays nothing, and after a fork, where only the calling thread is left, all of
+// it still runs. Several callers may have work at once; idle threads help whoever came first.
+#include <pthread.h>
+
 #include <algorithm>
+#include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
+#include <system_error>
+#include <thread>
 #include <vector>
-
-#include <omp.h>
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -739,6 +751,7 @@ ChunkFunction chunk_function() {
   return at_level<Operation, int64_t, int64_t>();
 }
 
+// Gradients: 0 float32, 1 bfloat16, 2 float16.
 LoadFunction load_function(int32_t gradient_form) {
   switch (gradient_form) {
     case 0: return at_level<Float32Gradient, int64_t, int64_t, float*>();
@@ -756,12 +769,124 @@ ChunkFunction update_function(int32_t weight_form) {
   }
 }
 
-// Pieces are handed out as threads come, so that one which shares its core delays no other.
+// Optimizers: 0 AdamW, 1 AdamW with 8-bit moments, 2 SGD, 3 SGD with momentum, 4 Lion; 5 and 6 the
+// weights' half of the first two, 7 and 8 the moments' half (see [Note: halves]).
+// Weights: 0 split, 1 float32, 2 float16 with a float32 master.
+ChunkFunction function_of(int32_t optimizer, int32_t weight_form) {
+  switch (optimizer) {
+    case 0: return update_function<AdamW>(weight_form);
+    case 1: return update_function<EightBitAdamW>(weight_form);
+    case 2: return update_function<SGD>(weight_form);
+    case 3: return update_function<MomentumSGD>(weight_form);
+    case 5: return update_function<AdamWWeights>(weight_form);
+    case 6: return update_function<EightBitAdamWWeights>(weight_form);
+    case 7: return update_function<AdamWMoments>(weight_form);
+    case 8: return update_function<EightBitAdamWMoments>(weight_form);
+    default: return update_function<Lion>(weight_form);
+  }
+}
+
+// See [Note: threads].
+class Team {
+ public:
+  // Never destroyed: its threads wait for more until the process ends.
+  static Team& current() {
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { instance = new Team; });
+    static_cast<void>(registered);
+    return *instance;
+  }
+
+  template <class Function>
+  void run(int64_t num_pieces, int32_t num_threads, const Function& function) {
+    const int64_t num_helpers = smaller(num_threads, num_pieces) - 1;
+    if (num_helpers < 1) {
+      for (int64_t piece = 0; piece < num_pieces; ++piece) function(piece);
+      return;
+    }
+    const auto call = [](const void* context, int64_t piece) {
+      (*static_cast<const Function*>(context))(piece);
+    };
+    Task task(call, &function, num_pieces, num_helpers);
+    begin(task);
+    task.work();
+    finish(task);
+  }
+
+ private:
+  using Call = void (*)(const void* context, int64_t piece);
+
+  struct Task {
+    Task(Call call_, const void* context_, int64_t num_pieces_, int64_t num_places_)
+        : call(call_), context(context_), num_pieces(num_pieces_), num_places(num_places_) {}
+
+    bool wants_help() const { return num_places > 0 && next.load() < num_pieces; }
+    void work() {
+      for (int64_t piece = next++; piece < num_pieces; piece = next++) call(context, piece);
+    }
+
+    const Call call;
+    const void* const context;
+    const int64_t num_pieces;
+    std::atomic<int64_t> next{0};
+    int64_t num_places;     // how many threads may still come; with the team's lock, as is
+    int64_t num_inside{0};  // how many are at work besides the caller
+  };
+
+  void begin(Task& task) {
+    const int64_t num_helpers = task.num_places;
+    {
+      const std::lock_guard<std::mutex> hold(lock);
+      tasks.push_back(&task);
+      try {
+        for (; num_threads < num_helpers; ++num_threads) {
+          std::thread([this] { help(); }).detach();
+        }
+      } catch (const std::system_error&) {  // no more threads to be had: fewer, then
+      }
+    }
+    for (int64_t helper = 0; helper < num_helpers; ++helper) has_work.notify_one();
+  }
+
+  void finish(Task& task) {
+    std::unique_lock<std::mutex> hold(lock);
+    tasks.erase(std::find(tasks.begin(), tasks.end(), &task));
+    has_left.wait(hold, [&] { return task.num_inside == 0; });
+  }
+
+  void help() {
+    std::unique_lock<std::mutex> hold(lock);
+    for (;;) {
+      Task* task = nullptr;
+      has_work.wait(hold, [&] { return (task = first_that_wants_help()) != nullptr; });
+      --task->num_places;
+      ++task->num_inside;
+      hold.unlock();
+      task->work();
+      hold.lock();
+      if (--task->num_inside == 0) has_left.notify_all();  // not touched any more
+    }
+  }
+
+  Task* first_that_wants_help() const {
+    for (Task* const task : tasks) {
+      if (task->wants_help()) return task;
+    }
+    return nullptr;
+  }
+
+  static Team* instance;
+  std::mutex lock;
+  std::condition_variable has_work;
+  std::condition_variable has_left;
+  std::vector<Task*> tasks;
+  int64_t num_threads = 0;
+};
+
+Team* Team::instance = new Team;
+
 template <class Function>
 void run_pieces(int64_t num_pieces, int32_t num_threads, const Function& function) {
-  const int32_t team = num_pieces > num_threads ? num_threads : int32_t(num_pieces);
-#pragma omp parallel for num_threads(team > 0 ? team : 1) schedule(dynamic)
-  for (int64_t piece = 0; piece < num_pieces; ++piece) function(piece);
+  Team::current().run(num_pieces, num_threads, function);
 }
 
 void run_chunks(ChunkFunction function, const Job& job, int64_t num_elements, int32_t num_threads) {
@@ -771,19 +896,24 @@ void run_chunks(ChunkFunction function, const Job& job, int64_t num_elements, in
   });
 }
 
-// Pairs (begin, end), each of whole blocks unless it ends with the last element. They are laid end
-// to end and cut into chunks: a thread takes a part of a long range at a time, or many short ones.
-void run_chunks_of_ranges(ChunkFunction function, const Job& job, const int64_t* ranges,
-                          int64_t num_ranges, int32_t num_threads) {
-  constexpr int64_t blocks_per_chunk = chunk_size / block_size;
-  std::vector<int64_t> starts = {0};  // of each range laid so, in blocks, and their number
-  starts.reserve(size_t(num_ranges) + 1);
-  for (int64_t range = 0; range < num_ranges; ++range) {
-    const int64_t num_elements = ranges[2 * range + 1] - ranges[2 * range];
-    starts.push_back(starts.back() + (num_elements + block_size - 1) / block_size);
+// A function on ranges of elements: pairs (begin, end), each of whole blocks unless it ends with the
+// last element. They are laid end to end and cut into chunks: a thread takes a part of a long range
+// at a time, or many short ones.
+class ChunksOfRanges {
+ public:
+  ChunksOfRanges(ChunkFunction function_, const Job& job_, const int64_t* ranges_,
+                 int64_t num_ranges_)
+      : function(function_), job(job_), ranges(ranges_), num_ranges(num_ranges_) {
+    starts.reserve(size_t(num_ranges) + 1);
+    for (int64_t range = 0; range < num_ranges; ++range) {
+      const int64_t num_elements = ranges[2 * range + 1] - ranges[2 * range];
+      starts.push_back(starts.back() + (num_elements + block_size - 1) / block_size);
+    }
   }
-  const int64_t num_chunks = (starts.back() + blocks_per_chunk - 1) / blocks_per_chunk;
-  run_pieces(num_chunks, num_threads, [&](int64_t chunk) {
+
+  int64_t num_chunks() const { return (starts.back() + blocks_per_chunk - 1) / blocks_per_chunk; }
+
+  void run(int64_t chunk) const {
     const int64_t first = chunk * blocks_per_chunk;
     const int64_t last = smaller(first + blocks_per_chunk, starts.back());
     int64_t range = std::upper_bound(starts.begin(), starts.end(), first) - starts.begin() - 1;
@@ -793,8 +923,16 @@ void run_chunks_of_ranges(ChunkFunction function, const Job& job, const int64_t*
       const int64_t end = ranges[2 * range] + (last - starts[range]) * block_size;
       function(job, begin, smaller(end, ranges[2 * range + 1]));
     }
-  });
-}
+  }
+
+ private:
+  static constexpr int64_t blocks_per_chunk = chunk_size / block_size;
+  ChunkFunction function;
+  Job job;
+  const int64_t* ranges;
+  int64_t num_ranges;
+  std::vector<int64_t> starts = {0};  // of each range, laid end to end, and their end; in blocks
+};
 
 double sum_of_chunks(ChunkFunction function, Job job, int64_t num_elements, int32_t num_threads) {
   std::vector<double> partial_sums((num_elements + chunk_size - 1) / chunk_size);
@@ -809,12 +947,10 @@ double sum_of_chunks(ChunkFunction function, Job job, int64_t num_elements, int3
 template <class Function>
 void run_ranges(int64_t num_bytes, int32_t num_threads, const Function& function) {
   constexpr int64_t page = 4096;
-#pragma omp parallel num_threads(num_threads)
-  {
-    const int64_t share = (num_bytes / omp_get_num_threads() / page + 1) * page;
-    const int64_t begin = smaller(share * omp_get_thread_num(), num_bytes);
-    function(begin, smaller(begin + share, num_bytes));
-  }
+  const int64_t share = (num_bytes / num_threads / page + 1) * page;
+  run_pieces((num_bytes + share - 1) / share, num_threads, [&](int64_t piece) {
+    function(piece * share, smaller((piece + 1) * share, num_bytes));
+  });
 }
 
 }  // namespace
@@ -826,31 +962,7 @@ int32_t host_kernel_level() { return level; }
 int32_t host_kernel_highest_level() { return highest_level(); }
 void host_kernel_set_level(int32_t wanted) { level = wanted; }
 
-// Optimizers: 0 AdamW, 1 AdamW with 8-bit moments, 2 SGD, 3 SGD with momentum, 4 Lion; 5 and 6 the
-// weights' half of the first two, 7 and 8 the moments' half (see [Note: halves]).
-// Weights: 0 split, 1 float32, 2 float16 with a float32 master. Gradients: 0 float32, 1 bfloat16,
-// 2 float16. Ranges: see `run_chunks_of_ranges`; no two may overlap.
-void host_kernel_update(int32_t optimizer, int32_t weight_form, int32_t gradient_form,
-                        const Job* arguments, const int64_t* ranges, int64_t num_ranges,
-                        int32_t num_threads) {
-  Job job = *arguments;
-  job.load_gradient = load_function(gradient_form);
-  ChunkFunction function = nullptr;
-  switch (optimizer) {
-    case 0: function = update_function<AdamW>(weight_form); break;
-    case 1: function = update_function<EightBitAdamW>(weight_form); break;
-    case 2: function = update_function<SGD>(weight_form); break;
-    case 3: function = update_function<MomentumSGD>(weight_form); break;
-    case 5: function = update_function<AdamWWeights>(weight_form); break;
-    case 6: function = update_function<EightBitAdamWWeights>(weight_form); break;
-    case 7: function = update_function<AdamWMoments>(weight_form); break;
-    case 8: function = update_function<EightBitAdamWMoments>(weight_form); break;
-    default: function = update_function<Lion>(weight_form); break;
-  }
-  run_chunks_of_ranges(function, job, ranges, num_ranges, num_threads);
-}
-
-// Arguments of `host_kernel_update`.
+// One update. Ranges: see `ChunksOfRanges`; no two may overlap.
 struct Call {
   int32_t optimizer;
   int32_t weight_form;
@@ -861,13 +973,23 @@ struct Call {
   int64_t num_ranges;
 };
 
-// Several updates, one after the other: whoever calls from Python gives its lock up once.
-void host_kernel_update_all(const Call* calls, int64_t num_calls, int32_t num_threads) {
-  for (int64_t number = 0; number < num_calls; ++number) {
-    const Call& call = calls[number];
-    host_kernel_update(call.optimizer, call.weight_form, call.gradient_form, call.job, call.ranges,
-                       call.num_ranges, num_threads);
+// Several updates at once: whoever calls from Python gives its lock up once, threads are woken once,
+// and what is small is done beside what is large.
+void host_kernel_update(const Call* calls, int64_t num_calls, int32_t num_threads) {
+  std::vector<ChunksOfRanges> updates;
+  std::vector<int64_t> starts = {0};  // of each update among all chunks, and their end
+  for (const Call* call = calls; call < calls + num_calls; ++call) {
+    Job job = *call->job;
+    job.load_gradient = load_function(call->gradient_form);
+    updates.emplace_back(function_of(call->optimizer, call->weight_form), job, call->ranges,
+                         call->num_ranges);
+    starts.push_back(starts.back() + updates.back().num_chunks());
   }
+  run_pieces(starts.back(), num_threads, [&](int64_t piece) {
+    const auto after = std::upper_bound(starts.begin(), starts.end(), piece);
+    const size_t number = size_t(after - starts.begin()) - 1;
+    updates[number].run(piece - starts[number]);
+  });
 }
 
 double host_kernel_sum_of_squares(int32_t gradient_form, const void* gradient,

@@ -489,6 +489,9 @@ class LionUpdate:
         )
 
 
+Numbers = AdamWUpdate | SGDUpdate | LionUpdate
+
+
 @final
 class HostKernel:
     """The loaded library. Its methods may be called from several threads, on different memory."""
@@ -497,13 +500,12 @@ class HostKernel:
         """Load the library at a path; `load` looks for the usual one."""
         self._library = ctypes.CDLL(str(library))
         pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-        self._local = threading.local()  # updates that are to be done together
+        self._local = threading.local()  # what this thread prepares
         signatures: dict[str, tuple[Any, list[Any]]] = {
             "level": (int32, []),
             "highest_level": (int32, []),
             "set_level": (None, [int32]),
-            "update": (None, [int32, int32, int32, ctypes.POINTER(_Job), pointer, int64, int32]),
-            "update_all": (None, [ctypes.POINTER(_Call), int64, int32]),
+            "update": (None, [ctypes.POINTER(_Call), int64, int32]),
             "sum_of_squares": (ctypes.c_double, [int32, pointer, int64, int32]),
             "split": (None, [pointer, pointer, pointer, int64, int32]),
             "join": (None, [pointer, pointer, pointer, int64, int32]),
@@ -643,30 +645,22 @@ class HostKernel:
             torch.tensor([[0, numel]]) if ranges is None else checked_ranges(ranges, numel=numel)
         )
         forms = (optimizer, form, _GRADIENT_FORMS[gradient.dtype])
-        waiting: list[tuple[_Call, Tensor]] | None = getattr(self._local, "calls", None)
-        if waiting is not None:
-            call = _Call(*forms, 0, ctypes.pointer(job), given.data_ptr(), len(given))
-            waiting.append((call, given))
-            return
-        arguments = (ctypes.byref(job), given.data_ptr(), len(given))
-        self._call("update", *forms, *arguments, num_threads=num_threads)
+        call = _Call(*forms, 0, ctypes.pointer(job), given.data_ptr(), len(given))
+        prepared: PreparedUpdates | None = getattr(self._local, "prepared", None)
+        if prepared is not None:
+            prepared.add(call, job, given)
+        else:
+            self._call("update", ctypes.byref(call), 1, num_threads=num_threads)
 
     @contextlib.contextmanager
-    def together(self, *, num_threads: int) -> Iterator[None]:
-        """Do this thread's updates inside the block in one call, when the block ends.
-
-        After every call a thread that has Python's lock must give it up, which takes it up to five
-        milliseconds: more than the update of a small parameter.
-        """
-        calls: list[tuple[_Call, Tensor]] = []
-        self._local.calls = calls
+    def preparing(self) -> Iterator[PreparedUpdates]:
+        """Collect this thread's updates inside the block, instead of performing them."""
+        prepared = PreparedUpdates(self)
+        self._local.prepared = prepared
         try:
-            yield
+            yield prepared
         finally:
-            self._local.calls = None
-        if calls:
-            every = (_Call * len(calls))(*(call for call, _ in calls))
-            self._call("update_all", every, len(calls), num_threads=num_threads)
+            self._local.prepared = None
 
     def sum_of_squares(self, gradient: Tensor, *, num_threads: int) -> float:
         """Sum of squares in float64, in an order that does not depend on the threads."""
@@ -746,6 +740,41 @@ class HostKernel:
         pointers = (tensor.data_ptr() for tensor in tensors)
         sizes = (len(rows), target.shape[1])
         return float(self._call("add_rows", *forms, *pointers, *sizes, num_threads=num_threads))
+
+
+@final
+class PreparedUpdates:
+    """Updates of certain memory, performed together, with the numbers of any step.
+
+    Whatever touches a tensor gives Python's lock away for a moment, and so does every call of the
+    library. Where another thread wants it, to feed the device, each time can cost milliseconds: an
+    update of forty parameters would wait for the lock longer than it takes. So what does not change
+    from step to step is prepared once.
+    """
+
+    def __init__(self, kernel: HostKernel) -> None:
+        self._kernel = kernel
+        self._calls: list[_Call] = []
+        self._jobs: list[_Job] = []
+        self._ranges: list[Tensor] = []  # kept for their memory
+        self._array: Any = None
+
+    def add(self, call: _Call, job: _Job, ranges: Tensor) -> None:
+        """Append an update; the memory that it names must outlive this."""
+        self._calls.append(call)
+        self._jobs.append(job)
+        self._ranges.append(ranges)
+        self._array = None
+
+    def perform(self, numbers: Sequence[Numbers] | None = None, *, num_threads: int) -> None:
+        """Perform all of them, with these numbers if given, in the order they were prepared."""
+        if numbers is not None:
+            for job, one in zip(self._jobs, numbers, strict=True):
+                job.coefficients = one._coefficients()
+        if self._array is None:
+            self._array = (_Call * len(self._calls))(*self._calls)
+        if self._calls:
+            self._kernel._call("update", self._array, len(self._calls), num_threads=num_threads)
 
 
 def load(library: Path = LIBRARY) -> HostKernel | None:

@@ -101,6 +101,12 @@ class HostOptimizer(Optimizer):
     def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
         """The same update with the native kernel."""
 
+    def numbers(
+        self, settings: Settings, *, step: int, factor: float, seed: int
+    ) -> host_kernel.Numbers | None:
+        """What of a native update differs from step to step; None if more than numbers does."""
+        return None
+
     def readable(self, update: Update) -> None:
         """The same update in PyTorch: join the master, do the arithmetic, split it again."""
         if update.ranges is not None or update.half is not None:
@@ -242,18 +248,23 @@ class AdamW(HostOptimizer):
             eight_bit.encode(first_moment, second_moment.sqrt(), seed=seed)
 
     @override
+    def numbers(
+        self, settings: Settings, *, step: int, factor: float, seed: int
+    ) -> host_kernel.AdamWUpdate:
+        return host_kernel.AdamWUpdate(
+            lr=float(settings["lr"]),
+            betas=settings["betas"],
+            eps=settings["eps"],
+            weight_decay=settings["weight_decay"],
+            step=step,
+            factor=factor,
+            seed=seed,
+        )
+
+    @override
     def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
-        settings = update.settings
         kernel.adamw(
-            host_kernel.AdamWUpdate(
-                lr=float(settings["lr"]),
-                betas=settings["betas"],
-                eps=settings["eps"],
-                weight_decay=settings["weight_decay"],
-                step=update.step,
-                factor=update.factor,
-                seed=update.seed,
-            ),
+            self.numbers(update.settings, step=update.step, factor=update.factor, seed=update.seed),
             weight=update.native_weight(),
             gradient=update.gradient,
             moments=self._eight_bit(update)
@@ -384,15 +395,20 @@ class Lion(HostOptimizer):
         momentum.mul_(beta2).add_(gradient, alpha=1 - beta2)
 
     @override
+    def numbers(
+        self, settings: Settings, *, step: int, factor: float, seed: int
+    ) -> host_kernel.LionUpdate:
+        return host_kernel.LionUpdate(
+            lr=float(settings["lr"]),
+            betas=settings["betas"],
+            weight_decay=settings["weight_decay"],
+            factor=factor,
+        )
+
+    @override
     def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
-        settings = update.settings
         kernel.lion(
-            host_kernel.LionUpdate(
-                lr=float(settings["lr"]),
-                betas=settings["betas"],
-                weight_decay=settings["weight_decay"],
-                factor=update.factor,
-            ),
+            self.numbers(update.settings, step=update.step, factor=update.factor, seed=update.seed),
             weight=update.native_weight(),
             gradient=update.gradient,
             momentum=update.state["exp_avg"],

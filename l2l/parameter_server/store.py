@@ -24,7 +24,6 @@ The host settles both before it reads. So nobody sees stale weights.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -37,7 +36,13 @@ from l2l.host_memory import Arena
 from l2l.layout import ALIGNMENT_ELEMENTS, FlatLayout, round_up
 from l2l.parameter_server import device_update
 from l2l.parameter_server.adafactor import Adafactor
-from l2l.parameter_server.host_kernel import Half, HostKernel, SplitWeight
+from l2l.parameter_server.host_kernel import (
+    Half,
+    HostKernel,
+    Numbers,
+    PreparedUpdates,
+    SplitWeight,
+)
 from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind, Update
 from l2l.parameter_server.snapshot import Image, Snapshot
 from l2l.precision import PrecisionPolicy, join_master, split_master
@@ -123,6 +128,13 @@ class Unit:
     state: dict[str, Tensor]
     steps: dict[str, int] = field(default_factory=dict)  # trained parameter -> updates so far
     pending: Event | None = None
+    prepared: dict[Any, PreparedUpdates] = field(default_factory=dict)  # see `addresses`
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the unit's memory lies: what was prepared for other memory is of no use."""
+        companion = () if self.companion is None else (self.companion.data_ptr(),)
+        state = (tensor.data_ptr() for tensor in self.state.values())
+        return (self.weights.data_ptr(), *companion, *state)
 
     def weight_of(self, owner: str) -> Tensor:
         """A parameter's link weight, shaped."""
@@ -406,36 +418,52 @@ class ParameterServer:
             half: What alone is to change.
         """
         self.before_change(name)
+        unit, optimizer = self.units[name], self.optimizer
+        assert isinstance(optimizer, HostOptimizer)
+        owners = [owner for owner in unit.form.trained.names if owner in order.received]
+        if count_step:
+            for owner in owners:
+                unit.steps[owner] += 1
+        if self._kernel is None:
+            for update in self._updates_of(unit, owners, gradient, order, ranges, half):
+                optimizer.readable(update)
+            return
         num_threads = self._num_threads(name)
-        together = (
-            contextlib.nullcontext()
-            if self._kernel is None
-            else self._kernel.together(num_threads=num_threads)
+        key = (half, order.received, gradient.data_ptr(), *unit.addresses())
+        prepared = unit.prepared.get(key) if ranges is None else None
+        if prepared is not None:
+            prepared.perform(self._numbers_of(unit, owners, order), num_threads=num_threads)
+            return
+        with self._kernel.preparing() as prepared:
+            for update in self._updates_of(unit, owners, gradient, order, ranges, half):
+                optimizer.native(self._kernel, update, num_threads=num_threads)
+        prepared.perform(num_threads=num_threads)
+        if ranges is None and len(self._numbers_of(unit, owners, order)) == len(owners):
+            unit.prepared = {**unit.prepared, key: prepared} if len(unit.prepared) < 8 else {}
+
+    def _numbers_of(self, unit: Unit, owners: Sequence[str], order: UpdateOrder) -> list[Numbers]:
+        """What of updates differs from step to step; fewer than parameters if more does."""
+        optimizer, steps = self.optimizer, unit.steps
+        assert isinstance(optimizer, HostOptimizer)
+        found = (
+            optimizer.numbers(
+                order.settings[owner], step=steps[owner], factor=order.factor, seed=self.seed
+            )
+            for owner in owners
         )
-        with together:
-            for update in self._updates_of(name, gradient, order, ranges, count_step, half):
-                assert isinstance(self.optimizer, HostOptimizer)
-                if self._kernel is None:
-                    self.optimizer.readable(update)
-                else:
-                    self.optimizer.native(self._kernel, update, num_threads=num_threads)
+        return [one for one in found if one is not None]
 
     def _updates_of(
         self,
-        name: str,
+        unit: Unit,
+        owners: Sequence[str],
         gradient: Tensor,
         order: UpdateOrder,
         ranges: Mapping[str, Tensor] | None,
-        count_step: bool,  # noqa: FBT001 (as `update`)
         half: Half | None,
     ) -> Iterator[Update]:
         """The updates of a unit's parameters."""
-        unit = self.units[name]
-        for owner in unit.form.trained.names:
-            if owner not in order.received:
-                continue
-            if count_step:
-                unit.steps[owner] += 1
+        for owner in owners:
             companion = unit.companion_of(owner)
             yield Update(
                 name=owner,
