@@ -18,6 +18,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -39,6 +42,7 @@ METRICS: dict[str, tuple[str, Metric]] = {
 EPOCHS = {"SST-2": 1}  # the others: 3
 LENGTH, ROWS, WARM_UP, CLIP_NORM = 128, 32, 0.1, 1.0
 SYSTEMS = ("relay", "plain")
+Run = tuple[str, int, str]  # task, seed, system
 
 
 @dataclass(frozen=True)
@@ -168,34 +172,46 @@ def labels_of(batches: Batches) -> Tensor:
 def run_all(options: argparse.Namespace) -> None:
     """Every task, seed and system that the results file does not have yet."""
     done = {(one["task"], one["seed"], one["system"]) for one in results(options.results)}
-    for name in options.tasks:
-        for seed in range(options.seeds):
-            task: Task | None = None
-            for system in SYSTEMS:
-                if (name, seed, system) in done:
-                    continue
-                task = task or read_task(name, options, seed=seed)
-                model = make_model(task, options, seed=seed, dropout=True)
-                began = time.perf_counter()
-                losses, predictions = TRAINERS[system](
-                    task, model, seed=seed, precision="bfloat16", options=options
-                )
-                measure, metric = METRICS[name]
-                found = {
-                    "task": name,
-                    "seed": seed,
-                    "system": system,
-                    "measure": measure,
-                    "score": metric(predictions, labels_of(task.dev)),
-                    "steps": task.num_steps,
-                    "first_loss": losses[0],
-                    "last_losses": sum(losses[-20:]) / len(losses[-20:]),
-                    "seconds": round(time.perf_counter() - began, 2),
-                }
-                options.results.parent.mkdir(parents=True, exist_ok=True)
-                with options.results.open("a") as file:
-                    file.write(json.dumps(found) + "\n")
-                print(json.dumps(found), flush=True)
+    tasks = sorted(options.tasks, key=lambda name: name != "SST-2")  # the longest first
+    runs = [one for one in product(tasks, range(options.seeds), SYSTEMS) if one not in done]
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    for found in _performed(runs, options):
+        with options.results.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        print(json.dumps(found), flush=True)
+
+
+def _performed(runs: list[Run], options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    if options.workers == 1:
+        yield from (perform(run, options) for run in runs)
+        return
+    threads = max(1, torch.get_num_threads() // options.workers)
+    start = partial(torch.set_num_threads, threads)
+    with get_context("spawn").Pool(options.workers, initializer=start) as pool:
+        yield from pool.imap_unordered(partial(perform, options=options), runs)
+
+
+def perform(run: Run, options: argparse.Namespace) -> dict[str, object]:
+    """Train one system on one task with one seed."""
+    name, seed, system = run
+    task = read_task(name, options, seed=seed)
+    model = make_model(task, options, seed=seed, dropout=True)
+    began = time.perf_counter()
+    losses, predictions = TRAINERS[system](
+        task, model, seed=seed, precision="bfloat16", options=options
+    )
+    measure, metric = METRICS[name]
+    return {
+        "task": name,
+        "seed": seed,
+        "system": system,
+        "measure": measure,
+        "score": metric(predictions, labels_of(task.dev)),
+        "steps": task.num_steps,
+        "first_loss": losses[0],
+        "last_losses": sum(losses[-20:]) / len(losses[-20:]),
+        "seconds": round(time.perf_counter() - began, 2),
+    }
 
 
 def run_curves(options: argparse.Namespace) -> None:
@@ -277,6 +293,7 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--device-memory", default=None)
     parser.add_argument("--results", type=Path, default=Path("runs/glue.jsonl"))
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time, on one device")
     parser.add_argument("--curves", action="store_true")
     options = parser.parse_args()
     if options.curves:

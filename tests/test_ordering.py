@@ -405,6 +405,12 @@ LATER = {  # the waits are those of the second step, which settles what the firs
         settings={**NATIVE, "overrides": {"halves": True, "num_cells": 3}},
         kinds=HALVES,
     ),
+    "in halves, but for the last": Case(
+        build=build_three,
+        batch=partial(make_batch, rows=FEW_ROWS),
+        settings={**NATIVE, "overrides": {"halves": True, "num_whole": 1, "num_cells": 3}},
+        kinds=HALVES,
+    ),
     "in halves, 8-bit": Case(
         build=build_three,
         batch=partial(make_batch, rows=FEW_ROWS),

@@ -61,6 +61,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "shared memory": {"overrides": {"shares_memory": True}},
     "shared memory, host": {**ON_HOST, "overrides": {"shares_memory": True, "num_tail": 1}},
     "halves, host": {**ON_HOST, "overrides": {"halves": True}},
+    "halves but one, host": {**ON_HOST, "overrides": {"halves": True, "num_whole": 1}},
 }
 IN_HALVES = EXACT["halves, host"]
 WITH_STATE: dict[str, dict[str, Any]] = {

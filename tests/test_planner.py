@@ -343,7 +343,7 @@ def test_updates_are_left_to_the_next_step_where_the_host_is_slow() -> None:
 
 
 def test_late_updates_are_done_in_halves_where_the_forward_pass_waits_for_them() -> None:
-    problem, slow = problem_of("clipped"), replace(H200, host_rate=H200.host_rate / 1.6)
+    problem, slow = problem_of("clipped"), replace(H200, host_rate=H200.host_rate / 2.4)
     made = find_plan(problem, slow, budget_bytes=3 * GIB, rows=None)
     whole, halved = (
         find_plan(

@@ -8,7 +8,7 @@ plans for other shapes and budgets are predictions (docs/benchmarks.md compares)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Literal
 
@@ -28,8 +28,8 @@ DEVICE_UPDATE_BYTES = 34.0
 PASS_SECONDS = 0.2e-3  # of a pass, beside its arithmetic: launches, copies into cells
 PROLOGUE_SECONDS = 2e-3
 HOST_COPY_RATE = 28e9  # of gathering rows; bytes that are read
-BUSY_HOST = 0.75  # of the optimizer's rate while passes are launched and the link is busy
-HALVES = {"advance": 0.9, "refresh": 0.9, "complete": 0.8}  # of an exact update's seconds
+BUSY_HOST = 0.85  # of the optimizer's rate while passes are launched and the link is busy
+HALVES = {"advance": 0.72, "refresh": 0.72, "complete": 0.7}  # of an exact update's seconds
 EIGHT_BIT_HALVES = {"advance": 0.55, "refresh": 0.55, "complete": 0.9}
 NUM_HEAD_VALUES = 8  # hidden states of a microbatch that an epilogue makes besides its logits
 
@@ -302,37 +302,58 @@ class CostModel:
         middle = number * self.epilogue_seconds(decisions, mean)
         ends = number * 2 * PROLOGUE_SECONDS
         shared = decisions.shared_layers(len(problem.layers))
-        on_host = [unit for index, unit in enumerate(streamed) if index not in shared]
+        lent = sum(self.lent_bytes(streamed[index]) for index in shared)
         back = tail[: len(tail) - decisions.num_device_states]
-        outer = [] if decisions.outer_state else [size for _, size in problem.outer]
-        number_on_host = sum(unit.num_trained for unit in [*on_host, *back, *outer])
-        just_in_time = problem.policy is UpdatePolicy.JUST_IN_TIME
-        beside = len(on_host) * self.beside_forward(decisions, rows) if just_in_time else 0.0
         half = "advance" if decisions.halves else None
-        host = self.update_seconds(number_on_host, half=half, beside=beside)
-        if half and not just_in_time:  # of those that are late both halves count, in the same time
-            late = min(1.0, decisions.num_late / max(1, len(streamed)))
-            both = host + self.update_seconds(number_on_host, half="complete")
-            host = late * both + (1 - late) * self.update_seconds(number_on_host)
-        host = 0.0 if problem.policy is UpdatePolicy.ON_DEVICE else host
+        host, later = self._host_seconds(decisions, rows)
         rows_first = 0.0 if decisions.outer_state else self._rows_seconds(half=half)
         weights = sum(unit.weight_bytes for unit in streamed)
         values = len(streamed) * number * mean * problem.hidden_bytes
         kept = len(streamed) * number * self.kept_bytes_of(decisions, rows)
-        lent = sum(self.lent_bytes(streamed[index]) for index in shared)
         again = 0.0 if self._stays(decisions, rows) else values
         inwards = again + weights + sum(unit.weight_bytes for unit in back) + lent
         rate = self.hardware.both_ways_rate
         forward = max(forward, inwards / rate, (values + kept + lent) / rate)
         backward = max(backward, (weights + 2 * values + kept) / rate)
-        if just_in_time:
+        if problem.policy is UpdatePolicy.JUST_IN_TIME:
             first = self.update_seconds(streamed[0].num_trained, half=half) if streamed else host
-            if decisions.halves:
-                later = self.update_seconds(number_on_host, half="complete")
-                backward = max(backward, later - middle)
+            backward = max(backward, later - middle)
             return middle + backward + ends + rows_first + max(forward + first, host)
         layer = backward / max(1, len(streamed))
         return rows_first + max(forward + middle + backward + ends, host + middle + layer)
+
+    def _host_seconds(self, decisions: Decisions, rows: int) -> tuple[float, float]:
+        """Of updates: those that passes wait for, and those that are done under the rest."""
+        problem = self.problem
+        if problem.policy is UpdatePolicy.ON_DEVICE:
+            return 0.0, 0.0
+        streamed, tail = self._split(decisions)
+        shared = decisions.shared_layers(len(problem.layers))
+        on_host = [unit for index, unit in enumerate(streamed) if index not in shared]
+        back = tail[: len(tail) - decisions.num_device_states]
+        outer = [] if decisions.outer_state else [size for _, size in problem.outer]
+        whole = self._whole(decisions, on_host)
+        in_two = sum(unit.num_trained for unit in [*on_host, *back, *outer]) - whole
+        at_once = self.update_seconds(whole)
+        if problem.policy is UpdatePolicy.JUST_IN_TIME:
+            beside = len(on_host) * self.beside_forward(decisions, rows)
+            half = "advance" if decisions.halves else None
+            later = self.update_seconds(in_two, half="complete") if half else 0.0
+            return at_once + self.update_seconds(in_two, half=half, beside=beside), later
+        beside = 2.0 * sum(self.lent_bytes(streamed[index]) for index in shared)
+        if not decisions.halves:
+            return at_once + self.update_seconds(in_two, beside=beside), 0.0
+        late = min(1.0, decisions.num_late / max(1, len(streamed)))  # only these are done in two
+        both = sum(
+            self.update_seconds(late * in_two, half=half) for half in ("advance", "complete")
+        )
+        return at_once + both + self.update_seconds((1 - late) * in_two, beside=beside), 0.0
+
+    @staticmethod
+    def _whole(decisions: Decisions, on_host: Sequence[UnitSize]) -> int:
+        """Parameters of layers that are updated at once where others are updated in two."""
+        number = min(decisions.num_whole, len(on_host)) if decisions.halves else 0
+        return sum(unit.num_trained for unit in on_host[len(on_host) - number :])
 
     @staticmethod
     def lent_bytes(unit: UnitSize) -> int:

@@ -38,6 +38,8 @@ class Decisions:
     """In which the state of such a layer is lent."""
     halves: bool = False
     """Whether late updates do weights before they are needed and moments afterwards."""
+    num_whole: int = 0
+    """Layers, of those needed last, whose late update is done at once nevertheless."""
     shares_memory: bool = False
     """Whether head and layers' gradients take turns in the same memory."""
     outer_state: bool = False
@@ -92,6 +94,7 @@ class Decisions:
             shared=self.shared_layers(num_layers),
             num_pieces=self.num_pieces,
             halves=self.halves,
+            num_whole=self.num_whole,
             shares_memory=self.shares_memory,
         )
 

@@ -27,14 +27,13 @@ PIECES = (8192, 4096, 2048, 1024, 512, 256, 128)
 KEEPS = (0.0, 0.16, 0.3)
 NUM_RANKED = 60  # candidates that are looked at more closely
 NUM_SIMULATED = 2  # of each kind
-PROMISING = 1.2  # times the best estimate: what lies above is not simulated
+MOST_SIMULATED = 24  # of all
+CERTAIN = 0.98  # of an estimate: what a simulation takes at least
 MOST_PIECES = 6  # ways to run the epilogue that fit
 MOST_CELLS = 18
 SLACK = 0.02  # of the budget, for what lies between tensors
-
-LENDING_GAIN = (
-    0.05  # that lending state must promise: it burdens the host's memory like nothing else
-)
+WHOLE = (0.0, 0.25, 0.5, 0.75)  # shares of streamed layers that are not updated in two
+LENDING_GAIN = 0.05  # that lending must promise: it burdens the host's memory like nothing else
 SHARES = (0.0, 0.2, 0.35, 0.5)  # of streamed layers that the device updates
 
 
@@ -100,16 +99,7 @@ def find_plan(
     if "halves" not in fixed:
         ranked = list(_halved(model, ranked))
     ranked.sort(key=lambda one: model.estimate(*one))
-    best: tuple[Simulation, Decisions, int] | None = None
-    promising = model.estimate(*ranked[0]) * PROMISING
-    for decisions, number in _distinct(ranked):
-        if best is not None and model.estimate(decisions, number) > promising:
-            continue
-        found = model.simulate(decisions, number)
-        if best is None or _rated(found, decisions) < _rated(*best[:2]):
-            best = (found, decisions, number)
-    assert best is not None
-    simulation, decisions, number = best
+    simulation, decisions, number = _simulated(model, ranked)
     return Candidate(
         decisions=decisions,
         rows=number,
@@ -119,9 +109,28 @@ def find_plan(
     )
 
 
-def _rated(simulation: Simulation, decisions: Decisions) -> float:
+def _simulated(
+    model: CostModel, ranked: list[tuple[Decisions, int]]
+) -> tuple[Simulation, Decisions, int]:
+    """The best of candidates, by simulation; those that can hardly be it are not simulated."""
+    best: tuple[float, Simulation, Decisions, int] | None = None
+    num_simulated = 0
+    for decisions, number in _distinct(ranked):
+        least = _rated(CERTAIN * model.estimate(decisions, number), decisions)
+        if num_simulated == MOST_SIMULATED or (best is not None and least > best[0]):
+            continue
+        found = model.simulate(decisions, number)
+        num_simulated += 1
+        rated = _rated(found.seconds, decisions)
+        if best is None or rated < best[0]:
+            best = (rated, found, decisions, number)
+    assert best is not None
+    return best[1:]
+
+
+def _rated(seconds: float, decisions: Decisions) -> float:
     """Seconds, with a handicap for what is hard to foresee."""
-    return simulation.seconds * (1 + LENDING_GAIN if decisions.num_shared else 1)
+    return seconds * (1 + LENDING_GAIN if decisions.num_shared else 1)
 
 
 def _shared(
@@ -161,7 +170,9 @@ def _halved(
         yield decisions, rows
         late = problem.policy is UpdatePolicy.JUST_IN_TIME or decisions.num_late
         if problem.has_halves and (late or (tables and not decisions.outer_state)):
-            yield replace(decisions, halves=True), rows
+            streamed = len(problem.layers) - decisions.num_tail if late else 0
+            for number in sorted({int(share * streamed) for share in WHOLE}):
+                yield replace(decisions, halves=True, num_whole=number), rows
 
 
 def _distinct(ranked: list[tuple[Decisions, int]]) -> Iterator[tuple[Decisions, int]]:
@@ -173,6 +184,7 @@ def _distinct(ranked: list[tuple[Decisions, int]]) -> Iterator[tuple[Decisions, 
             decisions.num_kept_cells,
             min(decisions.num_shared, 1),
             decisions.halves,
+            decisions.num_whole,
             decisions.num_late,
         )
         seen[kind] = seen.get(kind, 0) + 1

@@ -47,7 +47,9 @@ before anything else; `settle` the rest, before the table is fetched.
 [Note: halves] Where the forward pass waits for late updates, they are done in two (`halves`):
 `advance L0 HL0` changes the weights only, in the order in which layers are fetched; `complete L0
 HL0` changes the moments, from the same gradient, under the epilogue and the backward passes, where
-the host has nothing else to do. The gradient is overwritten only then: a drain to `HL0` waits.
+the host has nothing else to do. The gradient is overwritten only then: a drain to `HL0` waits. In
+two an update moves more bytes, so where backward passes are too short for all moments, layers that
+are needed last are updated at once (`num_whole`): their gradients are the first to be overwritten.
 
 [Note: shared updates] Where the host is slower than the forward pass under which it must update all
 layers, the device does some of these updates (`shared`), over the link that is idle then: `borrow

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -17,6 +17,7 @@ from itertools import groupby, pairwise
 from l2l.schedule.lines import NOTHING, OUTER, Action
 
 NUM_LENT = 4  # pieces of optimizer state that are on the device at once
+LENDING_AHEAD = 6  # layers by which such lines come before the layer is needed, at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +88,8 @@ class Shape:
     """In which the state of such a layer is lent."""
     halves: bool = False
     """Whether late updates are done in two: weights before they are needed, moments afterwards."""
+    num_whole: int = 0
+    """Layers, of those needed last, whose late update is done at once nevertheless."""
     shares_memory: bool = False
     """Whether units of the epilogue and the gradients of layers take turns in the same memory."""
 
@@ -103,6 +106,7 @@ class Shape:
             ("num_staging", 1),
             ("num_tail", 0),
             ("num_pieces", 1),
+            ("num_whole", 0),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, found {getattr(self, name)}")
@@ -288,7 +292,10 @@ class _Transfers:
         self._order = [run[0].layer for run in runs if run[0].layer is not None]
         if shape.shares_memory and shape.training:
             self.draft += [Action("drop", (name,)) for name in self._gradient_slots()]
-        self._rework()
+        self.draft += [Action("take", (place,)) for place in self._lent_places()]
+        self._lent = deque(shape.reworked)
+        self._num_lent = 0
+        self._rework(before=0)
         self._fetch(u for u in shape.outer if u.in_prologue or u.name in shape.on_device)
         self._renew([unit.name for unit in shape.outer if unit.device_state])
         self.draft += self._slots.keep_next(self._order, shape.num_slots)
@@ -299,6 +306,8 @@ class _Transfers:
             elif following == "regress":
                 again = (u for u in shape.outer if u.in_prologue and not u.stays)
                 self._fetch(again)
+            if run[0].verb == "forward":
+                self._rework(before=run[0].layer or 0)
             getattr(self, f"_{run[0].verb}")(run)
             if run[0].layer is not None:
                 self._order = self._order[1:]
@@ -315,14 +324,18 @@ class _Transfers:
         assert run[0].layer is not None
         self.draft += [(one, self._slots.resident[run[0].layer], NOTHING) for one in run]
 
-    def _rework(self) -> None:
-        """Updates that the step before has left to the device, piece by piece."""
-        shape, number = self._shape, 0
-        self.draft += [Action("take", (place,)) for place in self._lent_places()]
-        for unit in shape.reworked:
+    def _rework(self, *, before: int) -> None:
+        """Updates that the step before has left to the device, piece by piece.
+
+        All of them at the beginning would be submitted before the first pass, and fill the queues.
+        """
+        shape, ahead = self._shape, max(LENDING_AHEAD, self._shape.num_slots + 1)
+        last = shape.streamed[: bisect_left(shape.streamed, before) + ahead + 1][-1:]
+        while self._lent and int(self._lent[0][1:]) <= last[0]:
+            unit = self._lent.popleft()
             for piece in range(shape.num_pieces):
-                place = f"W{number % NUM_LENT}"
-                number += 1
+                place = f"W{self._num_lent % NUM_LENT}"
+                self._num_lent += 1
                 self.draft += [
                     Action("borrow", (unit, f"p{piece}", late_staging(unit), place)),
                     Action("rework", (unit, f"p{piece}", place)),
@@ -480,11 +493,11 @@ def _host_lines(draft: Draft, shape: Shape) -> list[Action]:
     fetched = [line.operands[0] for line in _actions(draft) if line.verb == "fetch"]
     needed = [unit for unit in dict.fromkeys([*fetched, *shape.pending]) if unit in shape.pending]
     own = [unit for unit in needed if unit not in on_device]
-    halves = shape.halves and shape.training
-    settled = [Action("advance" if halves else "settle", (u, late_staging(u))) for u in own]
+    halved = _halved(own, shape) if shape.halves and shape.training else frozenset()
+    settled = [Action("advance" if u in halved else "settle", (u, late_staging(u))) for u in own]
     drained = {unit: index for index, unit in enumerate(shape.drained_units)}
     own.sort(key=lambda unit: drained.get(unit, -1))  # tables leave first: with the epilogue
-    completed = [Action("complete", (unit, late_staging(unit))) for unit in own if halves]
+    completed = [Action("complete", (unit, late_staging(unit))) for unit in own if unit in halved]
     for m in range(shape.num_microbatches if looked_up else 0):
         lines += [
             Action("refresh", (unit, f"m{m}", late_staging(unit)))
@@ -495,6 +508,12 @@ def _host_lines(draft: Draft, shape: Shape) -> list[Action]:
         if m == 0 and settled and settled[0].operands[0].startswith("L"):
             lines.append(settled.pop(0))  # what the first microbatch needs next
     return lines + settled + completed
+
+
+def _halved(needed: Sequence[str], shape: Shape) -> frozenset[str]:
+    """Units, in the order of need, whose late update is done in two."""
+    layers = [unit for unit in needed if unit.startswith("L")]
+    return frozenset(needed) - frozenset(layers[max(0, len(layers) - shape.num_whole) :])
 
 
 def _actions(draft: Draft) -> Iterator[Action]:
