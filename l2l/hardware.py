@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from l2l.device import Device, Work, open_device
 from l2l.parameter_server import AdamW, HostKernel
-from l2l.parameter_server.host_kernel import num_blocks
+from l2l.parameter_server.host_kernel import num_blocks, working_threads
 from l2l.parameter_server.optimizer import Update
 from l2l.schedule import Lane
 
@@ -303,5 +303,5 @@ def _update_rate(
     )
     if kernel is None:
         return num_parameters / _best_seconds(partial(optimizer.readable, update))
-    native = partial(optimizer.native, kernel, update, num_threads=torch.get_num_threads())
+    native = partial(optimizer.native, kernel, update, num_threads=working_threads())
     return num_parameters / _best_seconds(native)

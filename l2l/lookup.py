@@ -143,7 +143,7 @@ class HostRows:
             if self._kernel is None:
                 host_kernel.gather(table, ids, flat)
             else:
-                self._kernel.gather(table, ids, flat, num_threads=num_threads())
+                self._kernel.gather(table, ids, flat, num_threads=host_kernel.working_threads())
 
     def collect(self, unit: str, rows: RowSet, staging: Tensor) -> float:
         """Add the gradients of a step's rows to a table's gradient.
@@ -181,7 +181,12 @@ class HostRows:
         if self._kernel is None:
             return host_kernel.add_rows(target, ids, gradients, without=without)
         return self._kernel.add_rows(
-            target, ids, gradients, without=without, groups=groups, num_threads=num_threads()
+            target,
+            ids,
+            gradients,
+            without=without,
+            groups=groups,
+            num_threads=host_kernel.working_threads(),
         )
 
     def clear(self, unit: str, rows: RowSet, staging: Tensor) -> None:
@@ -190,11 +195,6 @@ class HostRows:
         ids = torch.cat(rows.first_used[unit])
         for owner in {one.owner for one in self.lookups if one.unit == unit}:
             layout.view(staging, owner).index_fill_(0, ids, 0)
-
-
-def num_threads() -> int:
-    """Threads for what the device waits for: all but one, which submits its work."""
-    return max(1, torch.get_num_threads() - 1)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -777,6 +777,11 @@ class PreparedUpdates:
             self._kernel._call("update", self._array, len(self._calls), num_threads=num_threads)
 
 
+def working_threads() -> int:
+    """Threads for work beside a running device: all but one, which submits the device's work."""
+    return max(1, torch.get_num_threads() - 1)
+
+
 def load(library: Path = LIBRARY) -> HostKernel | None:
     """The kernel, or None if it was not built; the caller then warns and takes the slow path.
 

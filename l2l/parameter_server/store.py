@@ -42,11 +42,11 @@ from l2l.parameter_server.host_kernel import (
     Numbers,
     PreparedUpdates,
     SplitWeight,
+    working_threads,
 )
 from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind, Update
 from l2l.parameter_server.snapshot import Image, Snapshot
 from l2l.precision import PrecisionPolicy, join_master, split_master
-from l2l.schedule import OUTER
 
 ACCUMULATE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 DRAINED = {torch.float16: torch.float32}  # a sum of scaled gradients may not fit a float16
@@ -428,7 +428,7 @@ class ParameterServer:
             for update in self._updates_of(unit, owners, gradient, order, ranges, half):
                 optimizer.readable(update)
             return
-        num_threads = self._num_threads(name)
+        num_threads = working_threads()
         key = (half, order.received, gradient.data_ptr(), *unit.addresses())
         prepared = unit.prepared.get(key) if ranges is None else None
         if prepared is not None:
@@ -480,16 +480,6 @@ class ParameterServer:
                 ranges=None if ranges is None else ranges.get(owner),
                 half=half,
             )
-
-    @staticmethod
-    def _num_threads(name: str) -> int:
-        """Threads for a unit's update.
-
-        Layers are updated under device compute, where two cores are left to the threads that
-        launch it, forward and backward. The outer parameters are updated while the device waits.
-        """
-        every = torch.get_num_threads()
-        return max(1, every - 1 if name == OUTER else every - 2)
 
     def check_settings(self, settings: Mapping[str, Settings]) -> None:
         """Refuse settings that need state which was not set up.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Final, Literal
 
 from l2l.hardware import Hardware
@@ -29,8 +30,11 @@ PASS_SECONDS = 0.2e-3  # of a pass, beside its arithmetic: launches, copies into
 PROLOGUE_SECONDS = 2e-3
 HOST_COPY_RATE = 28e9  # of gathering rows; bytes that are read
 BUSY_HOST = 0.85  # of the optimizer's rate while passes are launched and the link is busy
+BUSY_CORES = 0.78  # the same where arithmetic bounds it
 HALVES = {"advance": 0.72, "refresh": 0.72, "complete": 0.7}  # of an exact update's seconds
 EIGHT_BIT_HALVES = {"advance": 0.55, "refresh": 0.55, "complete": 0.9}
+SPARED = ((0.0, 0.0), (0.07, 0.37), (0.3, 0.5), (1.0, 1.0))
+"""What a share of the results, the best of them, spares of the time to recompute all of them."""
 NUM_HEAD_VALUES = 8  # hidden states of a microbatch that an epilogue makes besides its logits
 
 COPIED: Final[Mapping[str, tuple[Literal["in", "out"], tuple[str, ...]]]] = {
@@ -42,6 +46,14 @@ COPIED: Final[Mapping[str, tuple[Literal["in", "out"], tuple[str, ...]]]] = {
     "repay": ("out", ("weight", "state")),
 }
 """Which way a line copies a unit, and what of it."""
+
+
+def _spared(keep: float) -> float:
+    """`SPARED`, with straight lines between."""
+    for (left, low), (right, high) in pairwise(SPARED):
+        if keep <= right:
+            return low + (high - low) * (keep - left) / (right - left)
+    return 1.0
 
 
 class CostModel:
@@ -236,8 +248,9 @@ class CostModel:
         """Of recomputation and backward of a streamed layer, its gradients added up."""
         recomputed = self.pass_seconds(layer, "backward", rows)
         kept = self.pass_seconds(layer, "kept_backward", rows)
-        saved = (recomputed - kept) * decisions.keep**0.8 if decisions.num_kept_cells else 0.0
-        return recomputed - saved + self._accumulate(self.problem.layers[layer])
+        saved = _spared(decisions.keep) if decisions.num_kept_cells else 0.0
+        recomputed -= saved * (recomputed - kept)
+        return recomputed + self._accumulate(self.problem.layers[layer])
 
     def epilogue_seconds(self, decisions: Decisions, rows: float) -> float:
         """Of the tail and the epilogue for one microbatch."""
@@ -271,7 +284,7 @@ class CostModel:
         moved = share * num_parameters * problem.update_bytes + beside
         found = moved / (hardware.host_rate * BUSY_HOST)
         if problem.eight_bit:  # bound by arithmetic, unless much is moved beside it
-            found = max(found, share * num_parameters / (hardware.eight_bit_rate * BUSY_HOST))
+            found = max(found, share * num_parameters / (hardware.eight_bit_rate * BUSY_CORES))
         return found
 
     def beside_forward(self, decisions: Decisions, rows: int) -> float:

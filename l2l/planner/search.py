@@ -24,7 +24,8 @@ from l2l.simulation import Simulation
 
 MOST_TOKENS = 16384  # of a microbatch: more gain nothing
 PIECES = (8192, 4096, 2048, 1024, 512, 256, 128)
-KEEPS = (0.0, 0.16, 0.3)
+KEEPS = (0.0, 0.08, 0.16, 0.3)
+KEPT_CELLS = (2, 3)
 NUM_RANKED = 60  # candidates that are looked at more closely
 NUM_SIMULATED = 2  # of each kind
 MOST_SIMULATED = 24  # of all
@@ -34,6 +35,7 @@ MOST_CELLS = 18
 SLACK = 0.02  # of the budget, for what lies between tensors
 WHOLE = (0.0, 0.25, 0.5, 0.75)  # shares of streamed layers that are not updated in two
 LENDING_GAIN = 0.05  # that lending must promise: it burdens the host's memory like nothing else
+LENT_PIECES = (6, 16)  # few are sooner submitted, many take less memory
 SHARES = (0.0, 0.2, 0.35, 0.5)  # of streamed layers that the device updates
 
 
@@ -93,7 +95,8 @@ def find_plan(
         raise DoesNotFitError(_refusal(model, budget_bytes, least))
     ranked = sorted(fitting, key=fitting.__getitem__)[:NUM_RANKED]
     if "num_shared" not in fixed:
-        ranked = [one for one in _shared(model, ranked) if model.peak_bytes(*one) <= limit]
+        shared = ((replace(one, **chosen), number) for one, number in _shared(model, ranked))
+        ranked = [one for one in shared if model.peak_bytes(*one) <= limit]
     if "num_late" not in fixed:
         ranked = list(_late(model, ranked))
     if "halves" not in fixed:
@@ -145,8 +148,9 @@ def _shared(
             continue
         streamed = len(problem.layers) - decisions.num_tail
         for share in SHARES[1:]:
-            if int(share * streamed):
-                yield replace(decisions, num_shared=int(share * streamed)), rows
+            number = int(share * streamed)
+            for pieces in LENT_PIECES if number else ():
+                yield replace(decisions, num_shared=number, num_pieces=pieces), rows
 
 
 def _late(
@@ -226,8 +230,8 @@ def _tails(
 ) -> Iterator[tuple[Decisions, int]]:
     problem, limit = model.problem, budget_bytes * (1 - SLACK)
     yield model.with_late(start, rows), rows
-    for keep in KEEPS[1:]:
-        kept = replace(start, keep=keep, num_kept_cells=3)
+    for keep, number in product(KEEPS[1:], KEPT_CELLS):
+        kept = replace(start, keep=keep, num_kept_cells=number)
         if model.may_keep(kept, rows) and model.peak_bytes(kept, rows) <= limit:
             yield model.with_late(kept, rows), rows
     num_layers = len(problem.layers)
@@ -246,7 +250,7 @@ def _tails(
             if number == tail == num_layers and model.peak_bytes(whole, rows) <= limit:
                 yield model.with_late(whole, rows), rows
             if tail < num_layers:
-                kept = replace(two, keep=KEEPS[1], num_kept_cells=3)
+                kept = replace(two, keep=KEEPS[1], num_kept_cells=KEPT_CELLS[-1])
                 if model.may_keep(kept, rows) and model.peak_bytes(kept, rows) <= limit:
                     yield model.with_late(kept, rows), rows
 
