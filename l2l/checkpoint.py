@@ -279,6 +279,7 @@ class Saving:
             threading.Thread(target=self._write_some, args=(failures,), daemon=True)
             for _ in range(NUM_WRITERS)
         ]
+        writers.append(threading.Thread(target=self._copy_ahead, args=(failures,), daemon=True))
         for writer in writers:
             writer.start()
         for writer in writers:
@@ -300,6 +301,14 @@ class Saving:
             self._write_units()
         except BaseException as failure:  # raised by `wait`
             failures.append(failure)
+
+    def _copy_ahead(self, failures: list[BaseException]) -> None:
+        try:
+            while self._snapshot.copy_ahead():
+                pass
+        except BaseException as failure:  # raised by `wait`
+            failures.append(failure)
+            self._snapshot.give_up()
 
     def _write_units(self) -> None:
         try:

@@ -104,6 +104,8 @@ def write_tensors(
                 assert tuple(tensor.shape) == entry.shape, entry.name
                 checksum = _write(file.fileno(), _bytes_of(tensor), checksum)
             os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):  # nobody reads it soon: leave the memory to others
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise TensorFileError(f"cannot write {path}: {error.strerror or error}") from error
     return Written(nbytes=8 + len(text) + offset, checksum=checksum)

@@ -485,9 +485,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen()
     copy, begin = ParameterServer._copy, ParameterServer.begin_snapshot
 
-    def counted(server: ParameterServer, tensor: Tensor) -> Tensor:
+    def counted(
+        server: ParameterServer, tensors: Mapping[str, Tensor], urgent: bool
+    ) -> Mapping[str, Tensor]:
         found.copies += 1
-        return copy(server, tensor)
+        return copy(server, tensors, urgent)
 
     def noted(server: ParameterServer, *args: Any, **settings: Any) -> Snapshot:
         snapshot = begin(server, *args, **settings)
@@ -1294,8 +1296,9 @@ class TinyEngine:
             snapshot=Snapshot(
                 list(memory),
                 image_of=lambda unit: Image(unit=unit, tensors={"a": memory[unit]}, steps={}),
-                copy_of=torch.clone,
+                copy_of=lambda tensors, _: tensors,
                 awaited=frozenset(),
+                changing=frozenset(),
                 spare_bytes=0,
             ),
             buffers={},

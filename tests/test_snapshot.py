@@ -8,7 +8,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from l2l.parameter_server import Image, Snapshot
+from l2l.parameter_server.snapshot import ImageState
 
 SIZE = 100  # bytes of a unit
 SOON = 10.0  # seconds after which a test is taken to hang
@@ -24,26 +25,31 @@ SOON = 10.0  # seconds after which a test is taken to hang
 class Server:
     """Units of one tensor, all of whose bytes are the number of the last change."""
 
-    def __init__(self, units: str, *, spare_units: int = 0, awaited: str = "") -> None:
+    def __init__(
+        self, units: str, *, spare_units: int = 0, awaited: str = "", fixed: str = ""
+    ) -> None:
         self.memory = {unit: torch.zeros(SIZE, dtype=torch.uint8) for unit in units}
         self.steps = {unit: {"weight": 0} for unit in units}
         self.copies: list[int] = []  # threads that have made a copy
+        self.urgent: list[bool] = []
         self.while_copying: Callable[[], None] = lambda: None
         self.snapshot = Snapshot(
             list(units),
             image_of=self.image,
             copy_of=self.copy,
             awaited=frozenset(awaited),
+            changing=frozenset(units) - frozenset(fixed),
             spare_bytes=spare_units * SIZE,
         )
 
     def image(self, unit: str) -> Image:
         return Image(unit=unit, tensors={"weight": self.memory[unit]}, steps=self.steps[unit])
 
-    def copy(self, tensor: Tensor) -> Tensor:
+    def copy(self, tensors: Mapping[str, Tensor], urgent: bool) -> dict[str, Tensor]:
         self.copies.append(threading.get_ident())
+        self.urgent.append(urgent)
         self.while_copying()
-        return tensor.clone()
+        return {name: tensor.clone() for name, tensor in tensors.items()}
 
     def change(self, unit: str) -> None:
         self.snapshot.before(unit)
@@ -467,6 +473,98 @@ def test_a_unit_that_one_change_waits_for_may_be_copied_for_another():
 
 
 # --------------------------------------------------------------------------------------------------
+# Copies that nobody waits for
+
+
+def test_units_are_copied_ahead_in_the_order_in_which_they_change():
+    server = Server("abc", spare_units=2)
+    copied: list[str] = []
+    server.while_copying = lambda: copied.append(
+        next(u for u, s in server.snapshot._states.items() if s is ImageState.COPYING)
+    )
+    assert server.snapshot.copy_ahead()
+    assert server.snapshot.copy_ahead()
+    assert copied == ["a", "b"]
+    assert server.urgent == [False, False]
+    server.change("a")
+    server.change("b")
+    assert len(server.copies) == 2, "a change finds the copy"
+    assert server.snapshot.stall_seconds == 0.0
+    assert sorted(server.write() for _ in range(3)) == ["a", "b", "c"]
+
+
+def test_what_does_not_change_is_not_copied_ahead():
+    server = Server("ab", spare_units=2, fixed="a")
+    assert server.snapshot.copy_ahead()
+    assert not server.snapshot.copy_ahead()
+    assert len(server.copies) == 1
+    assert sorted(server.write() for _ in range(2)) == ["a", "b"]
+
+
+def test_copying_ahead_waits_for_an_update_that_is_not_complete():
+    server = Server("a", spare_units=1, awaited="a")
+    copying = Other(server.snapshot.copy_ahead)
+    assert not server.copies
+    server.change("a")
+    server.snapshot.complete("a")
+    copying.end()
+    assert len(server.copies) == 1
+    assert server.take().is_copy
+
+
+def test_copying_ahead_waits_for_memory():
+    server = Server("ab", spare_units=1)
+    assert server.snapshot.copy_ahead()
+    copying = Other(server.snapshot.copy_ahead)
+    assert server.write() == "b", "there is no memory to copy it"
+    copying.end()
+    assert len(server.copies) == 1
+    assert server.write() == "a"
+
+
+def test_a_change_waits_for_the_copy_that_is_being_made():
+    server = Server("a", spare_units=1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        go_on.wait(SOON)
+
+    server.while_copying = hold
+    copying = Other(server.snapshot.copy_ahead)
+    assert begun.wait(SOON)
+    change = Other(server.change, "a")
+    assert is_untouched(server.image("a"))
+    go_on.set()
+    copying.end()
+    change.end()
+    assert len(server.copies) == 1
+    assert is_untouched(server.take())
+
+
+def test_copying_ahead_ends_when_all_is_given_up():
+    server = Server("a", awaited="a", spare_units=1)
+    copying = Other(server.snapshot.copy_ahead)
+    server.snapshot.give_up()
+    copying.end()
+    assert copying.failure is None
+    assert not server.copies
+
+
+@pytest.mark.parametrize("failure", [MemoryError, RuntimeError])
+def test_copying_ahead_ends_where_memory_is_short_after_all(failure: type[Exception]):
+    server = Server("a", spare_units=1)
+
+    def fail() -> None:
+        raise failure
+
+    server.while_copying = fail
+    assert not server.snapshot.copy_ahead()
+    assert server.snapshot._spare_bytes == SIZE
+    assert server.write() == "a"
+
+
+# --------------------------------------------------------------------------------------------------
 # By chance
 
 
@@ -507,7 +605,11 @@ def test_every_unit_is_written_once_as_it_was_whatever_happens_when(seed: int):
             written.append(image.unit)
             server.snapshot.written(image)
 
-    others = [Other(train), *(Other(write_all) for _ in range(3))]
+    def copy_all() -> None:
+        while server.snapshot.copy_ahead():
+            pass
+
+    others = [Other(train), Other(copy_all), *(Other(write_all) for _ in range(3))]
     for other in others:
         other.end()
         assert other.failure is None

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from l2l.device.checking import ByteCount, CheckingDevice, CountAllocations, QueuedEvent
 from l2l.device.cuda import CudaDevice, busy_link, num_devices, plain_peak
-from l2l.device.seam import PAGE_BYTES, Device, Event, UpdateFailedError, Work
+from l2l.device.seam import (
+    PAGE_BYTES,
+    Device,
+    Event,
+    UpdateFailedError,
+    Work,
+    untouched_pages,
+)
 
 __all__ = [
     "PAGE_BYTES",
@@ -31,6 +38,7 @@ __all__ = [
     "num_devices",
     "open_device",
     "plain_peak_bytes",
+    "untouched_pages",
 ]
 
 

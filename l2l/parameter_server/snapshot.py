@@ -1,16 +1,18 @@
 """The parameter server as it was after one step, written while training goes on.
 
 A unit's state is still from its update in step n until its update in step n + 1. A writer takes it
-in that window. Who is about to change a unit that was not written yet calls `before`: the unit is
-copied into spare host memory, or, if there is none left, the change waits until it is written. So
-what is written is the state of exactly one step, whatever the timing.
+in that window. A disk needs longer than a step, so units are copied into spare host memory while
+nobody waits for them (`copy_ahead`), those first that change first. Who is about to change a unit
+that was neither copied nor written yet calls `before`, which copies it then; or, if there is no
+memory left, waits until it is written. So what is written is the state of exactly one step,
+whatever the timing.
 
 A unit whose update of step n is itself left to the next step is `AWAITED` at first: its window
 opens when that update is complete.
 
     AWAITED --complete--> READY --take--> BUSY --written--> DONE
                             |                                 ^
-                            +--before--> COPIED --take, written-+
+                            +--before, copy_ahead--> COPIED --take, written-+
 """
 
 from __future__ import annotations
@@ -55,6 +57,9 @@ class Image:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
+CopyOf = Callable[[Mapping[str, Tensor], bool], Mapping[str, Tensor]]
+
+
 @final
 class Snapshot:
     """Units on their way to a writer; all methods may be called from any thread."""
@@ -64,8 +69,9 @@ class Snapshot:
         units: Sequence[str],
         *,
         image_of: Callable[[str], Image],
-        copy_of: Callable[[Tensor], Tensor],
+        copy_of: CopyOf,
         awaited: frozenset[str],
+        changing: frozenset[str],
         spare_bytes: int,
     ) -> None:
         """Begin.
@@ -73,12 +79,14 @@ class Snapshot:
         Args:
             units: all of them, those first that are changed first.
             image_of: a unit as it is now, without copying.
-            copy_of: a copy of a tensor, in host memory.
+            copy_of: copies of tensors, in host memory; urgent if a change waits for them.
             awaited: units whose update of this step is not complete.
+            changing: units that the next step will change.
             spare_bytes: host memory that copies may take.
         """
         self._image_of = image_of
         self._copy_of = copy_of
+        self._changing = changing
         self._spare_bytes = spare_bytes
         self._changed = threading.Condition()
         self._states = {
@@ -115,24 +123,36 @@ class Snapshot:
     def before(self, unit: str) -> None:
         """The unit is about to change: copy it, or wait until it is written."""
         with self._changed:
-            image = self._image_of(unit) if self._states[unit] is ImageState.READY else None
-            if image is None or image.nbytes > self._spare_bytes:
+            image = self._begin_copying(unit)
+            if image is None:
                 self._wait_for(unit)
                 return
-            self._spare_bytes -= image.nbytes
-            self._states[unit] = ImageState.COPYING
-        try:
-            tensors = {name: self._copy_of(tensor) for name, tensor in image.tensors.items()}
-        except (MemoryError, RuntimeError):  # torch's own for too little memory
-            self._end_copying(image, None)
+        if not self._copy(image, urgent=True):
             with self._changed:
                 self._wait_for(unit)
-            return
+
+    def _begin_copying(self, unit: str) -> Image | None:
+        """The unit, if it is ready and there is memory for a copy, which it now has."""
+        image = self._image_of(unit) if self._states[unit] is ImageState.READY else None
+        if image is None or image.nbytes > self._spare_bytes:
+            return None
+        self._spare_bytes -= image.nbytes
+        self._states[unit] = ImageState.COPYING
+        return image
+
+    def _copy(self, image: Image, *, urgent: bool) -> bool:
+        """Make the copy; False if there is no memory for it after all."""
+        try:
+            tensors = self._copy_of(image.tensors, urgent)
+        except (MemoryError, RuntimeError):  # torch's own for too little memory
+            self._end_copying(image, None)
+            return False
         except BaseException:
             self._end_copying(image, None)
             raise
-        copy = Image(unit=unit, tensors=tensors, steps=dict(image.steps), is_copy=True)
+        copy = Image(unit=image.unit, tensors=tensors, steps=dict(image.steps), is_copy=True)
         self._end_copying(image, copy)
+        return True
 
     def _end_copying(self, image: Image, copy: Image | None) -> None:
         """Leave the copy to the writers; without one the unit itself, as before."""
@@ -160,6 +180,26 @@ class Snapshot:
 
     # ----------------------------------------------------------------------------------------------
     # For writers
+
+    def copy_ahead(self) -> bool:
+        """Copy the unit that changes next, once one is ready and there is memory for it.
+
+        Returns:
+            False: nothing is left to copy, or memory is short after all.
+        """
+        with self._changed:
+            while (image := self._next_to_copy()) is None:
+                waits = (ImageState.AWAITED, ImageState.READY)
+                if not any(self._states[unit] in waits for unit in self._changing):
+                    return False
+                self._changed.wait()
+        return self._copy(image, urgent=False)
+
+    def _next_to_copy(self) -> Image | None:
+        for unit, state in self._states.items():
+            if state is ImageState.READY and unit in self._changing:
+                return self._begin_copying(unit)
+        return None
 
     def take(self) -> Image | None:
         """The next unit to write; waits for one. None: none is left."""

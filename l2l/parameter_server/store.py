@@ -26,12 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from l2l.device import Device, Event
+from l2l.device import Device, Event, untouched_pages
 from l2l.host_memory import Arena
 from l2l.layout import ALIGNMENT_ELEMENTS, FlatLayout, round_up
 from l2l.parameter_server import device_update
@@ -50,6 +51,8 @@ from l2l.precision import PrecisionPolicy, join_master, split_master
 
 ACCUMULATE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 DRAINED = {torch.float16: torch.float32}  # a sum of scaled gradients may not fit a float16
+COPY_ALIGNMENT = 64
+COPYING_THREADS = 4  # that copy what nobody waits for
 COMPANION = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 
 
@@ -665,6 +668,7 @@ class ParameterServer:
             image_of=self.image,
             copy_of=self._copy,
             awaited=frozenset(self.waiting),
+            changing=frozenset(name for name in order if self.units[name].form.trained.names),
             spare_bytes=spare_bytes,
         )
         self.snapshot = snapshot
@@ -681,17 +685,24 @@ class ParameterServer:
             )
         ]
 
-    def _copy(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type != "cpu" or self._kernel is None or not tensor.is_contiguous():
-            return tensor.detach().to("cpu", copy=True)
-        copy = torch.empty_like(tensor)
-        self._kernel.copy(
-            copy.data_ptr(),
-            source=tensor.data_ptr(),
-            num_bytes=tensor.nbytes,
-            num_threads=torch.get_num_threads(),
-        )
-        return copy
+    def _copy(self, tensors: Mapping[str, Tensor], urgent: bool) -> dict[str, Tensor]:  # noqa: FBT001
+        """Copies in one block of pages, large ones: most of the time would go into small ones."""
+        starts = [0, *accumulate(round_up(one.nbytes, COPY_ALIGNMENT) for one in tensors.values())]
+        block, copies = untouched_pages(starts[-1]), {}
+        num_threads = working_threads() if urgent else min(COPYING_THREADS, working_threads())
+        for start, (name, tensor) in zip(starts, tensors.items(), strict=False):
+            copy = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            if tensor.device.type != "cpu" or self._kernel is None or not tensor.is_contiguous():
+                copy.copy_(tensor.detach())
+            else:
+                self._kernel.copy(
+                    copy.data_ptr(),
+                    source=tensor.data_ptr(),
+                    num_bytes=tensor.nbytes,
+                    num_threads=num_threads,
+                )
+            copies[name] = copy
+        return copies
 
     def settle_all(self) -> None:
         """Bring every unit to the last step, on the calling thread."""
