@@ -208,29 +208,23 @@ class Engine:
 
     def step(self, batch: Batches) -> StepReport:
         """One optimizer step over a batch: a dict of tensors, or a list of microbatches."""
-        settings = self.optimizer.settings()
-        microbatches = self._prepare(batch, training=True, needs_loss=True)
-        self._server.check_settings(settings)
-        step = self._new_step(microbatches, settings=settings)
-        self._run(self._schedule(len(microbatches), training=True), step)
+        step, _ = self._perform(batch, settings=self.optimizer.settings())
         self.optimizer.step()
         self._step_number += 1
         return StepReport(step)
 
     def evaluate(self, batch: Batches) -> float:
         """The loss of a batch; forward only, in evaluation mode."""
-        microbatches = self._prepare(batch, training=False, needs_loss=True)
-        step = self._new_step(microbatches, settings=None)
-        self._run(self._schedule(len(microbatches), training=False), step)
+        step, _ = self._perform(batch, settings=None)
         return StepReport(step).loss
 
     def predict(self, batch: Batches) -> Any:
         """The model's outputs for a batch, on the host; forward only, in evaluation mode."""
         labelled = "labels" in (batch if isinstance(batch, Mapping) else batch[0])
-        microbatches = self._prepare(batch, training=False, needs_loss=labelled)
+        step, microbatches = self._perform(
+            batch, settings=None, needs_loss=labelled, keep_outputs=True
+        )
         shares = output_shares(self._rehearsal.rule, microbatches)
-        step = self._new_step(microbatches, settings=None, keep_outputs=True)
-        self._run(self._schedule(len(microbatches), training=False), step)
         return join_outputs([step.outputs[m] for m in range(len(microbatches))], shares)
 
     @property
@@ -548,6 +542,29 @@ class Engine:
             {k: self._device.pinned(v) if isinstance(v, Tensor) else v for k, v in one.items()}
             for one in microbatches
         ]
+
+    def _perform(
+        self,
+        batch: Batches,
+        *,
+        settings: Mapping[str, Mapping[str, Any]] | None,
+        needs_loss: bool = True,
+        keep_outputs: bool = False,
+    ) -> tuple[Step, list[Microbatch]]:
+        """Run a batch; with less memory in use if the device had too little for the plan."""
+        training = settings is not None
+        while True:
+            microbatches = self._prepare(batch, training=training, needs_loss=needs_loss)
+            if settings is not None:
+                self._server.check_settings(settings)
+            step = self._new_step(microbatches, settings=settings, keep_outputs=keep_outputs)
+            try:
+                self._run(self._schedule(len(microbatches), training=training), step)
+            except torch.OutOfMemoryError as error:
+                if self._state != "open" or not self._planning.tighten(str(error)):
+                    raise
+                continue
+            return step, microbatches
 
     def _rows_of(self, batch: Batches) -> int:
         """Rows of a microbatch."""

@@ -41,6 +41,7 @@ from l2l.survey import head_of, is_eight_bit, layer_costs, unit_size, update_byt
 logger = logging.getLogger("l2l")
 
 FREE_SHARE = 0.9  # of free device memory that is used if the user names no budget
+LEAST_KEPT_BACK = 32 << 20  # of a budget, once a plan has turned out too tight
 NUM_MARKS = 4  # steps after which prediction and measurement are compared
 
 
@@ -111,6 +112,7 @@ class Planning:
         self._num_tokens = 0
         self._most_tokens = 0  # of a microbatch, that the plan is for
         self._is_whole = False  # whether a batch was planned as one microbatch
+        self._kept_back = 0  # bytes of the budget that plans leave alone, because one has failed
         self._marks: list[float] = []
         self.decisions = Decisions().override(self._overrides)
 
@@ -132,6 +134,27 @@ class Planning:
         if self._device is not None and self._budget is not None:
             self._device.give_back()
             self._device.limit_memory(self._budget)
+
+    def tighten(self, reason: str) -> bool:
+        """Plan anew with less device memory, as a step has needed more than was foreseen.
+
+        Returns:
+            False: there is no plan, or so much was kept back already that something else is wrong.
+        """
+        if self._candidate is None or self._budget is None:
+            return False
+        more = max(LEAST_KEPT_BACK, self._budget // 16)
+        if self._kept_back + more > self._budget // 2:
+            return False
+        self._kept_back += more
+        logger.warning(
+            "a step needed more device memory than planned (%s); it is done again with a plan that "
+            "leaves %s of the budget free.",
+            reason.partition(". GPU")[0],
+            format_bytes(self._kept_back),
+        )
+        self._candidate, self._most_tokens = None, 0
+        return True
 
     def must_plan(self, batch: Any, *, rows: int | None) -> bool:
         """Whether a batch has larger microbatches than the plan is for, or should have."""
@@ -223,7 +246,9 @@ class Planning:
         """The best choices; those of a checkpoint are dropped if they do not fit."""
         assert self._budget is not None
         assert self._hardware is not None
-        find = partial(find_plan, problem, self._hardware, budget_bytes=self._budget)
+        find = partial(
+            find_plan, problem, self._hardware, budget_bytes=self._budget - self._kept_back
+        )
         fixed = frozenset({**self._adopted, **self._overrides})
         try:
             found = find(rows=rows, overrides=self.decisions, fixed=fixed)

@@ -29,6 +29,7 @@ from torch.optim import lr_scheduler
 
 import l2l
 from l2l.byte_size import format_bytes
+from l2l.device import CheckingDevice
 from l2l.engine import Engine
 from l2l.hardware import H200
 
@@ -564,6 +565,87 @@ def test_a_longer_batch_is_planned_anew_and_nothing_is_lost(
     assert_close_training(found, expected)
     tokens = dict(found[2].choices)["microbatch"]
     assert tokens == f"{ROWS} rows, {batches[4]['input_ids'].numel():,} tokens"
+
+
+def run_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch, verbs: set[str], *, times: int = 1
+) -> list[str]:
+    """Let the device have no memory the first times that lines of a kind run; returns these."""
+    failed: list[str] = []
+    submit = CheckingDevice.submit
+
+    def failing(device: CheckingDevice, lane: Any, text: str, work: Any) -> None:
+        if text.split()[0] in verbs and len(failed) < times:
+            failed.append(text)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 MiB. GPU 0 has")
+        submit(device, lane, text, work)
+
+    monkeypatch.setattr(CheckingDevice, "submit", failing)
+    return failed
+
+
+@pytest.mark.usefixtures("as_h200")
+@pytest.mark.parametrize(
+    ("verb", "clip_norm"),
+    [("forward", None), ("epilogue", None), ("forward", 0.5), ("epilogue", 0.5), ("backward", 0.5)],
+)
+def test_a_step_that_the_device_has_too_little_memory_for_is_done_again(
+    verb: str,
+    clip_norm: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    batches = [causal_batch(ROWS, seed) for seed in range(3)]
+    settings: dict[str, Any] = {"clip_norm": clip_norm, "overrides": {"num_tail": 1}}
+    expected = train_in("300MiB", batches, **settings)
+    failed = run_out_of_memory(monkeypatch, {verb}, times=2)
+    found = train_in("300MiB", batches, **settings)
+    assert len(failed) == 2
+    assert_close_training(found, expected)
+    assert found[2].total_bytes("device") < (300 - 64) << 20
+    told = [one.getMessage() for one in caplog.records if "done again" in one.getMessage()]
+    assert len(told) == 2
+    assert "CUDA out of memory. Tried to allocate 1 MiB)" in told[0]
+    assert "leaves 64.00 MiB of the budget free" in told[1]
+
+
+@pytest.mark.usefixtures("as_h200")
+def test_a_step_that_has_begun_to_update_is_not_done_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_out_of_memory(monkeypatch, {"backward"})
+    engine = make_engine(build_llama(**BUDGETED), device_memory="300MiB", overrides={"num_tail": 1})
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.step(causal_batch(ROWS))
+    with pytest.raises(RuntimeError, match="failed"):
+        engine.step(causal_batch(ROWS))
+    with pytest.warns(UserWarning, match="weights"):
+        engine.close()
+
+
+@pytest.mark.usefixtures("as_h200")
+def test_predictions_and_losses_are_made_again_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = causal_batch(ROWS)
+    with make_engine(build_llama(**BUDGETED), device_memory="220MiB") as engine:
+        expected = engine.evaluate(batch), engine.predict(batch)["logits"]
+    failed = run_out_of_memory(monkeypatch, {"score"})
+    with make_engine(build_llama(**BUDGETED), device_memory="220MiB") as engine:
+        assert engine.evaluate(batch) == pytest.approx(expected[0], abs=1e-6)
+        torch.testing.assert_close(engine.predict(batch)["logits"], expected[1])
+    assert failed
+
+
+@pytest.mark.usefixtures("as_h200")
+@pytest.mark.parametrize("budget", [None, "220MiB"])
+def test_a_device_without_memory_for_any_plan_says_so(
+    budget: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_out_of_memory(monkeypatch, {"epilogue"}, times=100)
+    with (
+        make_engine(build_llama(**BUDGETED), device_memory=budget) as engine,
+        pytest.raises((torch.OutOfMemoryError, ValueError), match=r"out of memory|needs .* of"),
+    ):
+        engine.step(causal_batch(ROWS))
 
 
 @pytest.mark.usefixtures("as_h200")
