@@ -69,9 +69,9 @@
 // [Note: threads] Work is cut into pieces, and threads take the next one as they come. The threads
 // are our own and sleep when there is nothing to do: OpenMP's wait by spinning, before and after
 // every loop, on cores that the threads which feed the device need. Whoever calls works as well, and
-// waits for pieces that others have begun, never for a thread that has not come yet. So a thread
-// that gets no core delays nothing, and after a fork, where only the calling thread is left, all of
-// it still runs. Several callers may have work at once; idle threads help whoever came first.
+// waits for those who have come, never for a thread that has not. So a thread that gets no core
+// delays next to nothing, and after a fork, where only the calling thread is left, all of it still
+// runs. Several callers may have work at once; idle threads help whoever came first.
 #include <pthread.h>
 
 #include <algorithm>
@@ -790,11 +790,7 @@ ChunkFunction function_of(int32_t optimizer, int32_t weight_form) {
 class Team {
  public:
   // Never destroyed: its threads wait for more until the process ends.
-  static Team& current() {
-    static const int registered = pthread_atfork(nullptr, nullptr, [] { instance = new Team; });
-    static_cast<void>(registered);
-    return *instance;
-  }
+  static Team& current() { return *instance; }
 
   template <class Function>
   void run(int64_t num_pieces, int32_t num_threads, const Function& function) {
@@ -882,7 +878,9 @@ class Team {
   int64_t num_threads = 0;
 };
 
-Team* Team::instance = new Team;
+// Made when the library is loaded, not at the first call, which a fork could interrupt.
+Team* Team::instance =
+    (static_cast<void>(pthread_atfork(nullptr, nullptr, [] { instance = new Team; })), new Team);
 
 template <class Function>
 void run_pieces(int64_t num_pieces, int32_t num_threads, const Function& function) {
@@ -973,9 +971,10 @@ struct Call {
   int64_t num_ranges;
 };
 
-// Several updates at once: whoever calls from Python gives its lock up once, threads are woken once,
-// and what is small is done beside what is large.
-void host_kernel_update(const Call* calls, int64_t num_calls, int32_t num_threads) {
+// Several updates at once, in no order, so no two may touch the same memory: whoever calls from
+// Python gives its lock up once, threads are woken once, and what is small is done beside what is
+// large.
+void host_kernel_updates(const Call* calls, int64_t num_calls, int32_t num_threads) {
   std::vector<ChunksOfRanges> updates;
   std::vector<int64_t> starts = {0};  // of each update among all chunks, and their end
   for (const Call* call = calls; call < calls + num_calls; ++call) {

@@ -505,7 +505,7 @@ class HostKernel:
             "level": (int32, []),
             "highest_level": (int32, []),
             "set_level": (None, [int32]),
-            "update": (None, [ctypes.POINTER(_Call), int64, int32]),
+            "updates": (None, [ctypes.POINTER(_Call), int64, int32]),
             "sum_of_squares": (ctypes.c_double, [int32, pointer, int64, int32]),
             "split": (None, [pointer, pointer, pointer, int64, int32]),
             "join": (None, [pointer, pointer, pointer, int64, int32]),
@@ -650,17 +650,17 @@ class HostKernel:
         if prepared is not None:
             prepared.add(call, job, given)
         else:
-            self._call("update", ctypes.byref(call), 1, num_threads=num_threads)
+            self._call("updates", ctypes.byref(call), 1, num_threads=num_threads)
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[PreparedUpdates]:
         """Collect this thread's updates inside the block, instead of performing them."""
-        prepared = PreparedUpdates(self)
+        prepared, before = PreparedUpdates(self), getattr(self._local, "prepared", None)
         self._local.prepared = prepared
         try:
             yield prepared
         finally:
-            self._local.prepared = None
+            self._local.prepared = before
 
     def sum_of_squares(self, gradient: Tensor, *, num_threads: int) -> float:
         """Sum of squares in float64, in an order that does not depend on the threads."""
@@ -744,7 +744,9 @@ class HostKernel:
 
 @final
 class PreparedUpdates:
-    """Updates of certain memory, performed together, with the numbers of any step.
+    """Updates of certain memory, performed at once, with the numbers of any step.
+
+    No two may touch the same memory, and all of it must outlive this.
 
     Whatever touches a tensor gives Python's lock away for a moment, and so does every call of the
     library. Where another thread wants it, to feed the device, each time can cost milliseconds: an
@@ -760,21 +762,21 @@ class PreparedUpdates:
         self._array: Any = None
 
     def add(self, call: _Call, job: _Job, ranges: Tensor) -> None:
-        """Append an update; the memory that it names must outlive this."""
+        """Append an update."""
         self._calls.append(call)
         self._jobs.append(job)
         self._ranges.append(ranges)
         self._array = None
 
     def perform(self, numbers: Sequence[Numbers] | None = None, *, num_threads: int) -> None:
-        """Perform all of them, with these numbers if given, in the order they were prepared."""
+        """Perform all of them, in no order; with these numbers, if given, one for each."""
         if numbers is not None:
             for job, one in zip(self._jobs, numbers, strict=True):
                 job.coefficients = one._coefficients()
         if self._array is None:
             self._array = (_Call * len(self._calls))(*self._calls)
         if self._calls:
-            self._kernel._call("update", self._array, len(self._calls), num_threads=num_threads)
+            self._kernel._call("updates", self._array, len(self._calls), num_threads=num_threads)
 
 
 def working_threads() -> int:

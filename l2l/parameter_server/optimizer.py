@@ -99,7 +99,7 @@ class HostOptimizer(Optimizer):
 
     @abstractmethod
     def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
-        """The same update with the native kernel."""
+        """The same update with the native kernel, which may do it later: give it no new tensors."""
 
     def numbers(
         self, settings: Settings, *, step: int, factor: float, seed: int

@@ -51,6 +51,7 @@ from l2l.precision import PrecisionPolicy, join_master, split_master
 
 ACCUMULATE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 DRAINED = {torch.float16: torch.float32}  # a sum of scaled gradients may not fit a float16
+MOST_PREPARED = 64  # ways to update a unit that are remembered
 COPY_ALIGNMENT = 64
 COPYING_THREADS = 4  # that copy what nobody waits for
 COMPANION = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
@@ -432,7 +433,7 @@ class ParameterServer:
                 optimizer.readable(update)
             return
         num_threads = working_threads()
-        key = (half, order.received, gradient.data_ptr(), *unit.addresses())
+        key = (half, order.received, gradient.data_ptr(), gradient.numel(), *unit.addresses())
         prepared = unit.prepared.get(key) if ranges is None else None
         if prepared is not None:
             prepared.perform(self._numbers_of(unit, owners, order), num_threads=num_threads)
@@ -442,7 +443,8 @@ class ParameterServer:
                 optimizer.native(self._kernel, update, num_threads=num_threads)
         prepared.perform(num_threads=num_threads)
         if ranges is None and len(self._numbers_of(unit, owners, order)) == len(owners):
-            unit.prepared = {**unit.prepared, key: prepared} if len(unit.prepared) < 8 else {}
+            kept = unit.prepared if len(unit.prepared) < MOST_PREPARED else {}
+            unit.prepared = {**kept, key: prepared}
 
     def _numbers_of(self, unit: Unit, owners: Sequence[str], order: UpdateOrder) -> list[Numbers]:
         """What of updates differs from step to step; fewer than parameters if more does."""
