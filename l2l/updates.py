@@ -311,7 +311,7 @@ class Updates:
                 continue
             gradient = gradients[owner]
             if step.divide_by_weight:
-                gradient = gradient / weight
+                gradient.div_(weight)
             shape = tuple(weights[owner].shape)
             state: dict[str, Any] = {
                 n: weights[state_name(owner, n)] for n in optimizer.state_shapes(shape)

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "loss": "batch",
     "device": "schedule trace",
     "host_memory": "byte_size device",
-    "parameter_server": "device host_memory layout precision schedule",
+    "parameter_server": "device host_memory layout precision",
     "units": "carving parameter_server precision schedule",
     "stash": "device host_memory layout",
     "lookup": "host_memory layout parameter_server stash",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import l2l
 from l2l.device import CheckingDevice
-from l2l.parameter_server import ParameterServer, host_kernel
+from l2l.parameter_server import ParameterServer, adafactor, host_kernel
 from l2l.precision import PrecisionPolicy
 from l2l.schedule import Lane
 
@@ -210,6 +210,38 @@ def test_adafactor_equals_that_of_torch():
     for key, expected in plain.state_dict().items():
         allowed = 1e-5 * float(expected.abs().max())
         assert float((found[key] - expected).abs().max()) <= allowed, key
+
+
+@pytest.mark.parametrize("shape", [(), (70,), (33, 20), (5, 6, 7)], ids=str)
+@pytest.mark.parametrize("finite", [True, False])
+def test_adafactor_gives_the_same_some_rows_at_a_time(
+    shape: tuple[int, ...], finite: bool, monkeypatch: pytest.MonkeyPatch
+):
+    optimizer = l2l.Adafactor(lr=0.1, weight_decay=0.1)
+    settings = optimizer.defaults
+
+    def revised() -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(5)
+        weight = torch.randn(shape, generator=generator)
+        state = {name: torch.zeros(one) for name, one in optimizer.state_shapes(shape).items()}
+        for _ in range(3):
+            optimizer.revise(
+                weight,
+                torch.randn(shape, generator=generator),
+                state,
+                settings=settings,
+                finite=torch.tensor(finite),
+                generator=generator,
+            )
+        return {"weight": weight, **state}
+
+    whole = revised()
+    monkeypatch.setattr(adafactor, "REVISED_PIECE", 64)
+    pieces = adafactor.pieces_of(torch.empty(shape))
+    assert len(pieces) == {(): 1, (70,): 2, (33, 20): 11, (5, 6, 7): 5}[shape]
+    for name, found in revised().items():
+        torch.testing.assert_close(found, whole[name], rtol=1e-6, atol=1e-7)
+    assert bool(whole["step"]) == finite
 
 
 def test_adafactor_rounds_stochastically_and_reproducibly():

@@ -17,7 +17,7 @@ weights and state as they were, without the host having to know.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -28,6 +28,8 @@ from typing_extensions import override
 from l2l.parameter_server.optimizer import Optimizer, Settings, check
 
 ROUNDING_PIECE = 1 << 24  # elements rounded at once, to bound the memory for random numbers
+REVISED_PIECE = 1 << 23  # elements updated at once
+REVISED_BYTES = 24  # for each of them, and what rounding takes
 
 
 @final
@@ -71,46 +73,77 @@ class Adafactor(Optimizer):
     def revise(
         self,
         weight: Tensor,
-        gradient: Tensor,  # float32
+        gradient: Tensor,  # float32, used up
         state: Mapping[str, Tensor],
         *,
         settings: Settings,
         finite: Tensor,  # bool, on the device: whether this step counts
         generator: torch.Generator,
     ) -> None:
-        """Update a weight and its state in place, unless the step does not count."""
+        """Update a weight and its state in place, unless the step does not count.
+
+        The gradient is used up: its memory holds the change. All else is done some rows at a time,
+        so that the largest matrix of a model needs no more memory than a small one.
+        """
         eps1 = settings["eps"][0]
         eps1 = torch.finfo(torch.float32).eps if eps1 is None else eps1
         step = state["step"] + 1
         blend = step.pow(settings["beta2_decay"])
         rho = torch.clamp(step.rsqrt(), max=float(settings["lr"]))
-        master = weight.float()
-        alpha = (master.norm(2) / master.numel() ** 0.5).clamp(min=settings["eps"][1]) * rho
-        if settings["weight_decay"]:
-            master = master * (1 - float(settings["lr"]) * settings["weight_decay"])
-        fresh, variance = _moments(gradient, state, blend, eps1)
-        change = variance.clamp_(min=eps1 * eps1).rsqrt_().mul_(gradient)
-        size = change.norm(2) / (change.numel() ** 0.5 * settings["d"])
-        master = master - change.mul_(alpha / size.clamp(min=1.0))
-        store(weight, master, finite=finite, generator=generator)
+        pieces = pieces_of(weight)
+        norm = _norm(weight[piece].float() for piece in pieces)
+        alpha = (norm / weight.numel() ** 0.5).clamp(min=settings["eps"][1]) * rho
+        fresh = _moments(gradient, state, blend)
+        for piece in pieces:
+            variance = _estimate(fresh, piece, eps1)
+            gradient[piece].mul_(variance.clamp_(min=eps1 * eps1).rsqrt_())
+        size = gradient.norm(2) / (gradient.numel() ** 0.5 * settings["d"])
+        factor = alpha / size.clamp(min=1.0)
+        for piece in pieces:
+            master = weight[piece].float()
+            if settings["weight_decay"]:
+                master = master * (1 - float(settings["lr"]) * settings["weight_decay"])
+            changed = master - gradient[piece].mul_(factor)
+            store(weight[piece], changed, finite=finite, generator=generator)
         for name, value in {**fresh, "step": step}.items():
             state[name].copy_(torch.where(finite, value, state[name]))
 
 
-def _moments(
-    gradient: Tensor, state: Mapping[str, Tensor], blend: Tensor, eps1: float
-) -> tuple[dict[str, Tensor], Tensor]:
-    """The next second moment as it is kept, and as an estimate for every element."""
+def pieces_of(weight: Tensor) -> list[Any]:
+    """Indices of some rows each."""
+    if not weight.dim():
+        return [...]
+    rows = max(1, REVISED_PIECE * weight.size(0) // max(1, weight.numel()))
+    return [slice(start, start + rows) for start in range(0, weight.size(0), rows)]
+
+
+def _norm(parts: Iterable[Tensor]) -> Tensor:
+    norms: list[Tensor] = [part.norm(2) for part in parts]
+    whole: Tensor = norms[0] if len(norms) == 1 else torch.stack(norms).norm(2)
+    return whole
+
+
+def _moments(gradient: Tensor, state: Mapping[str, Tensor], blend: Tensor) -> dict[str, Tensor]:
+    """The next second moment, as it is kept."""
     if gradient.dim() < 2:
-        variance = torch.lerp(state["variance"], gradient.square(), blend)
-        return {"variance": variance}, variance.clone()
+        return {"variance": torch.lerp(state["variance"], gradient.square(), blend)}
     row_mean = gradient.norm(dim=-1, keepdim=True).square_().div_(gradient.size(-1))
     column_mean = gradient.norm(dim=-2, keepdim=True).square_().div_(gradient.size(-2))
     row = torch.lerp(state["row_var"], row_mean, blend)
     column = torch.lerp(state["col_var"], column_mean, blend)
-    estimate = row @ column
-    estimate.div_(row.mean(dim=-2, keepdim=True).clamp_(min=eps1))
-    return {"row_var": row, "col_var": column}, estimate
+    return {"row_var": row, "col_var": column}
+
+
+def _estimate(moments: Mapping[str, Tensor], piece: Any, eps1: float) -> Tensor:
+    """The second moment of every element of some rows."""
+    if "variance" in moments:
+        return moments["variance"][piece].clone()
+    row, column = moments["row_var"], moments["col_var"]
+    mean = row.mean(dim=-2, keepdim=True).clamp_(min=eps1)
+    if row.dim() > 2:  # rows are matrices
+        column, mean = column[piece], mean[piece]
+    estimate: Tensor = row[piece] @ column
+    return estimate.div_(mean)
 
 
 def store(weight: Tensor, master: Tensor, *, finite: Tensor, generator: torch.Generator) -> None:

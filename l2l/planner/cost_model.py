@@ -16,6 +16,7 @@ from typing import Final, Literal
 from l2l.hardware import Hardware
 from l2l.layer_cost import PassCost, seconds
 from l2l.parameter_server import ROUNDING_BYTES, UpdatePolicy
+from l2l.parameter_server.adafactor import REVISED_BYTES, REVISED_PIECE
 from l2l.planner.plan import ALWAYS, Decisions, LedgerLine
 from l2l.planner.problem import CostLine, Problem, UnitSize
 from l2l.schedule import NUM_LENT, Action, Lane, OuterUnit, make_schedule
@@ -162,6 +163,9 @@ class CostModel:
             forward = self._most("forward", range(len(streamed)), rows).working_bytes
             yield "forward", "one layer at work", forward + self.kept_bytes_of(decisions, rows)
             backward = self._most("backward", range(len(streamed)), rows).working_bytes
+            if problem.policy is UpdatePolicy.ON_DEVICE:
+                most = max(unit.num_trained for unit in streamed)
+                backward = max(backward, REVISED_BYTES * min(REVISED_PIECE, most))
             yield "backward", "one layer at work", backward
         piece = min(decisions.piece_tokens or 2**62, rows * problem.length)
         logits = int(piece * problem.head_width * problem.logit_bytes)
