@@ -46,7 +46,7 @@ TRACED_STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A Llama model; embedding and head share their weight."""
+    """A Llama model."""
 
     hidden_size: int
     num_layers: int
@@ -54,6 +54,20 @@ class Shape:
     num_key_value_heads: int
     perceptron_size: int
     vocabulary_size: int
+    tied: bool = True  # whether embedding and head share their weight
+
+    @property
+    def num_parameters_of_layer(self) -> int:
+        """Parameters of one layer."""
+        keys = self.hidden_size * self.num_key_value_heads // self.num_heads
+        attention = 2 * self.hidden_size * (self.hidden_size + keys)
+        return attention + 3 * self.hidden_size * self.perceptron_size + 2 * self.hidden_size
+
+    @property
+    def num_parameters_around(self) -> int:
+        """Parameters of embedding, head and last norm."""
+        tables = 1 if self.tied else 2
+        return tables * self.vocabulary_size * self.hidden_size + self.hidden_size
 
 
 SHAPES = {
@@ -72,6 +86,15 @@ SHAPES = {
         num_key_value_heads=8,
         perceptron_size=14336,
         vocabulary_size=128_256,
+    ),
+    "50b": Shape(
+        hidden_size=8192,
+        num_layers=58,
+        num_heads=64,
+        num_key_value_heads=8,
+        perceptron_size=28672,
+        vocabulary_size=32_000,
+        tied=False,
     ),
     "1b": Shape(
         hidden_size=2048,
@@ -148,7 +171,7 @@ class Workload:
             num_key_value_heads=shape.num_key_value_heads,
             vocab_size=shape.vocabulary_size,
             max_position_embeddings=self.length,
-            tie_word_embeddings=True,
+            tie_word_embeddings=shape.tied,
             use_cache=False,
             attn_implementation="sdpa",
         )
@@ -289,7 +312,7 @@ def measure(run: Run) -> Measurement:
         losses=timing.losses,
         device_peak_bytes=reserved,
         device_allocated_bytes=allocated,
-        host_peak_bytes=_host_peak_bytes(),
+        host_peak_bytes=host_peak_bytes(),
         model_seconds=handed_over - start,
         build_seconds=built - handed_over,
         first_step_seconds=timing.first_step_ended_at - run.started_at,
@@ -395,7 +418,8 @@ def _peaks(device: torch.device) -> tuple[int, int] | tuple[None, None]:
     return torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device)
 
 
-def _host_peak_bytes() -> int | None:
+def host_peak_bytes() -> int | None:
+    """The most resident memory that this process had. None: the system does not say."""
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
     return int(found[1]) * 1024 if found else None

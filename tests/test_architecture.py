@@ -86,9 +86,10 @@ MAY_IMPORT = {
         "byte_size checkpoint data engine hugging_face loss metrics planner preview progress "
         "settings weights"
     ),
+    "scale": "byte_size engine parameter_server preview weights workload",
     "cli": (
         "benchmark byte_size checkpoint comparison hardware host_memory hugging_face "
-        "parameter_server planner plot preview progress settings training workload"
+        "parameter_server planner plot preview progress scale settings training workload"
     ),
 }
 

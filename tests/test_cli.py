@@ -235,7 +235,7 @@ def test_what_does_not_fit_ends_with_status_1_and_what_would(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["nowhere"], "3.2b, 7.5b, 1b, tiny"),
+        (["nowhere"], "3.2b, 7.5b, 50b, 1b, tiny"),
         (["tiny", "--tokens", "1000"], "--length"),
         (["tiny", "--rows", "0"], "--rows 0"),
         (["tiny", "--length", "1"], "--length 1"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from l2l.benchmark import describe_host, measure_host
-from l2l.cli import export, plan, report, train
+from l2l.cli import export, plan, report, scale, train
 from l2l.comparison import (
     PLAIN_VARIANTS,
     SYSTEMS,
@@ -54,10 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     host.add_argument("--threads", type=int, default=None, help="default: all of torch's")
     host.add_argument("--level", default=None, help="instructions: portable, avx2, avx512")
     _add_step_options(subjects.add_parser("step", help="training steps", description=STEP_HELP))
+    scale.add_options(subjects.add_parser("scale", help="the largest model"))
     parsed = parser.parse_args(arguments)
     verb = {"train": train.run, "plan": plan.run, "report": report.run, "export": export.run}
     if parsed.verb in verb:
         return verb[parsed.verb](parsed)
+    if parsed.subject == "scale":
+        return scale.run(parsed)
     if parsed.subject == "step":
         try:
             runs = _runs_of(parsed)
