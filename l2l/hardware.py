@@ -52,6 +52,8 @@ class Hardware:
     """Bytes in each direction while both are busy."""
     matrix_rate: float
     """Floating-point operations of large 16-bit matrix products."""
+    single_rate: float
+    """Of float32 ones, in the precision that torch is set to."""
     memory_rate: float
     """Bytes read and written by a large elementwise operation on the device."""
     host_rate: float
@@ -94,6 +96,7 @@ class Hardware:
             ("link, to the host", self.drain_rate / 1e9, "GB/s"),
             ("link, each way at once", self.both_ways_rate / 1e9, "GB/s"),
             ("matrix products, 16 bits", self.matrix_rate / 1e12, "Tflop/s"),
+            ("matrix products, float32", self.single_rate / 1e12, "Tflop/s"),
             ("device memory, elementwise", self.memory_rate / 1e9, "GB/s"),
             ("host AdamW, exact", self.host_rate / 1e9, "GB/s"),
             ("host AdamW, 8-bit moments", self.eight_bit_rate / 1e9, "G parameters/s"),
@@ -111,6 +114,7 @@ H200 = Hardware(
     drain_rate=55e9,
     both_ways_rate=48e9,
     matrix_rate=700e12,
+    single_rate=50e12,
     memory_rate=4.0e12,
     host_rate=136e9,
     eight_bit_rate=5.8e9,
@@ -198,7 +202,7 @@ def probe(device: Device, kernel: HostKernel | None) -> Hardware:
     own = open_device(device.torch_device)  # [Note: own device]
     try:
         fetch, drain, both_ways = _link_rates(own, sizes)
-        matrix = _matrix_rate(own, sizes)
+        matrix, single = (_matrix_rate(own, sizes, t) for t in (torch.bfloat16, torch.float32))
         memory = _memory_rate(own, sizes)
         num_parameters = sizes.num_parameters if kernel is not None else _SMALL.num_parameters
         exact, eight_bit = (
@@ -216,6 +220,7 @@ def probe(device: Device, kernel: HostKernel | None) -> Hardware:
         drain_rate=drain,
         both_ways_rate=both_ways,
         matrix_rate=matrix,
+        single_rate=single,
         memory_rate=memory,
         host_rate=exact * BYTES_PER_PARAMETER,
         eight_bit_rate=eight_bit,
@@ -257,9 +262,9 @@ def _link_rates(device: Device, sizes: _Sizes) -> tuple[float, float, float]:
     return rates[0], rates[1], rates[2]
 
 
-def _matrix_rate(device: Device, sizes: _Sizes) -> float:
-    side, where = sizes.matrix_side, device.torch_device
-    left, right = (torch.randn(side, side, dtype=torch.bfloat16, device=where) for _ in range(2))
+def _matrix_rate(device: Device, sizes: _Sizes, dtype: torch.dtype) -> float:
+    side, where = 2 * sizes.matrix_side // dtype.itemsize, device.torch_device
+    left, right = (torch.randn(side, side, dtype=dtype, device=where) for _ in range(2))
     product = partial(torch.mm, left, right, out=torch.empty_like(left))
     seconds = _best_seconds(
         partial(_on_lanes, device, [(Lane.COMPUTE, product)], sizes.num_products)

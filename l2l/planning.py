@@ -9,6 +9,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, final
 
+import torch
+
 from l2l.batch import Microbatch, num_rows, take_rows, token_length
 from l2l.byte_size import format_bytes, parse_bytes
 from l2l.carving import CarvedModel, Recording
@@ -232,6 +234,7 @@ class Planning:
             eight_bit=is_eight_bit(self._optimizer),
             has_halves=isinstance(self._optimizer, HostOptimizer) and self._optimizer.has_halves,
             may_update_on_device=device_update.supports(self._optimizer),
+            is_single=hidden.dtype is torch.float32,
             buffer_bytes=buffer_bytes,
             server_bytes=host_bytes(list(forms.values()), self._policy),
             host_limit_bytes=self._host_limit,

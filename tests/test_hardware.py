@@ -49,7 +49,7 @@ def test_the_cpu_is_probed_in_a_moment(device: CheckingDevice, with_kernel: bool
     assert found.device_bytes == device.total_bytes()
     assert found.num_threads == torch.get_num_threads()
     rates = {entry.name for entry in dataclasses.fields(found) if entry.name.endswith("_rate")}
-    assert len(rates) == 7
+    assert len(rates) == 8
     assert all(1e5 < getattr(found, name) < 1e15 for name in rates)
 
 

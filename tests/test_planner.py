@@ -182,6 +182,17 @@ def assert_never_slower(plans: list[Candidate]) -> None:
         best = min(best, one.seconds)
 
 
+def test_layers_in_float32_are_planned_with_the_rate_of_float32() -> None:
+    plans = [
+        find_plan(
+            replace(problem_of("exact"), is_single=is_single), H200, budget_bytes=8 * GIB, rows=None
+        )
+        for is_single in (False, True)
+    ]
+    assert plans[1].seconds > 4 * plans[0].seconds
+    assert plans[1].bound == "compute"
+
+
 @every_setting
 def test_more_memory_is_never_slower(name: str) -> None:
     plans = all_found(name)

@@ -62,6 +62,8 @@ class CostModel:
 
     def __init__(self, problem: Problem, hardware: Hardware) -> None:
         self.problem = problem
+        if problem.is_single:
+            hardware = replace(hardware, matrix_rate=hardware.single_rate)
         self.hardware = hardware
         self._memory: dict[tuple[Decisions, int], int] = {}
         self._costs: dict[tuple[int, str, float], PassCost] = {}

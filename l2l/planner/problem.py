@@ -79,6 +79,7 @@ class Problem:
     eight_bit: bool
     has_halves: bool  # whether late updates can be done in two
     may_update_on_device: bool
+    is_single: bool  # whether layers compute in float32
     buffer_bytes: int
     server_bytes: int  # of the parameter server, on the host
     host_limit_bytes: int
