@@ -1,10 +1,12 @@
 """Device memory against depth and against the number of microbatches: both must leave it alone.
 
 BERT-Large-shaped layers (hidden 1024, perceptron 4096, 16 heads), sequences of 512, bfloat16 on the
-device, AdamW on the host, a budget of 1 GiB: with more, the plan would use it. Prints a table, then
-one line of JSON.
+device, AdamW on the host, a budget of 1 GiB: with more, the plan would use it. Then a thousand
+small layers (hidden 256, sequences of 128). Weights are random, made layer by layer. Prints a
+table, then one line of JSON.
 
-    python benchmarks/constant_memory.py [--layers 12 24 48 96 192] [--microbatches 1 8 64]
+    python benchmarks/constant_memory.py [--layers 12 24 48 96 192 384] [--microbatches 1 8 64]
+                                         [--small-layers 1000]
 """
 
 from __future__ import annotations
@@ -19,32 +21,35 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import l2l
 
-LENGTH, ROWS, BUDGET = 512, 4, "1GiB"
+ROWS, BUDGET = 4, "1GiB"
 
 
-def measure(num_layers: int, num_microbatches: int) -> dict[str, float]:
+def measure(num_layers: int, num_microbatches: int, *, small: bool = False) -> dict[str, float]:
     """Peak and time of a step."""
     gc.collect()
     torch.cuda.empty_cache()
+    length, hidden = (128, 256) if small else (512, 1024)
     config = BertConfig(
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_attention_heads=16,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_attention_heads=hidden // 64,
         num_hidden_layers=num_layers,
         num_labels=2,
     )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device("meta"):
         model = BertForSequenceClassification(config)
-    model = model.cpu()
-    torch.cuda.empty_cache()
     rows = ROWS * num_microbatches
     batch = {
-        "input_ids": torch.randint(0, config.vocab_size, (rows, LENGTH)),
+        "input_ids": torch.randint(0, config.vocab_size, (rows, length)),
         "labels": torch.randint(0, 2, (rows,)),
     }
-    settings = {"microbatch_size": ROWS, "device_memory": BUDGET}
-    with l2l.Engine(model, optimizer=l2l.AdamW(lr=1e-5), **settings) as engine:
+    with l2l.Engine(
+        model,
+        optimizer=l2l.AdamW(lr=1e-5),
+        weights=l2l.RandomInit(0),
+        microbatch_size=ROWS,
+        device_memory=BUDGET,
+    ) as engine:
         engine.device.reset_peak()
         losses = [engine.step(batch).loss]
         torch.cuda.synchronize()
@@ -65,22 +70,25 @@ def measure(num_layers: int, num_microbatches: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure every depth at 8 microbatches and every number of microbatches at 24 layers."""
+    """Measure every depth at 8 microbatches, every number of microbatches at 24 layers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, nargs="+", default=[12, 24, 48, 96, 192])
+    parser.add_argument("--layers", type=int, nargs="+", default=[12, 24, 48, 96, 192, 384])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--small-layers", type=int, nargs="*", default=[100, 1000])
     arguments = parser.parse_args()
-    cases = [(layers, 8) for layers in arguments.layers]
-    cases += [(24, number) for number in arguments.microbatches if number != 8]
+    cases = [(layers, 8, False) for layers in arguments.layers]
+    cases += [(24, number, False) for number in arguments.microbatches if number != 8]
+    cases += [(layers, 8, True) for layers in arguments.small_layers]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print("| layers | microbatches | parameters | device peak, reserved | allocated | step |")
     print("|---|---|---|---|---|---|")
     results = []
-    for layers, number in cases:
-        found = measure(layers, number)
+    for layers, number, small in cases:
+        found = measure(layers, number, small=small)
         results.append(found)
         print(
-            f"| {layers} | {number} | {found['parameters'] / 1e6:,.0f}M | "
+            f"| {layers}{' small' if small else ''} | {number} | "
+            f"{found['parameters'] / 1e6:,.0f}M | "
             f"{found['reserved_MiB']:,.0f} MiB | {found['allocated_MiB']:,.1f} MiB | "
             f"{found['step_seconds']:.2f} s |",
             flush=True,

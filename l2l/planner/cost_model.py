@@ -363,10 +363,14 @@ class CostModel:
         if not decisions.halves:
             return at_once + self.update_seconds(in_two, beside=beside), 0.0
         late = min(1.0, decisions.num_late / max(1, len(streamed)))  # only these are done in two
-        both = sum(
+        weights, moments = (
             self.update_seconds(late * in_two, half=half) for half in ("advance", "complete")
         )
-        return at_once + both + self.update_seconds((1 - late) * in_two, beside=beside), 0.0
+        number = self.num_microbatches(rows)
+        middle = number * self.epilogue_seconds(decisions, problem.num_rows / number)
+        moments = max(0.0, moments - middle)  # there the host has nothing else to do
+        rest = self.update_seconds((1 - late) * in_two, beside=beside)
+        return at_once + weights + moments + rest, 0.0
 
     @staticmethod
     def _whole(decisions: Decisions, on_host: Sequence[UnitSize]) -> int:
