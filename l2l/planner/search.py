@@ -29,6 +29,7 @@ KEPT_CELLS = (2, 3)
 NUM_RANKED = 60  # candidates that are looked at more closely
 NUM_SIMULATED = 2  # of each kind
 MOST_SIMULATED = 24  # of all
+REFINED = (0.85, 0.75, 0.6, 0.5, 0.35, 0.25, 0.15)  # of updates that are left, or done whole
 CERTAIN = 0.98  # of an estimate: what a simulation takes at least
 MOST_PIECES = 6  # ways to run the epilogue that fit
 MOST_CELLS = 18
@@ -102,7 +103,7 @@ def find_plan(
     if "halves" not in fixed:
         ranked = list(_halved(model, ranked))
     ranked.sort(key=lambda one: model.estimate(*one))
-    simulation, decisions, number = _simulated(model, ranked)
+    simulation, decisions, number = _refined(model, _simulated(model, ranked), fixed)
     return Candidate(
         decisions=decisions,
         rows=number,
@@ -129,6 +130,28 @@ def _simulated(
             best = (rated, found, decisions, number)
     assert best is not None
     return best[1:]
+
+
+def _refined(
+    model: CostModel, best: tuple[Simulation, Decisions, int], fixed: frozenset[str]
+) -> tuple[Simulation, Decisions, int]:
+    """The best, with other numbers of late and of whole updates where these are better still.
+
+    How many updates are best left depends on when the host would be idle, which no formula knows.
+    """
+    for name in ("num_late", "num_whole"):
+        _, decisions, rows = best
+        present = decisions.num_late
+        streamed = len(model.problem.layers) - decisions.num_tail
+        if name == "num_whole":
+            present = streamed if decisions.halves and decisions.num_whole else 0
+        numbers = {int(share * present) for share in REFINED} - {getattr(decisions, name), 0}
+        for number in sorted(numbers if name not in fixed else (), reverse=True):
+            other = decisions.override({name: number})
+            simulation = model.simulate(other, rows)
+            if simulation.seconds < best[0].seconds:
+                best = (simulation, other, rows)
+    return best
 
 
 def _rated(seconds: float, decisions: Decisions) -> float:
