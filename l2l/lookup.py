@@ -55,7 +55,8 @@ class RowSet:
 
     microbatches: list[Rows]
     ids: list[Tensor]  # of all microbatches, for each lookup
-    groups: list[host_kernel.RowGroups]  # the same, grouped
+    groups: list[list[host_kernel.RowGroups]]
+    """The same, grouped, by the microbatch that is the last to look rows up; for each lookup."""
     first_used: Mapping[str, list[Tensor]]
     """Rows of each unit, ascending, by the microbatch that is the first to look them up."""
 
@@ -90,12 +91,18 @@ class HostRows:
         return RowSet(
             microbatches=found,
             ids=ids,
-            groups=[
-                host_kernel.RowGroups.of(own, without=lookup.padding_idx)
-                for lookup, own in zip(self.lookups, ids, strict=True)
-            ],
+            groups=[self._groups(index, own, found) for index, own in enumerate(ids)],
             first_used={unit: self._first_used(unit, found) for unit in units},
         )
+
+    def _groups(
+        self, index: int, ids: Tensor, microbatches: list[Rows]
+    ) -> list[host_kernel.RowGroups]:
+        every = host_kernel.RowGroups.of(ids, without=self.lookups[index].padding_idx)
+        if len(microbatches) == 1:
+            return [every]
+        ends = torch.tensor([one.ids[index].numel() for one in microbatches]).cumsum(0)
+        return every.by_last_position(ends)
 
     def _first_used(self, unit: str, microbatches: list[Rows]) -> list[Tensor]:
         owners = [(i, one.owner) for i, one in enumerate(self.lookups) if one.unit == unit]
@@ -145,8 +152,11 @@ class HostRows:
             else:
                 self._kernel.gather(table, ids, flat, num_threads=host_kernel.working_threads())
 
-    def collect(self, unit: str, rows: RowSet, staging: Tensor) -> float:
-        """Add the gradients of a step's rows to a table's gradient.
+    def collect(self, unit: str, rows: RowSet, microbatch: int, staging: Tensor) -> float:
+        """Add gradients of rows to a table's gradient: all that this microbatch completes.
+
+        A row that a later microbatch looks up as well waits for that one, so that its gradient is
+        rounded once.
 
         Returns:
             what the squared norm of the gradient grows by.
@@ -161,12 +171,12 @@ class HostRows:
             views = [
                 one.form.views(one.gradients)[index].view(-1, width) for one in rows.microbatches
             ]
-            if target.dtype is not torch.float32:  # round once, not for every microbatch
-                groups = rows.groups[index]
+            if target.dtype is torch.float32:  # nothing is rounded
+                own = rows.microbatches[microbatch].ids[index]
+                grown += self._add(target, own, views[microbatch], lookup, None)
+            else:
+                groups = rows.groups[index][microbatch]
                 grown += self._add(target, rows.ids[index], _joined(views), lookup, groups)
-                continue
-            for one, view in zip(rows.microbatches, views, strict=True):
-                grown += self._add(target, one.ids[index], view, lookup, None)
         return grown
 
     def _add(
@@ -178,6 +188,8 @@ class HostRows:
         groups: host_kernel.RowGroups | None,
     ) -> float:
         without = lookup.padding_idx
+        if self._kernel is None and groups is not None:
+            return host_kernel.add_rows(target, groups.ids(), gradients[groups.positions])
         if self._kernel is None:
             return host_kernel.add_rows(target, ids, gradients, without=without)
         return self._kernel.add_rows(

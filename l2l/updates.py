@@ -99,16 +99,18 @@ class Updates:
         if order is not None:
             self._server.update(unit, self._transfer.staging[staging], order)
 
-    def collect(self, step: Step, unit: str, staging: str) -> None:
+    def collect(self, step: Step, unit: str, microbatch: str, staging: str) -> None:
         """Add the gradients of looked-up rows to a table's."""
         assert step.rows is not None
         memory = self._transfer.staging[staging]
         looked_up = {one.owner for one in self._rows.lookups if one.unit == unit}
+        number = int(microbatch[1:])
         if unit in step.received:  # the epilogue had it; what it gave no gradient is not drained
             layout = self._server.units[unit].form.staging_layout
             for owner in looked_up - step.received[unit]:
                 layout.view(memory, owner).zero_()
-        step.grown[unit] = self._rows.collect(unit, step.rows, memory)
+        grown = self._rows.collect(unit, step.rows, number, memory)
+        step.grown[unit] = step.grown.get(unit, 0.0) + grown
         step.received.setdefault(unit, set()).update(looked_up)
 
     def gather(self, step: Step, microbatch: str) -> None:

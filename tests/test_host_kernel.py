@@ -1270,6 +1270,34 @@ def test_tensors_that_do_not_fit_are_refused(kernel: HostKernel) -> None:
         kernel.set_level("avx1024")
 
 
+@pytest.mark.parametrize("without", [None, 3])
+@pytest.mark.parametrize("readable", [False, True])
+def test_rows_added_as_they_become_complete_give_the_same_bits(
+    kernel: HostKernel, without: int | None, readable: bool
+) -> None:
+    """A row is added with the microbatch that has it last, all of its gradients at once."""
+    generator = torch.Generator().manual_seed(7)
+    sizes = torch.tensor([40, 1, 60, 30])
+    ids = torch.randint(0, 25, (int(sizes.sum()),), generator=generator)
+    source = torch.randn(len(ids), 16, generator=generator).bfloat16()
+    before = torch.randn(25, 16, generator=generator).bfloat16()
+    groups = host_kernel.RowGroups.of(ids, without=without)
+    parts = groups.by_last_position(sizes.cumsum(0))
+    assert [len(part.rows) for part in parts] != [len(groups.rows), 0, 0, 0]
+    assert sorted(torch.cat([part.rows for part in parts]).tolist()) == groups.rows.tolist()
+    together, apart, gains = before.clone(), before.clone(), []
+    gain = kernel.add_rows(together, ids, source, groups=groups, num_threads=2)
+    for number, part in enumerate(parts):
+        seen = source.clone()
+        seen[int(sizes[: number + 1].sum()) :] = torch.nan  # what has not arrived yet
+        if readable:
+            gains.append(host_kernel.add_rows(apart, part.ids(), seen[part.positions]))
+        else:
+            gains.append(kernel.add_rows(apart, ids, seen, groups=part, num_threads=2))
+    assert torch.equal(apart, together)
+    assert sum(gains) == pytest.approx(gain, rel=1e-12)
+
+
 def _sgd(kernel: HostKernel, weights: list[Tensor], gradients: list[Tensor], lr: float) -> None:
     for weight, gradient in zip(weights, gradients, strict=True):
         kernel.sgd(

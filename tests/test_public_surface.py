@@ -179,7 +179,7 @@ def test_verbs_and_operands_of_a_schedule() -> None:
         "report": "",
         "drain": "LOT G< H>",
         "measure": "LOT G<",
-        "collect": "T H>",
+        "collect": "T m H>",
         "update": "LOT H<",
         "settle": "LOT H<",
         "advance": "LOT H<",

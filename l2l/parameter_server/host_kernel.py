@@ -330,6 +330,24 @@ class RowGroups:
         starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         return cls(rows=rows, starts=starts, positions=positions)
 
+    def by_last_position(self, ends: Tensor) -> list[RowGroups]:
+        """The groups in several: those whose last position is below the first end, and so on."""
+        counts = self.starts.diff()
+        last = self.positions[self.starts[1:] - 1]
+        part = torch.bucketize(last, ends, right=True)
+        part_of_position = part.repeat_interleave(counts)
+        found = []
+        for number in range(len(ends)):
+            own = part == number
+            starts = torch.cat([counts.new_zeros(1), counts[own].cumsum(0)])
+            positions = self.positions[part_of_position == number]
+            found.append(RowGroups(rows=self.rows[own], starts=starts, positions=positions))
+        return found
+
+    def ids(self) -> Tensor:
+        """The id of each position."""
+        return self.rows.repeat_interleave(self.starts.diff())
+
 
 def add_rows(target: Tensor, ids: Tensor, source: Tensor, *, without: int | None = None) -> float:
     """`HostKernel.add_rows` in PyTorch: the same target, and the same result but for rounding."""

@@ -493,7 +493,7 @@ class _Costs:
             whole = model.update_seconds(rows, half=half)
             return self._scale * whole / model.num_microbatches(self._rows)
         if verb == "collect":
-            return 2 * problem.num_rows * problem.looked_up_bytes / HOST_COPY_RATE
+            return self._scale * 2 * self._mean * problem.looked_up_bytes / HOST_COPY_RATE
         if verb in ("update", "settle", "advance", "complete"):
             half = verb if verb in ("advance", "complete") else None
             is_streamed = action.operands[0] in self._streamed

@@ -23,7 +23,7 @@ Three layers, one microbatch, two slots, before waits are added:
     ...
     regress m0 - - C2 C3 C4           the prologue backward; gradients of the rows C3 into C4
     stash x m0 C4
-    collect T0 HT0                    the host adds them to the table's gradient
+    collect T0 m0 HT0                 the host adds those that no later microbatch has
 
 [Note: outer units] Parameters around the layers are units too: `T0`, `T1`, .. are embedding tables,
 `O` is everything else. Each is on the device only in the phases that read it (`OuterUnit`); a table

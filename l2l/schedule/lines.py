@@ -66,7 +66,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "report": Verb(lane=Lane.DRAIN, operands=(), also=("loss<", "host loss>")),
     "drain": Verb(lane=Lane.DRAIN, operands=("LOT", "G<", "H>")),
     "measure": Verb(lane=Lane.DRAIN, operands=("LOT", "G<")),
-    "collect": Verb(lane=Lane.UPDATE, operands=("T", "H>"), also=("gradient rows<",)),
+    "collect": Verb(lane=Lane.UPDATE, operands=("T", "m", "H>")),
     "update": Verb(lane=Lane.UPDATE, operands=("LOT", "H<"), also=("host loss<",)),
     "settle": Verb(lane=Lane.UPDATE, operands=("LOT", "H<")),
     "advance": Verb(lane=Lane.UPDATE, operands=("LOT", "H<")),
@@ -110,8 +110,9 @@ class Action:
             yield place[:-1], place[-1] == ">"
         if self.verb in ("stash", "unstash"):
             yield " ".join(self.operands[:2]), self.verb == "stash"
-            if self.operands[0] == "x":
-                yield "gradient rows", True
+        elif self.verb == "collect":  # what earlier microbatches have left to this one, too
+            for number in range(int(self.operands[1][1:]) + 1):
+                yield f"x m{number}", False
         elif self.verb == "lookup":
             yield f"e {self.operands[0]}", True
         elif self.verb in ("order", "renew", "rework"):

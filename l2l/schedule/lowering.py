@@ -440,15 +440,18 @@ class _Transfers:
         before = [unit for unit in shape.outer if unit.in_prologue]
         trained = [unit for unit in before if unit.trained]
         slots, gradients = _places("S", before), _places("G", trained)
-        self.draft += [(one, slots, gradients) for one in run]
+        collected = [unit.name for unit in shape.outer if unit.looked_up and unit.trained]
+        for one in run:
+            self.draft.append((one, slots, gradients))
+            self.draft += [
+                Action("collect", (unit, f"m{one.microbatch}", late_staging(unit)))
+                for unit in collected
+            ]
         for unit in trained:
             if unit.device_state:
                 self.draft.append(Action("measure", (unit.name, f"G{unit.name}")))
             else:
                 self._leave(unit.name, f"S{unit.name}", f"G{unit.name}")
-        for unit in shape.outer:
-            if unit.looked_up and unit.trained:
-                self.draft.append(Action("collect", (unit.name, late_staging(unit.name))))
         returned = {unit.name for unit in trained} if shape.device_updates else set()
         self._release(u for u in before if not u.stays and u.name not in returned)
 
