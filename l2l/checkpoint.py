@@ -33,6 +33,7 @@ from typing import Any, Protocol, final
 from torch import Tensor
 
 from l2l.parameter_server import Image, Snapshot
+from l2l.parameter_server.snapshot import NUM_WRITERS
 from l2l.tensor_file import (
     Entry,
     TensorFile,
@@ -51,7 +52,6 @@ BUFFERS = "buffers"
 LATEST = "latest"
 PARTIAL = ".partial"
 REPLACED = ".replaced"
-NUM_WRITERS = 3
 PROBE_BYTES = 64 << 20
 
 

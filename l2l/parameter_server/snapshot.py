@@ -38,6 +38,8 @@ class ImageState(enum.Enum):
     DONE = "done"
 
 
+NUM_WRITERS = 3  # threads that write; updates leave them cores meanwhile
+
 UNSAFE = (ImageState.READY, ImageState.COPYING, ImageState.BUSY)
 """States in which a unit must not change: somebody reads it, or will."""
 

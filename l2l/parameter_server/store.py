@@ -46,7 +46,7 @@ from l2l.parameter_server.host_kernel import (
     working_threads,
 )
 from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind, Update
-from l2l.parameter_server.snapshot import Image, Snapshot
+from l2l.parameter_server.snapshot import NUM_WRITERS, Image, Snapshot
 from l2l.precision import PrecisionPolicy, join_master, split_master
 
 ACCUMULATE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -433,6 +433,8 @@ class ParameterServer:
                 optimizer.readable(update)
             return
         num_threads = working_threads()
+        if self.snapshot is not None:  # whose writers need cores, and would take them in the middle
+            num_threads = max(1, num_threads - NUM_WRITERS)
         key = (half, order.received, gradient.data_ptr(), gradient.numel(), *unit.addresses())
         prepared = unit.prepared.get(key) if ranges is None else None
         if prepared is not None:
