@@ -187,6 +187,7 @@ class Saving:
         extra: Mapping[str, Any],
         finish: Callable[[], None],
         settle: Callable[[], None],
+        copies_ahead: bool = False,
     ) -> None:
         """Begin to write.
 
@@ -199,6 +200,7 @@ class Saving:
             extra: what the caller wants back.
             finish: called once the checkpoint has its name, or could not be written.
             settle: brings all units to the step, for whoever waits.
+            copies_ahead: whether units will change meanwhile, and are better copied before.
 
         Raises:
             CheckpointError: the folder cannot be made.
@@ -215,6 +217,7 @@ class Saving:
         self._step, self._state, self._extra = step, state, extra
         self._finish = finish
         self._settle = settle
+        snapshot.copies_ahead = copies_ahead
         self._files: dict[str, FileRecord] = {}
         self._lock = threading.Lock()
         self._partial = folder.with_name(folder.name + PARTIAL)
@@ -279,7 +282,8 @@ class Saving:
             threading.Thread(target=self._write_some, args=(failures,), daemon=True)
             for _ in range(NUM_WRITERS)
         ]
-        writers.append(threading.Thread(target=self._copy_ahead, args=(failures,), daemon=True))
+        if self._snapshot.copies_ahead:
+            writers.append(threading.Thread(target=self._copy_ahead, args=(failures,), daemon=True))
         for writer in writers:
             writer.start()
         for writer in writers:

@@ -131,6 +131,7 @@ class Persistence:
                 extra=extra,
                 finish=partial(self._end_snapshot, snapshot),
                 settle=self._server.settle_all,
+                copies_ahead=background,
             )
         except BaseException:
             self._end_snapshot(snapshot)

@@ -493,6 +493,51 @@ def test_units_are_copied_ahead_in_the_order_in_which_they_change():
     assert sorted(server.write() for _ in range(3)) == ["a", "b", "c"]
 
 
+def test_writers_leave_units_that_change_to_whoever_copies_them():
+    server = Server("abc", spare_units=3, fixed="c")
+    server.snapshot.copies_ahead = True
+    assert server.write() == "c", "which does not change"
+    writer = Other(server.write)
+    assert writer.waits
+    assert server.snapshot.copy_ahead()
+    assert writer.end() == "a"
+    assert server.snapshot.copy_ahead()
+    assert server.write() == "b"
+    assert not server.snapshot.copy_ahead()
+    assert server.snapshot.take() is None
+
+
+def test_writers_take_copies_before_anything_else():
+    server = Server("abcd", spare_units=2)
+    server.snapshot.copies_ahead = True
+    assert server.snapshot.copy_ahead()
+    assert server.snapshot.copy_ahead()
+    assert [server.write() for _ in range(2)] == ["a", "b"]
+
+
+def test_writers_take_what_there_is_no_memory_to_copy():
+    server = Server("ab", spare_units=0)
+    server.snapshot.copies_ahead = True
+    copying = Other(server.snapshot.copy_ahead)
+    assert [server.write() for _ in range(2)] == ["a", "b"]
+    copying.end()
+    assert not server.copies
+
+
+def test_writers_take_all_once_nobody_copies_any_more():
+    server = Server("ab", spare_units=2)
+    server.snapshot.copies_ahead = True
+
+    def fail() -> None:
+        raise MemoryError
+
+    server.while_copying = fail
+    writer = Other(server.write)
+    assert writer.waits
+    assert not server.snapshot.copy_ahead()
+    assert {writer.end(), server.write()} == {"a", "b"}
+
+
 def test_what_does_not_change_is_not_copied_ahead():
     server = Server("ab", spare_units=2, fixed="a")
     assert server.snapshot.copy_ahead()
@@ -604,6 +649,8 @@ def test_every_unit_is_written_once_as_it_was_whatever_happens_when(seed: int):
             assert is_untouched(image)
             written.append(image.unit)
             server.snapshot.written(image)
+
+    server.snapshot.copies_ahead = source.random() < 0.5
 
     def copy_all() -> None:
         while server.snapshot.copy_ahead():

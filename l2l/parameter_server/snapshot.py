@@ -97,6 +97,8 @@ class Snapshot:
         self._urgent: list[str] = []
         self._copies: dict[str, Image] = {}
         self._is_given_up = False
+        self.copies_ahead = False
+        """Whether somebody calls `copy_ahead` until there is nothing left to copy."""
         self.stall_seconds = 0.0
         """How long changes have waited so far."""
 
@@ -193,9 +195,14 @@ class Snapshot:
             while (image := self._next_to_copy()) is None:
                 waits = (ImageState.AWAITED, ImageState.READY)
                 if not any(self._states[unit] in waits for unit in self._changing):
-                    return False
+                    break
                 self._changed.wait()
-        return self._copy(image, urgent=False)
+        if image is not None and self._copy(image, urgent=False):
+            return True
+        with self._changed:
+            self.copies_ahead = False  # writers take what is left
+            self._changed.notify_all()
+        return False
 
     def _next_to_copy(self) -> Image | None:
         for unit, state in self._states.items():
@@ -223,18 +230,26 @@ class Snapshot:
     def _next(self) -> str | None:
         """What to write next.
 
-        While there is memory to copy those that change next, writers begin with those that change
-        last, and meet few changes; without, they begin with those that are waited for first.
+        Copies first: they hold memory, and nobody waits for them. While there is memory to copy
+        units that change, those are left to `copy_ahead`; if nobody copies ahead, writers begin
+        with those that change last, and meet few changes. Without memory, they begin with those
+        that are waited for first.
         """
         for unit in self._urgent:
             if self._states[unit] is ImageState.READY:  # and not copied for another change
                 return unit
         ready = [unit for unit, state in self._states.items() if state is ImageState.READY]
-        if ready:
-            may_copy = self._image_of(ready[0]).nbytes <= self._spare_bytes
-            return ready[-1] if may_copy else ready[0]
         copied = (unit for unit, state in self._states.items() if state is ImageState.COPIED)
-        return next(copied, None)
+        if self.copies_ahead or not ready:
+            found = next(copied, None)
+            if found is not None or not ready:
+                return found
+        changing = [unit for unit in ready if unit in self._changing] or ready
+        may_copy = self._image_of(changing[0]).nbytes <= self._spare_bytes
+        if self.copies_ahead and may_copy:
+            fixed = (unit for unit in ready if unit not in self._changing)
+            return next(fixed, None)
+        return ready[-1] if may_copy else ready[0]
 
     def written(self, image: Image) -> None:
         """A unit is written."""
