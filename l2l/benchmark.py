@@ -19,15 +19,8 @@ from typing import Any
 import torch
 
 from l2l.device import busy_link
-from l2l.parameter_server.host_kernel import (
-    AdamWUpdate,
-    EightBitMoments,
-    HostKernel,
-    LionUpdate,
-    Moments,
-    SGDUpdate,
-    SplitWeight,
-)
+from l2l.parameter_server.host_kernel import AdamWUpdate, HostKernel, LionUpdate, SGDUpdate
+from l2l.parameter_server.operands import EightBitMoments, Moments, SplitWeight
 
 Step = Callable[[], None]
 

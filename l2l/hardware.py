@@ -29,7 +29,8 @@ from typing_extensions import override
 
 from l2l.device import Device, Work, open_device
 from l2l.parameter_server import AdamW, HostKernel
-from l2l.parameter_server.host_kernel import num_blocks, working_threads
+from l2l.parameter_server.host_kernel import working_threads
+from l2l.parameter_server.operands import num_blocks
 from l2l.parameter_server.optimizer import Update
 from l2l.schedule import Lane
 

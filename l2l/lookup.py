@@ -23,7 +23,7 @@ from torch import Tensor
 
 from l2l.host_memory import Arena
 from l2l.layout import ALIGNMENT_BYTES, round_up
-from l2l.parameter_server import HostKernel, ParameterServer, host_kernel
+from l2l.parameter_server import HostKernel, ParameterServer, host_kernel, operands
 from l2l.stash import Form
 
 NUM_SETS = 2
@@ -55,7 +55,7 @@ class RowSet:
 
     microbatches: list[Rows]
     ids: list[Tensor]  # of all microbatches, for each lookup
-    groups: list[list[host_kernel.RowGroups]]
+    groups: list[list[operands.RowGroups]]
     """The same, grouped, by the microbatch that is the last to look rows up; for each lookup."""
     first_used: Mapping[str, list[Tensor]]
     """Rows of each unit, ascending, by the microbatch that is the first to look them up."""
@@ -97,8 +97,8 @@ class HostRows:
 
     def _groups(
         self, index: int, ids: Tensor, microbatches: list[Rows]
-    ) -> list[host_kernel.RowGroups]:
-        every = host_kernel.RowGroups.of(ids, without=self.lookups[index].padding_idx)
+    ) -> list[operands.RowGroups]:
+        every = operands.RowGroups.of(ids, without=self.lookups[index].padding_idx)
         if len(microbatches) == 1:
             return [every]
         ends = torch.tensor([one.ids[index].numel() for one in microbatches]).cumsum(0)
@@ -148,7 +148,7 @@ class HostRows:
             table = self._server.units[lookup.unit].weight_of(lookup.owner)
             flat = out.view(-1, table.shape[1])
             if self._kernel is None:
-                host_kernel.gather(table, ids, flat)
+                operands.gather(table, ids, flat)
             else:
                 self._kernel.gather(table, ids, flat, num_threads=host_kernel.working_threads())
 
@@ -185,13 +185,13 @@ class HostRows:
         ids: Tensor,
         gradients: Tensor,
         lookup: TableLookup,
-        groups: host_kernel.RowGroups | None,
+        groups: operands.RowGroups | None,
     ) -> float:
         without = lookup.padding_idx
         if self._kernel is None and groups is not None:
-            return host_kernel.add_rows(target, groups.ids(), gradients[groups.positions])
+            return operands.add_rows(target, groups.ids(), gradients[groups.positions])
         if self._kernel is None:
-            return host_kernel.add_rows(target, ids, gradients, without=without)
+            return operands.add_rows(target, ids, gradients, without=without)
         return self._kernel.add_rows(
             target,
             ids,

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from l2l.parameter_server import device_update
 from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.device_update import NUM_NUMBERS, FlatUnit, working_bytes
-from l2l.parameter_server.host_kernel import EightBitMoments, num_blocks, rounding_seed
+from l2l.parameter_server.operands import EightBitMoments, num_blocks, rounding_seed
 from l2l.parameter_server.optimizer import (
     SGD,
     AdamW,

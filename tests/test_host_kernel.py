@@ -19,17 +19,19 @@ from torch import Tensor, nn
 import l2l
 from l2l.device import Event, open_device
 from l2l.host_memory import Arena
-from l2l.parameter_server import ParameterServer, host_kernel
+from l2l.parameter_server import ParameterServer, host_kernel, operands
 from l2l.parameter_server.host_kernel import (
     AdamWUpdate,
-    EightBitMoments,
-    Float16Weight,
-    Float32Weight,
     Half,
     HostKernel,
     LionUpdate,
-    Moments,
     SGDUpdate,
+)
+from l2l.parameter_server.operands import (
+    EightBitMoments,
+    Float16Weight,
+    Float32Weight,
+    Moments,
     SplitWeight,
     Weight,
     correctly_rounded_root,
@@ -391,7 +393,7 @@ def plain_8bit_adamw(
     new_root = gradient * correctly_rounded_root(torch.tensor(1 - beta2))
     root = correctly_rounded_root(root * root + new_root * new_root)
     rate = torch.tensor(lr / (1 - beta1**step)) * correction
-    moments.encode(first, root, seed=host_kernel.rounding_seed(3, step=step))
+    moments.encode(first, root, seed=operands.rounding_seed(3, step=step))
     return weight * torch.tensor(1 - lr * decay) - rate * first / (
         root + torch.tensor(eps) * correction
     )
@@ -453,7 +455,7 @@ def test_8bit_rounding_is_unbiased() -> None:
     decoded_first, decoded_root = torch.zeros(numel).double(), torch.zeros(numel).double()
     num_seeds = 400
     for step in range(num_seeds):
-        moments.encode(first, root, seed=host_kernel.rounding_seed(0, step=step))
+        moments.encode(first, root, seed=operands.rounding_seed(0, step=step))
         once_first, once_root = moments.decode()
         decoded_first += once_first / num_seeds
         decoded_root += once_root / num_seeds
@@ -469,11 +471,11 @@ def test_8bit_rounding_is_unbiased() -> None:
 
 def test_the_rough_root_is_near_over_the_whole_range_of_codes() -> None:
     values = torch.cat([torch.logspace(-38, 5, 500_000), torch.linspace(0, 255**2, 500_000)[1:]])
-    error = host_kernel._rough_root(values).double() / values.double().sqrt() - 1
+    error = operands._rough_root(values).double() / values.double().sqrt() - 1
     assert error.abs().max() < 9e-4  # a quarter of a code in 255, where more than a half would do
-    assert host_kernel._rough_root(torch.zeros(1)).item() == 0
+    assert operands._rough_root(torch.zeros(1)).item() == 0
     subnormal = torch.tensor([1e-45, 1e-40])
-    assert host_kernel._rough_root(subnormal).abs().max() < 1e-18
+    assert operands._rough_root(subnormal).abs().max() < 1e-18
 
 
 @pytest.mark.parametrize("largest_code", [127, 255])
@@ -490,7 +492,7 @@ def test_codes_are_those_of_an_exact_square_root(largest_code: int) -> None:
         ]
     ).clamp(max=largest_code**2)
     random_bits = torch.randint(2**16, scaled.shape, generator=generator)
-    codes = host_kernel._codes(scaled, random_bits, smallest=torch.tensor(0.0))
+    codes = operands._codes(scaled, random_bits, smallest=torch.tensor(0.0))
     exact, u = scaled.double(), random_bits.double() / 2**16
     low = exact.sqrt().floor()
     threshold = low * low + u * (2 * low + 1)
@@ -505,7 +507,7 @@ def test_codes_are_those_of_an_exact_square_root(largest_code: int) -> None:
 def test_zero_has_code_zero_for_every_random_number() -> None:
     random_bits = torch.arange(2**16)
     zeros = torch.zeros(2**16)
-    assert not host_kernel._codes(zeros, random_bits, smallest=torch.tensor(0.0)).any()
+    assert not operands._codes(zeros, random_bits, smallest=torch.tensor(0.0)).any()
 
 
 def test_zeros_beside_others_stay_zero_and_the_largest_keeps_its_code(kernel: HostKernel) -> None:
@@ -653,7 +655,7 @@ def test_lion_is_its_formula(kernel: HostKernel) -> None:
 
 def blocks_of(numel: int) -> Tensor:
     """About half of the blocks: runs longer than a chunk, single ones, and the last."""
-    blocks = torch.arange(host_kernel.num_blocks(numel))
+    blocks = torch.arange(operands.num_blocks(numel))
     generator = torch.Generator().manual_seed(0)
     chosen = torch.where(
         blocks < 300, blocks > 3, torch.rand(len(blocks), generator=generator) < 0.4
@@ -669,13 +671,13 @@ def ranges_of(blocks: Tensor, numel: int) -> Tensor:
     last = ends - 1
     ranges = torch.cat([torch.cat([begins, last], 1), torch.cat([last, ends], 1)])
     order = torch.randperm(len(ranges), generator=torch.Generator().manual_seed(1))
-    return (ranges[order] * host_kernel.BLOCK_SIZE).clamp(max=numel)
+    return (ranges[order] * operands.BLOCK_SIZE).clamp(max=numel)
 
 
 def chosen_of(whole: list[Tensor], before: list[Tensor], blocks: Tensor) -> list[Tensor]:
     """What an update of some blocks gives: those of the whole update, all others as before."""
     numel = max(len(tensor) for tensor in before)
-    elements = blocks.repeat_interleave(host_kernel.BLOCK_SIZE)[:numel]
+    elements = blocks.repeat_interleave(operands.BLOCK_SIZE)[:numel]
     return [
         torch.where(elements if len(old) == numel else blocks, new, old)
         for new, old in zip(whole, before, strict=True)
@@ -722,7 +724,7 @@ def update_of(
     numel = 1925
     settings = optimizer.defaults
     state = {
-        name: random(host_kernel.num_blocks(numel) if kind.per_block else numel, seed=3)
+        name: random(operands.num_blocks(numel) if kind.per_block else numel, seed=3)
         .abs()
         .mul(10)
         .clamp(max=100)
@@ -764,7 +766,7 @@ def test_optimizers_honour_ranges(
     kernel: HostKernel, optimizer: HostOptimizer, dtype: torch.dtype, path: str
 ) -> None:
     numel = 1925
-    blocks = torch.arange(host_kernel.num_blocks(numel)) % 3 != 1
+    blocks = torch.arange(operands.num_blocks(numel)) % 3 != 1
 
     def updated(step: int, *parts: Tensor | None) -> list[Tensor]:
         update = update_of(optimizer, dtype, step=step, ranges=None)
@@ -845,7 +847,7 @@ def tensors_of_unit(server: ParameterServer, *, steps: int) -> list[Tensor]:
 def test_the_parameter_server_updates_in_parts_of_one_step(kernel: HostKernel, path: str) -> None:
     shapes: Shapes = {"table": (50, 41), "norm": (41,)}
     order = order_of(shapes)
-    blocks = torch.arange(host_kernel.num_blocks(50 * 41)) % 2 == 0
+    blocks = torch.arange(operands.num_blocks(50 * 41)) % 2 == 0
     chosen, others = ranges_of(blocks, 50 * 41), ranges_of(~blocks, 50 * 41)
 
     def trained(*, in_parts: bool) -> list[Tensor]:
@@ -1015,7 +1017,7 @@ def test_optimizers_honour_halves(
 ) -> None:
     optimizer = l2l.AdamW(moments=moments)
     assert optimizer.has_halves
-    blocks = torch.arange(host_kernel.num_blocks(1925)) % 3 != 1
+    blocks = torch.arange(operands.num_blocks(1925)) % 3 != 1
     chosen, others = ranges_of(blocks, 1925), ranges_of(~blocks, 1925)
 
     def updated(*parts: tuple[Half | None, Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
@@ -1072,7 +1074,7 @@ def test_gather_copies_rows(kernel: HostKernel, dtype: torch.dtype, width: int) 
         found = torch.ones(count, width, dtype=dtype)
         kernel.gather(table, ids, found, num_threads=num_threads)
         readable = torch.ones(count, width, dtype=dtype)
-        host_kernel.gather(table, ids, readable)
+        operands.gather(table, ids, readable)
         assert torch.equal(found, table[ids])
         assert torch.equal(readable, table[ids])
 
@@ -1084,7 +1086,7 @@ def in_native_and_readable(
         result: float | None = getattr(kernel, name)(*arguments, num_threads=num_threads)
         return result
 
-    return [native, getattr(host_kernel, name)]
+    return [native, getattr(operands, name)]
 
 
 @pytest.mark.parametrize("name", ["gather", "add_rows"])
@@ -1136,7 +1138,7 @@ def test_add_rows_is_the_readable_one_bit_by_bit(
         ids = repeated_ids(count, rows=50)
         source = random(count * width, seed=1).to(source_dtype).view(count, width)
         expected = table.clone()
-        expected_gain = host_kernel.add_rows(expected, ids, source)
+        expected_gain = operands.add_rows(expected, ids, source)
         size = expected.float().square().sum() + table.float().square().sum()
         gains = set()
         for level, num_threads in itertools.product(kernel.available_levels, (1, 2)):
@@ -1281,7 +1283,7 @@ def test_rows_added_as_they_become_complete_give_the_same_bits(
     ids = torch.randint(0, 25, (int(sizes.sum()),), generator=generator)
     source = torch.randn(len(ids), 16, generator=generator).bfloat16()
     before = torch.randn(25, 16, generator=generator).bfloat16()
-    groups = host_kernel.RowGroups.of(ids, without=without)
+    groups = operands.RowGroups.of(ids, without=without)
     parts = groups.by_last_position(sizes.cumsum(0))
     assert [len(part.rows) for part in parts] != [len(groups.rows), 0, 0, 0]
     assert sorted(torch.cat([part.rows for part in parts]).tolist()) == groups.rows.tolist()
@@ -1291,7 +1293,7 @@ def test_rows_added_as_they_become_complete_give_the_same_bits(
         seen = source.clone()
         seen[int(sizes[: number + 1].sum()) :] = torch.nan  # what has not arrived yet
         if readable:
-            gains.append(host_kernel.add_rows(apart, part.ids(), seen[part.positions]))
+            gains.append(operands.add_rows(apart, part.ids(), seen[part.positions]))
         else:
             gains.append(kernel.add_rows(apart, ids, seen, groups=part, num_threads=2))
     assert torch.equal(apart, together)

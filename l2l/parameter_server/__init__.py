@@ -2,6 +2,7 @@
 
 from l2l.parameter_server import device_update as device_update
 from l2l.parameter_server import host_kernel as host_kernel
+from l2l.parameter_server import operands as operands
 from l2l.parameter_server.adafactor import Adafactor as Adafactor
 from l2l.parameter_server.device_update import FlatUnit as FlatUnit
 from l2l.parameter_server.host_kernel import HostKernel as HostKernel
@@ -54,6 +55,7 @@ __all__ = [
     "host_bytes",
     "host_kernel",
     "load_kernel",
+    "operands",
     "refuse_without_weights",
     "state_name",
 ]

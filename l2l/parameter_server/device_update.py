@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.utils import dlpack
 
 from l2l.layout import ALIGNMENT_BYTES, round_up
-from l2l.parameter_server.host_kernel import BLOCK_SIZE, num_blocks, rounding_seed
+from l2l.parameter_server.operands import BLOCK_SIZE, num_blocks, rounding_seed
 from l2l.parameter_server.optimizer import SGD, AdamW, HostOptimizer, Lion, Settings
 from l2l.precision import join_master
 

@@ -1,7 +1,6 @@
 """The native host kernel, called from Python: updates of flat buffers, one pass over memory each.
 
-Also rows of tables that stay on the host: `HostKernel.gather` and `.add_rows`, with the functions
-`gather` and `add_rows` to say in PyTorch what they do, and to do it where the kernel was not built.
+Also rows of tables that stay on the host: `HostKernel.gather` and `.add_rows`.
 
 `host_kernel.cpp` holds the arithmetic and its reasons ([Note: split master], [Note: 8-bit moments]
 and [Note: subnormals] are there); this module checks tensors, turns an optimizer's numbers into
@@ -17,10 +16,7 @@ Bytes read and written per parameter, which is what an update costs (gradients i
     half of exact AdamW     weights or moments read only     18
 
 The weight of a parameter comes in one of three forms, which are types: `SplitWeight`,
-`Float32Weight`, `Float16Weight`. So do moments: `Moments`, `EightBitMoments`.
-
-`EightBitMoments.encode` and `.decode` say in PyTorch, bit by bit, what the library does with 8-bit
-moments. They are its oracle, and serve to take moments from elsewhere and to show them.
+`Float32Weight`, `Float16Weight`. So do moments: `Moments`, `EightBitMoments` (operands.py).
 """
 
 from __future__ import annotations
@@ -36,19 +32,28 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
+from l2l.parameter_server.operands import (
+    BLOCK_SIZE,
+    GRADIENT_FORMS,
+    TARGET_FORMS,
+    EightBitMoments,
+    Float16Weight,
+    Float32Weight,
+    Moments,
+    RowGroups,
+    SplitWeight,
+    Weight,
+    check_add_rows,
+    check_gather,
+    check_tensor,
+    checked_ranges,
+    rounding_seed,
+)
+
 LIBRARY = Path(__file__).with_name("libhost_kernel.so")
 LEVELS = ("portable", "avx2", "avx512")
-BLOCK_SIZE = 128  # elements that share a unit, in 8-bit moments
 
 Half = Literal["weights", "moments"]  # of an update: see [Note: halves] in the source
-
-_GRADIENT_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_TARGET_FORMS = {torch.float32: 0, torch.bfloat16: 1}
-_LARGEST_FIRST_CODE = 127
-_LARGEST_SECOND_CODE = 255
-_SMALLEST_SECOND_CODE = 4
-_GOLDEN_RATIO = 0x9E3779B1  # of 2^32
-_MODULUS = 0xFFFFFFFF
 
 
 @final
@@ -103,320 +108,6 @@ class _Call(ctypes.Structure):
         ("ranges", ctypes.c_void_p),
         ("num_ranges", ctypes.c_int64),
     ]
-
-
-def _check(
-    tensor: Tensor, *, name: str, dtypes: tuple[torch.dtype, ...], numel: int | None = None
-) -> None:
-    """Raise ValueError unless `tensor` is something the library can walk through."""
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} must be in host memory, found it on {tensor.device}")
-    if tensor.dtype not in dtypes:
-        expected = " or ".join(str(dtype) for dtype in dtypes)
-        raise ValueError(f"{name} must be {expected}, found {tensor.dtype}")
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous, found shape {tuple(tensor.shape)} with strides "
-            f"{tensor.stride()}"
-        )
-    if numel is not None and tensor.numel() != numel:
-        raise ValueError(f"{name} must have {numel} elements, found {tensor.numel()}")
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SplitWeight:
-    """A float32 master as the bfloat16 that crosses the link, and the 16 bits that are missing."""
-
-    weight: Tensor  # bfloat16 [numel]
-    remainder: Tensor  # int16 [numel]
-
-    def __post_init__(self) -> None:
-        _check(self.weight, name="weight", dtypes=(torch.bfloat16,))
-        numel = self.weight.numel()
-        _check(self.remainder, name="remainder", dtypes=(torch.int16,), numel=numel)
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Float32Weight:
-    """A weight that crosses the link in float32 and is its own master."""
-
-    weight: Tensor  # float32 [numel]
-
-    def __post_init__(self) -> None:
-        _check(self.weight, name="weight", dtypes=(torch.float32,))
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Float16Weight:
-    """A float32 master, and the float16 copy that crosses the link (nearest even; may overflow)."""
-
-    weight: Tensor  # float16 [numel], only written
-    master: Tensor  # float32 [numel]
-
-    def __post_init__(self) -> None:
-        _check(self.weight, name="weight", dtypes=(torch.float16,))
-        _check(self.master, name="master", dtypes=(torch.float32,), numel=self.weight.numel())
-
-
-Weight = SplitWeight | Float32Weight | Float16Weight
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Moments:
-    """Both moments of AdamW in float32."""
-
-    first: Tensor  # float32 [numel]
-    second: Tensor  # float32 [numel]
-
-    def __post_init__(self) -> None:
-        _check(self.first, name="first", dtypes=(torch.float32,))
-        _check(self.second, name="second", dtypes=(torch.float32,), numel=self.first.numel())
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class EightBitMoments:
-    """Both moments of AdamW in 8 bits, with a unit for every 128 elements. All zeros is fresh.
-
-    `position` is that of the first element in its layer's flat buffer. Together with the seed of an
-    update it determines the rounding: a range updated in pieces gives the bits of the whole.
-    """
-
-    first: Tensor  # int8 [numel]
-    second: Tensor  # uint8 [numel], codes of the second moment's root
-    first_unit: Tensor  # float32 [ceil(numel / 128)]
-    second_unit: Tensor  # float32 [ceil(numel / 128)]
-    position: int = 0
-
-    def __post_init__(self) -> None:
-        _check(self.first, name="first", dtypes=(torch.int8,))
-        numel = self.first.numel()
-        _check(self.second, name="second", dtypes=(torch.uint8,), numel=numel)
-        units = num_blocks(numel)
-        _check(self.first_unit, name="first_unit", dtypes=(torch.float32,), numel=units)
-        _check(self.second_unit, name="second_unit", dtypes=(torch.float32,), numel=units)
-        if self.position < 0 or self.position % BLOCK_SIZE:
-            raise ValueError(
-                f"position must be a multiple of {BLOCK_SIZE}, so that units belong to whole "
-                f"blocks; found {self.position}"
-            )
-
-    @classmethod
-    def zeros(cls, numel: int, *, position: int = 0) -> EightBitMoments:
-        """Fresh moments."""
-        return cls(
-            first=torch.zeros(numel, dtype=torch.int8),
-            second=torch.zeros(numel, dtype=torch.uint8),
-            first_unit=torch.zeros(num_blocks(numel)),
-            second_unit=torch.zeros(num_blocks(numel)),
-            position=position,
-        )
-
-    def decode(self) -> tuple[Tensor, Tensor]:
-        """The first moment and the root of the second, float32 [numel] each."""
-        first_code, second_code = self.first.float(), self.second.float()
-        first = first_code * first_code.abs() * _per_element(self.first_unit, self.first.numel())
-        root = second_code * second_code * _per_element(self.second_unit, self.first.numel())
-        return first, root
-
-    def encode(self, first: Tensor, root: Tensor, *, seed: int) -> None:
-        """Take over a first moment and the root of a second, rounded by `seed`."""
-        numel = self.first.numel()
-        _check(first, name="first", dtypes=(torch.float32,), numel=numel)
-        _check(root, name="root", dtypes=(torch.float32,), numel=numel)
-        random = _random_bits(numel, seed=seed, position=self.position)
-        self.first_unit.copy_(_units(first, largest_code=_LARGEST_FIRST_CODE))
-        self.second_unit.copy_(_units(root, largest_code=_LARGEST_SECOND_CODE))
-        zero = torch.tensor(0.0)
-        smallest = torch.where(self.second_unit > 0, float(_SMALLEST_SECOND_CODE), zero)
-        first_scaled = first.abs() * _inverses(self.first_unit, numel)
-        root_scaled = root * _inverses(self.second_unit, numel)
-        first_code = _codes(first_scaled, random >> 16, smallest=zero)
-        second_code = _codes(root_scaled, random & 0xFFFF, smallest=_per_element(smallest, numel))
-        self.first.copy_(torch.where(first < 0, -first_code, first_code))
-        self.second.copy_(second_code)
-
-
-def checked_ranges(ranges: Tensor, *, numel: int) -> Tensor:  # int64 [n, 2]
-    """Ranges of elements in increasing order.
-
-    Args:
-        ranges: int64 [n, 2], begin and end of each, in any order.
-        numel: what they are ranges of.
-
-    Raises:
-        ValueError: two overlap, or one is not made of whole blocks of `numel` elements (the last
-            block may be a part of one).
-    """
-    if ranges.dim() != 2 or ranges.shape[1] != 2:
-        raise ValueError(f"ranges must have shape [n, 2], found {tuple(ranges.shape)}")
-    _check(ranges, name="ranges", dtypes=(torch.int64,))
-    begins, ends = ranges.unbind(1)
-    at_block = ((ranges % BLOCK_SIZE == 0) | (ranges == numel)).all(1)
-    wrong = ~(at_block & (begins >= 0) & (begins <= ends) & (ends <= numel))
-    if wrong.any():
-        raise ValueError(
-            f"ranges must be of whole blocks of {BLOCK_SIZE} within {numel} elements, found "
-            f"{ranges[wrong][0].tolist()}"
-        )
-    if (begins[1:] >= ends[:-1]).all():  # as they usually come
-        return ranges
-    ranges = ranges[begins < ends]
-    ranges = ranges[ranges[:, 0].argsort()]
-    overlapping = (ranges[:-1, 1] > ranges[1:, 0]).nonzero()
-    if len(overlapping):
-        first = int(overlapping[0])
-        raise ValueError(f"ranges must not overlap, found {ranges[first : first + 2].tolist()}")
-    return ranges
-
-
-def _check_rows(table: Tensor, ids: Tensor, rows: Tensor, *, names: tuple[str, str]) -> None:
-    """Raise ValueError unless `rows` are like those of `table` and it has the ids."""
-    table_name, rows_name = names
-    if table.dim() != 2:
-        raise ValueError(f"{table_name} must have two dimensions, found {tuple(table.shape)}")
-    if ids.dim() != 1:
-        raise ValueError(f"ids must have one dimension, found {tuple(ids.shape)}")
-    _check(ids, name="ids", dtypes=(torch.int64,))
-    expected = (len(ids), table.shape[1])
-    if tuple(rows.shape) != expected:
-        raise ValueError(f"{rows_name} must have shape {expected}, found {tuple(rows.shape)}")
-    if len(ids):
-        smallest, largest = (int(limit) for limit in ids.aminmax())
-        if smallest < 0 or largest >= len(table):
-            raise ValueError(
-                f"ids must lie in [0, {len(table)}), found {smallest if smallest < 0 else largest}"
-            )
-
-
-def _check_gather(table: Tensor, ids: Tensor, out: Tensor) -> None:
-    _check(table, name="table", dtypes=(table.dtype,))
-    _check(out, name="out", dtypes=(table.dtype,))
-    _check_rows(table, ids, out, names=("table", "out"))
-
-
-def _check_add_rows(target: Tensor, ids: Tensor, source: Tensor) -> None:
-    _check(target, name="target", dtypes=tuple(_TARGET_FORMS))
-    _check(source, name="source", dtypes=tuple(_GRADIENT_FORMS))
-    _check_rows(target, ids, source, names=("target", "source"))
-
-
-def gather(table: Tensor, ids: Tensor, out: Tensor) -> None:
-    """`HostKernel.gather` in PyTorch."""
-    _check_gather(table, ids, out)
-    torch.index_select(table, 0, ids, out=out)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowGroups:
-    """Which of many rows are to be added to which: the rows of each distinct id, in their order."""
-
-    rows: Tensor  # distinct ids, ascending
-    starts: Tensor  # of each id's positions, and the end of the last
-    positions: Tensor
-
-    @classmethod
-    def of(cls, ids: Tensor, *, without: int | None) -> RowGroups:
-        """Group ids, leaving one out."""
-        ordered, positions = ids.sort(stable=True)
-        if without is not None:
-            counted = ordered != without
-            ordered, positions = ordered[counted], positions[counted]
-        rows, counts = torch.unique_consecutive(ordered, return_counts=True)
-        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        return cls(rows=rows, starts=starts, positions=positions)
-
-    def by_last_position(self, ends: Tensor) -> list[RowGroups]:
-        """The groups in several: those whose last position is below the first end, and so on."""
-        counts = self.starts.diff()
-        last = self.positions[self.starts[1:] - 1]
-        part = torch.bucketize(last, ends, right=True)
-        part_of_position = part.repeat_interleave(counts)
-        found = []
-        for number in range(len(ends)):
-            own = part == number
-            starts = torch.cat([counts.new_zeros(1), counts[own].cumsum(0)])
-            positions = self.positions[part_of_position == number]
-            found.append(RowGroups(rows=self.rows[own], starts=starts, positions=positions))
-        return found
-
-    def ids(self) -> Tensor:
-        """The id of each position."""
-        return self.rows.repeat_interleave(self.starts.diff())
-
-
-def add_rows(target: Tensor, ids: Tensor, source: Tensor, *, without: int | None = None) -> float:
-    """`HostKernel.add_rows` in PyTorch: the same target, and the same result but for rounding."""
-    _check_add_rows(target, ids, source)
-    if without is not None:
-        ids, source = ids[ids != without], source[ids != without]
-    distinct, group = torch.unique(ids, return_inverse=True)
-    sums = torch.zeros(len(distinct), target.shape[1]).index_add_(0, group, source.float())
-    before = target[distinct].float()
-    after = before + sums
-    target[distinct] = after.to(target.dtype)
-    return float((after.double().square() - before.double().square()).sum())
-
-
-def num_blocks(numel: int) -> int:
-    """Number of units that 8-bit moments of `numel` elements need, for each moment."""
-    return -(-numel // BLOCK_SIZE)
-
-
-def correctly_rounded_root(values: Tensor) -> Tensor:
-    """The float32 square root as the processor computes it; torch's may be off by one bit."""
-    return values.double().sqrt().float()
-
-
-def rounding_seed(seed: int, *, step: int) -> int:
-    """The 32-bit seed from which an update of 8-bit moments rounds."""
-    return (seed * 0x85EBCA6B + step * _GOLDEN_RATIO) & _MODULUS
-
-
-def _per_element(of_blocks: Tensor, numel: int) -> Tensor:
-    return of_blocks.repeat_interleave(BLOCK_SIZE)[:numel]
-
-
-def _random_bits(numel: int, *, seed: int, position: int) -> Tensor:  # int64 [numel]
-    """32 uniform bits per element: a hash of its block plus multiples of the golden ratio."""
-    block = torch.arange(num_blocks(numel)) + position // BLOCK_SIZE
-    x = ((block & _MODULUS) ^ seed) * _GOLDEN_RATIO & _MODULUS
-    x = (x ^ (x >> 15)) * 0x85EBCA6B & _MODULUS
-    x = (x ^ (x >> 13)) * 0xC2B2AE35 & _MODULUS
-    within = torch.arange(numel) % BLOCK_SIZE
-    return (_per_element(x ^ (x >> 16), numel) + within * _GOLDEN_RATIO) & _MODULUS
-
-
-def _units(values: Tensor, *, largest_code: int) -> Tensor:  # float32 [blocks]
-    blocks = num_blocks(values.numel())
-    padded = torch.zeros(blocks * BLOCK_SIZE)
-    padded[: values.numel()] = values.abs()
-    largest = padded.view(blocks, BLOCK_SIZE).amax(1)
-    units = torch.where(largest < 1e-18, 0.0, largest / float(largest_code**2))
-    return torch.where(largest.isfinite(), units, torch.nan)
-
-
-def _inverses(units: Tensor, numel: int) -> Tensor:  # float32 [numel]
-    inverses = torch.where(units > 0, torch.tensor(0.9999997) / units, 0.0)
-    return _per_element(inverses, numel)
-
-
-def _rough_root(values: Tensor) -> Tensor:
-    """The square root to 0.0009 of itself, for codes: a guess and a Newton step."""
-    guess = (0x5F0B4000 - (values.view(torch.int32) >> 1)).view(torch.float32)
-    product = values * guess
-    return product * (torch.tensor(1.891) - product * guess)
-
-
-def _codes(scaled: Tensor, random: Tensor, *, smallest: Tensor) -> Tensor:  # int32 [numel]
-    scaled = torch.nan_to_num(scaled, nan=0.0)
-    u = random.float() * 2.0**-16
-    low = torch.maximum((_rough_root(scaled) - u).round(), smallest)
-    return (low + (scaled > low * (low + u + u) + u)).int()
 
 
 @final
@@ -617,7 +308,7 @@ class HostKernel:
         job = _Job(coefficients=update._coefficients())
         if momentum is not None:
             numel = weight.weight.numel()
-            _check(momentum, name="momentum", dtypes=(torch.float32,), numel=numel)
+            check_tensor(momentum, name="momentum", dtypes=(torch.float32,), numel=numel)
             job.first = momentum.data_ptr()
         optimizer = 2 if momentum is None else 3
         self._update(optimizer, job, weight, gradient, ranges, num_threads=num_threads)
@@ -634,7 +325,7 @@ class HostKernel:
     ) -> None:
         """One step of Lion, in place; of the elements in `ranges` only, if given."""
         numel = weight.weight.numel()
-        _check(momentum, name="momentum", dtypes=(torch.float32,), numel=numel)
+        check_tensor(momentum, name="momentum", dtypes=(torch.float32,), numel=numel)
         job = _Job(first=momentum.data_ptr(), coefficients=update._coefficients())
         self._update(4, job, weight, gradient, ranges, num_threads=num_threads)
 
@@ -649,7 +340,7 @@ class HostKernel:
         num_threads: int,
     ) -> None:
         numel = weight.weight.numel()
-        _check(gradient, name="gradient", dtypes=tuple(_GRADIENT_FORMS), numel=numel)
+        check_tensor(gradient, name="gradient", dtypes=tuple(GRADIENT_FORMS), numel=numel)
         match weight:
             case SplitWeight():
                 form, job.companion = 0, weight.remainder.data_ptr()
@@ -662,7 +353,7 @@ class HostKernel:
         given = (
             torch.tensor([[0, numel]]) if ranges is None else checked_ranges(ranges, numel=numel)
         )
-        forms = (optimizer, form, _GRADIENT_FORMS[gradient.dtype])
+        forms = (optimizer, form, GRADIENT_FORMS[gradient.dtype])
         call = _Call(*forms, 0, ctypes.pointer(job), given.data_ptr(), len(given))
         prepared: PreparedUpdates | None = getattr(self._local, "prepared", None)
         if prepared is not None:
@@ -682,22 +373,22 @@ class HostKernel:
 
     def sum_of_squares(self, gradient: Tensor, *, num_threads: int) -> float:
         """Sum of squares in float64, in an order that does not depend on the threads."""
-        _check(gradient, name="gradient", dtypes=tuple(_GRADIENT_FORMS))
-        form = _GRADIENT_FORMS[gradient.dtype]
+        check_tensor(gradient, name="gradient", dtypes=tuple(GRADIENT_FORMS))
+        form = GRADIENT_FORMS[gradient.dtype]
         arguments = (form, gradient.data_ptr(), gradient.numel())
         return float(self._call("sum_of_squares", *arguments, num_threads=num_threads))
 
     def split(self, master: Tensor, *, weight: SplitWeight, num_threads: int) -> None:
         """Write a float32 master as weight and remainder, without loss."""
         numel = weight.weight.numel()
-        _check(master, name="master", dtypes=(torch.float32,), numel=numel)
+        check_tensor(master, name="master", dtypes=(torch.float32,), numel=numel)
         pointers = (master.data_ptr(), weight.weight.data_ptr(), weight.remainder.data_ptr())
         self._call("split", *pointers, numel, num_threads=num_threads)
 
     def join(self, weight: SplitWeight, *, master: Tensor, num_threads: int) -> None:
         """Write weight and remainder as the float32 master they are."""
         numel = weight.weight.numel()
-        _check(master, name="master", dtypes=(torch.float32,), numel=numel)
+        check_tensor(master, name="master", dtypes=(torch.float32,), numel=numel)
         pointers = (weight.weight.data_ptr(), weight.remainder.data_ptr(), master.data_ptr())
         self._call("join", *pointers, numel, num_threads=num_threads)
 
@@ -722,7 +413,7 @@ class HostKernel:
         Raises:
             ValueError: the table has no such row; nothing was written then.
         """
-        _check_gather(table, ids, out)
+        check_gather(table, ids, out)
         pointers = (table.data_ptr(), ids.data_ptr(), out.data_ptr())
         row_bytes = table.shape[1] * table.element_size()
         self._call("gather", *pointers, len(ids), row_bytes, num_threads=num_threads)
@@ -750,10 +441,10 @@ class HostKernel:
         Raises:
             ValueError: the target has no such row; nothing was written then.
         """
-        _check_add_rows(target, ids, source)
+        check_add_rows(target, ids, source)
         groups = groups or RowGroups.of(ids, without=without)
         rows = groups.rows
-        forms = (_TARGET_FORMS[target.dtype], _GRADIENT_FORMS[source.dtype])
+        forms = (TARGET_FORMS[target.dtype], GRADIENT_FORMS[source.dtype])
         tensors = (target, source, rows, groups.starts, groups.positions)
         pointers = (tensor.data_ptr() for tensor in tensors)
         sizes = (len(rows), target.shape[1])

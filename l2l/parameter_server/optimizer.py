@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from l2l.parameter_server import host_kernel
+from l2l.parameter_server import host_kernel, operands
 from l2l.parameter_server.host_kernel import HostKernel
 from l2l.precision import join_master, split_master
 
@@ -36,7 +36,7 @@ class StateKind:
     """A tensor that an optimizer keeps for every parameter."""
 
     dtype: torch.dtype = torch.float32
-    per_block: bool = False  # one entry for every block of `host_kernel.BLOCK_SIZE` elements
+    per_block: bool = False  # one entry for every block of `operands.BLOCK_SIZE` elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +54,17 @@ class Update:
     settings: Settings
     factor: float  # what the gradient is multiplied with
     seed: int  # of rounding
-    ranges: Tensor | None = None  # the only elements to update (`host_kernel.checked_ranges`)
+    ranges: Tensor | None = None  # the only elements to update (`operands.checked_ranges`)
     half: host_kernel.Half | None = None  # what alone changes, if the optimizer has halves
 
-    def native_weight(self) -> host_kernel.Weight:
+    def native_weight(self) -> operands.Weight:
         """The weight as the native kernel takes it."""
         if self.weight.dtype is torch.float32:
-            return host_kernel.Float32Weight(weight=self.weight)
+            return operands.Float32Weight(weight=self.weight)
         assert self.companion is not None
         if self.weight.dtype is torch.bfloat16:
-            return host_kernel.SplitWeight(weight=self.weight, remainder=self.companion)
-        return host_kernel.Float16Weight(weight=self.weight, master=self.companion)
+            return operands.SplitWeight(weight=self.weight, remainder=self.companion)
+        return operands.Float16Weight(weight=self.weight, master=self.companion)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +135,13 @@ class HostOptimizer(Optimizer):
         """
         numel = update.weight.numel()
         ranges = torch.tensor([[0, numel]]) if update.ranges is None else update.ranges
-        edges = torch.zeros(host_kernel.num_blocks(numel) + 1, dtype=torch.int64)
-        begins, ends = host_kernel.checked_ranges(ranges, numel=numel).unbind(1)
+        edges = torch.zeros(operands.num_blocks(numel) + 1, dtype=torch.int64)
+        begins, ends = operands.checked_ranges(ranges, numel=numel).unbind(1)
         one = torch.ones_like(begins)
-        edges.index_add_(0, begins // host_kernel.BLOCK_SIZE, one)
-        edges.index_add_(0, -(-ends // host_kernel.BLOCK_SIZE), -one)
+        edges.index_add_(0, begins // operands.BLOCK_SIZE, one)
+        edges.index_add_(0, -(-ends // operands.BLOCK_SIZE), -one)
         blocks = edges.cumsum(0)[:-1] > 0
-        elements = blocks.repeat_interleave(host_kernel.BLOCK_SIZE)[:numel]
+        elements = blocks.repeat_interleave(operands.BLOCK_SIZE)[:numel]
         copy = replace(
             update,
             ranges=None,
@@ -244,7 +244,7 @@ class AdamW(HostOptimizer):
         denominator = (second_moment.sqrt() / bias_correction2**0.5).add_(settings["eps"])
         weight.addcdiv_(first_moment, denominator, value=-(learning_rate / bias_correction1))
         if self.moments == "8bit":
-            seed = host_kernel.rounding_seed(update.seed, step=step)
+            seed = operands.rounding_seed(update.seed, step=step)
             eight_bit.encode(first_moment, second_moment.sqrt(), seed=seed)
 
     @override
@@ -269,17 +269,15 @@ class AdamW(HostOptimizer):
             gradient=update.gradient,
             moments=self._eight_bit(update)
             if self.moments == "8bit"
-            else host_kernel.Moments(
-                first=update.state["exp_avg"], second=update.state["exp_avg_sq"]
-            ),
+            else operands.Moments(first=update.state["exp_avg"], second=update.state["exp_avg_sq"]),
             num_threads=num_threads,
             ranges=update.ranges,
             half=update.half,
         )
 
     @staticmethod
-    def _eight_bit(update: Update) -> host_kernel.EightBitMoments:
-        return host_kernel.EightBitMoments(
+    def _eight_bit(update: Update) -> operands.EightBitMoments:
+        return operands.EightBitMoments(
             first=update.state["exp_avg"],
             second=update.state["exp_avg_sq"],
             first_unit=update.state["exp_avg_unit"],

@@ -42,9 +42,9 @@ from l2l.parameter_server.host_kernel import (
     HostKernel,
     Numbers,
     PreparedUpdates,
-    SplitWeight,
     working_threads,
 )
+from l2l.parameter_server.operands import SplitWeight
 from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind, Update
 from l2l.parameter_server.snapshot import NUM_WRITERS, Image, Snapshot
 from l2l.precision import PrecisionPolicy, join_master, split_master
@@ -416,7 +416,7 @@ class ParameterServer:
             name: The unit.
             gradient: Staging bytes.
             order: The numbers of the step.
-            ranges: By parameter, the only elements to update (`host_kernel.checked_ranges`). A
+            ranges: By parameter, the only elements to update (`operands.checked_ranges`). A
                 parameter that is not named is updated whole.
             count_step: Whether this is a step of its own, not another part of the last one.
             half: What alone is to change.
