@@ -29,7 +29,7 @@ from l2l import hugging_face
 from l2l.hugging_face import Read, Recipe, UnknownMappingError, plain_recipe
 from l2l.initialization import Initialization
 from l2l.parameter_server import refuse_without_weights
-from l2l.parameter_server.store import exchange
+from l2l.parameter_server.unit import exchange
 from l2l.tensor_file import TensorFile, TensorFileError
 
 logger = logging.getLogger("l2l")

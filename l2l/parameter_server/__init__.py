@@ -21,13 +21,13 @@ from l2l.parameter_server.sizing import host_bytes as host_bytes
 from l2l.parameter_server.snapshot import Image as Image
 from l2l.parameter_server.snapshot import Snapshot as Snapshot
 from l2l.parameter_server.store import ParameterServer as ParameterServer
-from l2l.parameter_server.store import UnitForm as UnitForm
 from l2l.parameter_server.store import UpdateOrder as UpdateOrder
 from l2l.parameter_server.store import WaitingUpdate as WaitingUpdate
-from l2l.parameter_server.store import refuse_without_weights as refuse_without_weights
-from l2l.parameter_server.store import state_name as state_name
 from l2l.parameter_server.torch_optimizer import ServerOptimizer as ServerOptimizer
 from l2l.parameter_server.torch_optimizer import groups_of as groups_of
+from l2l.parameter_server.unit import UnitForm as UnitForm
+from l2l.parameter_server.unit import refuse_without_weights as refuse_without_weights
+from l2l.parameter_server.unit import state_name as state_name
 
 __all__ = [
     "NUM_STAGING",

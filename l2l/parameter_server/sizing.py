@@ -9,7 +9,7 @@ import torch
 from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.optimizer import AdamW, Optimizer
 from l2l.parameter_server.policy import UpdatePolicy
-from l2l.parameter_server.store import UnitForm
+from l2l.parameter_server.unit import UnitForm
 
 ROUNDING_BYTES = 32 << 20  # on the device, through which gradients leave in 16 bits
 NUM_STAGING = 4  # gradients of layers on their way to an eager update

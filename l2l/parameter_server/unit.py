@@ -1,0 +1,228 @@
+"""One unit of the model: its form, its host memory, and rows of tables as ranges of elements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l2l.device import Event
+from l2l.layout import ALIGNMENT_ELEMENTS, FlatLayout, round_up
+from l2l.parameter_server import device_update
+from l2l.parameter_server.host_kernel import PreparedUpdates
+from l2l.parameter_server.optimizer import StateKind
+
+ACCUMULATE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+DRAINED = {torch.float16: torch.float32}  # a sum of scaled gradients may not fit a float16
+COMPANION = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
+
+
+def state_name(owner: str, state: str) -> str:
+    """The name of a state tensor that rides in a unit's flat buffer."""
+    return f"{owner}|{state}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitForm:
+    """What a unit is made of, before any memory is taken."""
+
+    name: str
+    weight_layout: FlatLayout
+    trained: FlatLayout  # trained parameters, in the link dtype
+    state_kinds: Mapping[str, StateKind]
+    companion_dtype: torch.dtype | None
+
+    @property
+    def gradient_layout(self) -> FlatLayout:
+        """Where gradients are added up on the device: float32, the offsets of `trained`."""
+        return self.trained.astype(ACCUMULATE)
+
+    @property
+    def staging_layout(self) -> FlatLayout:
+        """How gradients arrive on the host."""
+        return self.trained.astype(DRAINED)
+
+    def piece(self, number: int, num_pieces: int) -> slice:
+        """Elements of one of so many pieces of the trained parameters, cut at blocks."""
+        total = self.trained.padded_numel
+        size = round_up(-(-total // num_pieces), ALIGNMENT_ELEMENTS)
+        return slice(min(total, number * size), min(total, (number + 1) * size))
+
+    def row_bytes(self, owner: str) -> int:
+        """Bytes of one row of a table, as it crosses the link."""
+        for segment in self.weight_layout.segments:
+            for one in segment.fields:
+                if one.name == owner:
+                    return one.shape[1] * segment.dtype.itemsize
+        raise KeyError(owner)
+
+    @property
+    def companion_name(self) -> str:
+        """What the companion is called in a ledger."""
+        return "remainders" if self.companion_dtype is torch.int16 else "masters"
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether the trained parameters lie in one row, in the weights as in everything else."""
+        trained, weights = self.trained.segments, self.weight_layout.segments
+        return len(trained) == 1 and bool(weights) and weights[0] == trained[0]
+
+    def state_numel(self, kind: StateKind) -> int:
+        """Elements of a state buffer."""
+        numel = self.trained.padded_numel
+        return numel // ALIGNMENT_ELEMENTS if kind.per_block else numel
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Host bytes, by what they hold."""
+        found = {"weights": self.weight_layout.nbytes}
+        if self.companion_dtype is not None:
+            found[self.companion_name] = self.trained.padded_numel * self.companion_dtype.itemsize
+        for name, kind in self.state_kinds.items():
+            found[name] = self.state_numel(kind) * kind.dtype.itemsize
+        return found
+
+
+@dataclass(slots=True, kw_only=True)
+class Unit:
+    """Host memory of one unit."""
+
+    form: UnitForm
+    weights: Tensor  # bytes, registered
+    companion: Tensor | None
+    state: dict[str, Tensor]
+    steps: dict[str, int] = field(default_factory=dict)  # trained parameter -> updates so far
+    pending: Event | None = None
+    prepared: dict[Any, PreparedUpdates] = field(default_factory=dict)  # see `addresses`
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the unit's memory lies: what was prepared for other memory is of no use."""
+        companion = () if self.companion is None else (self.companion.data_ptr(),)
+        state = (tensor.data_ptr() for tensor in self.state.values())
+        return (self.weights.data_ptr(), *companion, *state)
+
+    def weight_of(self, owner: str) -> Tensor:
+        """A parameter's link weight, shaped."""
+        return self.form.weight_layout.view(self.weights, owner)
+
+    def companion_of(self, owner: str) -> Tensor | None:
+        """What completes a parameter's link weight, shaped; None if nothing does."""
+        if self.companion is None or owner not in self.steps:
+            return None
+        if self.weight_of(owner).dtype not in COMPANION:
+            return None
+        return self.companion[self.form.trained.span(owner)].view(self.weight_of(owner).shape)
+
+    def flat(
+        self, owners: tuple[str, ...], *, weights: Tensor, gradients: Tensor
+    ) -> device_update.FlatUnit:
+        """Parameters that lie in one row, from the first to the last, with state on the device.
+
+        Args:
+            owners: the parameters.
+            weights: flat buffer of the unit's weights, there.
+            gradients: flat buffer of the sums of their gradients.
+        """
+        form = self.form
+        first, last = form.trained.span(owners[0]), form.trained.span(owners[-1])
+        span = slice(first.start, last.stop)
+        if len(owners) == 1:
+            weight = form.weight_layout.view(weights, owners[0]).view(-1)
+        else:
+            weight = form.weight_layout.segment_views(weights)[0][span]
+        view = form.gradient_layout.view(gradients, owners[0])
+        has_companion = self.companion is not None and weight.dtype in COMPANION
+        return device_update.FlatUnit(
+            weight=weight,
+            companion=self.companion[span]
+            if self.companion is not None and has_companion
+            else None,
+            gradient=view.as_strided((span.stop - span.start,), (1,)),
+            state=self._state(span),
+            position=span.start,
+        )
+
+    def part(self, span: slice, gradients: Tensor) -> device_update.FlatUnit:
+        """Some elements of a unit that is one row, here on the host; for copies to and fro."""
+        weight = self.form.weight_layout.segment_views(self.weights)[0][span]
+        has_companion = self.companion is not None and weight.dtype in COMPANION
+        return device_update.FlatUnit(
+            weight=weight,
+            companion=self.companion[span]
+            if self.companion is not None and has_companion
+            else None,
+            gradient=self.form.staging_layout.segment_views(gradients)[0][span],
+            state=self._state(span),
+            position=span.start,
+        )
+
+    def state_of(self, owner: str) -> dict[str, Tensor]:
+        """A parameter's state, flat."""
+        return self._state(self.form.trained.span(owner))
+
+    def _state(self, span: slice) -> dict[str, Tensor]:
+        blocks = slice(span.start // ALIGNMENT_ELEMENTS, -(-span.stop // ALIGNMENT_ELEMENTS))
+        kinds = self.form.state_kinds
+        return {
+            name: buffer[blocks if kinds[name].per_block else span]
+            for name, buffer in self.state.items()
+        }
+
+
+def shapes_of(form: UnitForm) -> list[tuple[int, ...]]:
+    """Shapes of the trained parameters, in order."""
+    return [field.shape for segment in form.trained.segments for field in segment.fields]
+
+
+def row_ranges(rows: Tensor, width: int) -> Tensor:
+    """Ascending rows as element ranges, neighbours joined."""
+    if not rows.numel():
+        return torch.empty((0, 2), dtype=torch.int64)
+    breaks = torch.nonzero(rows[1:] != rows[:-1] + 1).flatten()
+    first = torch.cat([rows[:1], rows[breaks + 1]])
+    last = torch.cat([rows[breaks], rows[-1:]])
+    return torch.stack([first * width, (last + 1) * width], dim=1)
+
+
+def other_rows(rows: Tensor, num_rows: int) -> Tensor:
+    """The rows of a table that are not among these."""
+    others = torch.ones(num_rows, dtype=torch.bool)
+    others[rows] = False
+    return torch.nonzero(others).flatten()
+
+
+def exchange(parameter: nn.Parameter, tensor: Tensor) -> None:
+    """Let a parameter hold another tensor; it stays the same object, also from or to meta."""
+    if parameter.is_meta == tensor.is_meta:
+        parameter.data = tensor
+        return
+    other = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    other.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+
+
+def refuse_without_weights(model: nn.Module) -> None:
+    """Refuse a model whose parameters have no values.
+
+    Raises:
+        ValueError: they are in another engine, or on the meta device.
+    """
+    hollow = [
+        name
+        for name, p in model.named_parameters()
+        if p.numel() > 1 and not p.is_meta and p.untyped_storage().nbytes() < p.nbytes
+    ]
+    if hollow:
+        raise ValueError(
+            f"the model's parameters are hollow ({hollow[0]!r} and others): its weights are in "
+            "another engine. Close that one first."
+        )
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"{len(on_meta)} parameters are on the meta device, the first {on_meta[0]!r}. Expected "
+            "a model with weights, on the CPU; or say where they come from: weights=, a folder "
+            "with safetensors, or weights=l2l.RandomInit(seed=0)."
+        )
