@@ -55,6 +55,15 @@ from l2l.weights import Incoming, RandomInit
 
 logger = logging.getLogger("l2l")
 
+PLACED = (
+    "num_tail",
+    "num_device_states",
+    "num_shared",
+    "keep",
+    "num_kept_cells",
+    "outer_state",
+)
+"""Choices by which a layer is computed, or updated, by other code: the same but for last bits."""
 MOST_STEPS_AHEAD = 2  # how far the host may run ahead of the device
 
 Batches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -432,6 +441,8 @@ class Engine:
             "piece_tokens": decisions.piece_tokens,
             "compiled": self._compiler.is_on,
             "looked_up": sorted({lookup.unit for lookup in self._rows.lookups}),
+            "device_memory": self._planning.given_budget,
+            **{name: getattr(decisions, name) for name in PLACED},
         }
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
@@ -449,9 +460,16 @@ class Engine:
                     choices[name],
                     own[name],
                 )
-        names = (
-            ("piece_tokens",) if self._microbatch_size else ("microbatch_tokens", "piece_tokens")
-        )
+        names = ["piece_tokens"] if self._microbatch_size else ["microbatch_tokens", "piece_tokens"]
+        if choices.get("device_memory") == own["device_memory"]:
+            names += [name for name in PLACED if name in choices]
+        elif self._compiler.is_on:
+            logger.warning(
+                "the checkpoint was made with device_memory=%s, this engine has %s. Layers are "
+                "placed anew, so results may differ in their last bits.",
+                choices.get("device_memory"),
+                own["device_memory"],
+            )
         self._planning.adopt({name: choices[name] for name in names})
 
     def _refuse_if_unusable(self) -> None:

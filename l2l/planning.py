@@ -104,7 +104,7 @@ class Planning:
         self._optimizer = optimizer
         self._policy = policy
         self._kernel = kernel
-        self._budget = budget
+        self.given_budget = self._budget = budget  # the latter is what is free, if none was given
         self._host_limit = host_limit
         self._compiled = compiled
         self._overrides = dict(overrides)

@@ -42,6 +42,7 @@ from l2l.checkpoint import (
     replace_folder,
 )
 from l2l.device import CheckingDevice, UpdateFailedError
+from l2l.engine import PLACED
 from l2l.hardware import H200
 from l2l.parameter_server import Image, ParameterServer, Snapshot
 from l2l.schedule import Lane
@@ -1684,6 +1685,44 @@ def test_choices_that_change_bits_are_adopted_in_another_budget(
         assert choices["tail"] != before["tail"]  # what changes no bits follows the budget
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
         assert not differences(state_of(engine), expected)
+
+
+@pytest.mark.parametrize("budget", [SMALL, "180MiB"])
+def test_the_same_budget_on_another_machine_places_layers_alike(
+    budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Where each layer runs decides which code computes it: the same bits need the same place."""
+    slow = dataclasses.replace(H200, both_ways_rate=1e9, fetch_rate=1e9, host_rate=1e9)
+    placed = []
+    for hardware, loads in ((H200, False), (slow, True), (slow, False)):
+        monkeypatch.setattr("l2l.planning.known_hardware", lambda *_, found=hardware: found)
+        with budgeted(budget) as engine:
+            if loads:
+                engine.load(tmp_path / "saved")
+            engine.step(causal_batch(8, 0))
+            decisions = engine._planning.decisions
+            placed.append({name: getattr(decisions, name) for name in PLACED})
+            if hardware is H200:
+                engine.save(tmp_path / "saved")
+    assert placed[0] == placed[1] != placed[2]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_another_budget_is_one_line_where_layers_are_compiled(
+    compiled: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    with make("eager") as engine:
+        train(engine, "eager", to=1)
+        engine.save(tmp_path / "saved")
+    with make("eager") as engine:
+        monkeypatch.setattr(type(engine._compiler), "is_on", property(lambda _: compiled))
+        engine._planning.given_budget = 1 << 30
+        engine.load(tmp_path / "saved")
+    told = [line for line in caplog.messages if "placed anew" in line]
+    assert len(told) == compiled
 
 
 @pytest.mark.usefixtures("as_h200")
