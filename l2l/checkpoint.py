@@ -187,7 +187,6 @@ class Saving:
         extra: Mapping[str, Any],
         finish: Callable[[], None],
         settle: Callable[[], None],
-        copies_ahead: bool = False,
     ) -> None:
         """Begin to write.
 
@@ -200,7 +199,6 @@ class Saving:
             extra: what the caller wants back.
             finish: called once the checkpoint has its name, or could not be written.
             settle: brings all units to the step, for whoever waits.
-            copies_ahead: whether units will change meanwhile, and are better copied before.
 
         Raises:
             CheckpointError: the folder cannot be made.
@@ -217,7 +215,6 @@ class Saving:
         self._step, self._state, self._extra = step, state, extra
         self._finish = finish
         self._settle = settle
-        snapshot.copies_ahead = copies_ahead
         self._files: dict[str, FileRecord] = {}
         self._lock = threading.Lock()
         self._partial = folder.with_name(folder.name + PARTIAL)

@@ -255,8 +255,8 @@ class Engine:
             folder: the checkpoint; what has this name is replaced once the new one is whole.
             extra: anything JSON can hold, for `load` to give back.
             background: return at once and write beside the steps that follow. What is written is
-                the state as it is now; a unit that changes before it was written is copied into
-                spare host memory first, or its update waits.
+                the state as it is now: units are copied into spare host memory before they change,
+                or their update waits.
             then: called once the checkpoint is there, on another thread.
 
         Raises:

@@ -120,7 +120,9 @@ class Persistence:
             "groups": self._optimizer.numbers(),
             "loss_scale": None if self._loss_scale is None else asdict(self._loss_scale),
         }
-        snapshot = self._server.begin_snapshot(order, at_once=at_once, spare_bytes=spare)
+        snapshot = self._server.begin_snapshot(
+            order, at_once=at_once, spare_bytes=spare, copies_ahead=background
+        )
         try:
             saving = Saving(
                 folder,
@@ -131,7 +133,6 @@ class Persistence:
                 extra=extra,
                 finish=partial(self._end_snapshot, snapshot),
                 settle=self._server.settle_all,
-                copies_ahead=background,
             )
         except BaseException:
             self._end_snapshot(snapshot)

@@ -11,10 +11,10 @@ nothing ever goes on. So whoever submits waits for the host thread first, withou
 anything is compiled, and before more than `MOST_LAUNCHES` are queued behind it. For the latter
 every event carries the number of the last piece of host work that it comes after.
 
-Short of that, the host thread would wait for the lock whenever launches block: so no more than
-`MOST_LAUNCHES` are ever queued on the compute lane. And the host thread, which waits for the lock
-after each piece of its work, gets it within `SWITCH_SECONDS` during a step, not within Python's
-five milliseconds.
+Short of that, the host thread would wait for the lock whenever launches block: so a line is
+submitted to the compute lane only while about `MOST_LAUNCHES` or fewer are queued there. And the
+host thread, which waits for the lock after each piece of its work, gets it within `SWITCH_SECONDS`
+during a step, not within Python's five milliseconds.
 """
 
 from __future__ import annotations

@@ -75,6 +75,7 @@ class Snapshot:
         awaited: frozenset[str],
         changing: frozenset[str],
         spare_bytes: int,
+        copies_ahead: bool = False,
     ) -> None:
         """Begin.
 
@@ -85,6 +86,7 @@ class Snapshot:
             awaited: units whose update of this step is not complete.
             changing: units that the next step will change.
             spare_bytes: host memory that copies may take.
+            copies_ahead: whether somebody will call `copy_ahead` until nothing is left to copy.
         """
         self._image_of = image_of
         self._copy_of = copy_of
@@ -97,8 +99,7 @@ class Snapshot:
         self._urgent: list[str] = []
         self._copies: dict[str, Image] = {}
         self._is_given_up = False
-        self.copies_ahead = False
-        """Whether somebody calls `copy_ahead` until there is nothing left to copy."""
+        self.copies_ahead = copies_ahead
         self.stall_seconds = 0.0
         """How long changes have waited so far."""
 

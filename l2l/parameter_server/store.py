@@ -508,7 +508,12 @@ class ParameterServer:
         return Image(unit=name, tensors=tensors, steps=unit.steps)
 
     def begin_snapshot(
-        self, order: Sequence[str], *, at_once: Collection[str], spare_bytes: int
+        self,
+        order: Sequence[str],
+        *,
+        at_once: Collection[str],
+        spare_bytes: int,
+        copies_ahead: bool,
     ) -> Snapshot:
         """Begin to write every unit as it is after the last step.
 
@@ -518,6 +523,7 @@ class ParameterServer:
             order: units, those first that the next step changes first.
             at_once: units whose update is not left to the next step: the device would do it.
             spare_bytes: host memory that copies may take.
+            copies_ahead: whether units will change meanwhile, and are better copied before.
         """
         for name in [name for name in self.waiting if name in at_once]:
             self._settle(name)
@@ -528,6 +534,7 @@ class ParameterServer:
             awaited=frozenset(self.waiting),
             changing=frozenset(name for name in order if self.units[name].form.trained.names),
             spare_bytes=spare_bytes,
+            copies_ahead=copies_ahead,
         )
         self.snapshot = snapshot
         return snapshot

@@ -133,12 +133,9 @@ class Unit:
         else:
             weight = form.weight_layout.segment_views(weights)[0][span]
         view = form.gradient_layout.view(gradients, owners[0])
-        has_companion = self.companion is not None and weight.dtype in COMPANION
         return device_update.FlatUnit(
             weight=weight,
-            companion=self.companion[span]
-            if self.companion is not None and has_companion
-            else None,
+            companion=self._companion(span, weight),
             gradient=view.as_strided((span.stop - span.start,), (1,)),
             state=self._state(span),
             position=span.start,
@@ -147,12 +144,9 @@ class Unit:
     def part(self, span: slice, gradients: Tensor) -> device_update.FlatUnit:
         """Some elements of a unit that is one row, here on the host; for copies to and fro."""
         weight = self.form.weight_layout.segment_views(self.weights)[0][span]
-        has_companion = self.companion is not None and weight.dtype in COMPANION
         return device_update.FlatUnit(
             weight=weight,
-            companion=self.companion[span]
-            if self.companion is not None and has_companion
-            else None,
+            companion=self._companion(span, weight),
             gradient=self.form.staging_layout.segment_views(gradients)[0][span],
             state=self._state(span),
             position=span.start,
@@ -161,6 +155,11 @@ class Unit:
     def state_of(self, owner: str) -> dict[str, Tensor]:
         """A parameter's state, flat."""
         return self._state(self.form.trained.span(owner))
+
+    def _companion(self, span: slice, weight: Tensor) -> Tensor | None:
+        if self.companion is None or weight.dtype not in COMPANION:
+            return None
+        return self.companion[span]
 
     def _state(self, span: slice) -> dict[str, Tensor]:
         blocks = slice(span.start // ALIGNMENT_ELEMENTS, -(-span.stop // ALIGNMENT_ELEMENTS))
