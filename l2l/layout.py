@@ -123,6 +123,13 @@ class FlatLayout:
             before += segment.numel
         raise KeyError(name)
 
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """A field's dtype; None if there is no such field."""
+        for segment in self.segments:
+            if any(field.name == name for field in segment.fields):
+                return segment.dtype
+        return None
+
     def view(self, buffer: Tensor, name: str) -> Tensor:
         """One field of a byte buffer, shaped."""
         for segment in self.segments:

@@ -23,7 +23,13 @@ from torch import Tensor
 
 from l2l.host_memory import Arena
 from l2l.layout import ALIGNMENT_BYTES, round_up
-from l2l.parameter_server import HostKernel, ParameterServer, host_kernel, operands
+from l2l.parameter_server import (
+    HostKernel,
+    ParameterServer,
+    TableRows,
+    host_kernel,
+    operands,
+)
 from l2l.stash import Form
 
 NUM_SETS = 2
@@ -50,15 +56,25 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowSum:
+    """Gradients of rows that a microbatch completes, to be added to a table's."""
+
+    groups: operands.RowGroups  # of all rows of the sources
+    sources: list[Tensor]  # below each other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowSet:
-    """The lookups of one step."""
+    """The lookups of one step.
+
+    Everything here is made by the thread that begins the step, which has time. On the one that
+    gathers and collects, the device waits for each operation.
+    """
 
     microbatches: list[Rows]
-    ids: list[Tensor]  # of all microbatches, for each lookup
-    groups: list[list[operands.RowGroups]]
-    """The same, grouped, by the microbatch that is the last to look rows up; for each lookup."""
-    first_used: Mapping[str, list[Tensor]]
-    """Rows of each unit, ascending, by the microbatch that is the first to look them up."""
+    sums: list[list[RowSum]]  # for each lookup, by microbatch
+    first_used: Mapping[str, list[TableRows]]
+    """Rows of each unit, by the microbatch that is the first to look them up."""
 
 
 @final
@@ -85,33 +101,45 @@ class HostRows:
         pieces = torch.split(self._memory[self._turn][:total], needed * 2)
         for index, one in enumerate(found):
             one.rows, one.gradients = pieces[index], pieces[index + len(found)]
-        # Sorted here, on the thread that has time, and not when the device waits for it.
-        ids = [torch.cat([one.ids[index] for one in found]) for index in range(len(self.lookups))]
         units = {lookup.unit for lookup in self.lookups}
         return RowSet(
             microbatches=found,
-            ids=ids,
-            groups=[self._groups(index, own, found) for index, own in enumerate(ids)],
+            sums=[self._sums(index, found) for index in range(len(self.lookups))],
             first_used={unit: self._first_used(unit, found) for unit in units},
         )
 
-    def _groups(
-        self, index: int, ids: Tensor, microbatches: list[Rows]
-    ) -> list[operands.RowGroups]:
-        every = operands.RowGroups.of(ids, without=self.lookups[index].padding_idx)
-        if len(microbatches) == 1:
-            return [every]
-        ends = torch.tensor([one.ids[index].numel() for one in microbatches]).cumsum(0)
-        return every.by_last_position(ends)
+    def _sums(self, index: int, microbatches: list[Rows]) -> list[RowSum]:
+        """What each microbatch adds to a table's gradient.
 
-    def _first_used(self, unit: str, microbatches: list[Rows]) -> list[Tensor]:
+        In 16 bits, a row that a later microbatch looks up as well waits for that one, so that its
+        gradient is rounded once.
+        """
+        lookup = self.lookups[index]
+        unit, without = self._server.units[lookup.unit], lookup.padding_idx
+        dtype = unit.form.staging_layout.dtype_of(lookup.owner)
+        if dtype is None:  # it is not trained
+            return []
+        width = unit.weight_of(lookup.owner).shape[1]
+        ids = [one.ids[index] for one in microbatches]
+        sources = [one.form.views(one.gradients)[index].view(-1, width) for one in microbatches]
+        if len(ids) == 1 or dtype is torch.float32:
+            return [
+                RowSum(groups=operands.RowGroups.of(own, without=without), sources=[source])
+                for own, source in zip(ids, sources, strict=True)
+            ]
+        every = operands.RowGroups.of(torch.cat(ids), without=without)
+        ends = torch.tensor([own.numel() for own in ids]).cumsum(0)
+        joined = _joined(sources)
+        return [RowSum(groups=own, sources=joined) for own in every.by_last_position(ends)]
+
+    def _first_used(self, unit: str, microbatches: list[Rows]) -> list[TableRows]:
         owners = [(i, one.owner) for i, one in enumerate(self.lookups) if one.unit == unit]
         table = self._server.units[unit].weight_of(owners[0][1])
         fresh = torch.ones(table.shape[0], dtype=torch.bool)
-        found: list[Tensor] = []
+        found: list[TableRows] = []
         for one in microbatches:
             rows = torch.unique(torch.cat([one.ids[index] for index, _ in owners]))
-            found.append(rows[fresh[rows]])
+            found.append(self._server.table_rows(unit, rows[fresh[rows]]))
             fresh[rows] = False
         return found
 
@@ -155,9 +183,6 @@ class HostRows:
     def collect(self, unit: str, rows: RowSet, microbatch: int, staging: Tensor) -> float:
         """Add gradients of rows to a table's gradient: all that this microbatch completes.
 
-        A row that a later microbatch looks up as well waits for that one, so that its gradient is
-        rounded once.
-
         Returns:
             what the squared norm of the gradient grows by.
         """
@@ -166,55 +191,32 @@ class HostRows:
         for index, lookup in enumerate(self.lookups):
             if lookup.unit != unit:
                 continue
-            target = layout.view(staging, lookup.owner)
-            width = target.shape[1]
-            views = [
-                one.form.views(one.gradients)[index].view(-1, width) for one in rows.microbatches
-            ]
-            if target.dtype is torch.float32:  # nothing is rounded
-                own = rows.microbatches[microbatch].ids[index]
-                grown += self._add(target, own, views[microbatch], lookup, None)
+            target, own = layout.view(staging, lookup.owner), rows.sums[index][microbatch]
+            source = own.sources[0] if len(own.sources) == 1 else torch.cat(own.sources)
+            if self._kernel is None:
+                groups = own.groups
+                grown += operands.add_rows(target, groups.ids(), source[groups.positions])
             else:
-                groups = rows.groups[index][microbatch]
-                grown += self._add(target, rows.ids[index], _joined(views), lookup, groups)
+                num_threads = host_kernel.working_threads()
+                grown += self._kernel.add_groups(
+                    target, own.groups, source, num_threads=num_threads
+                )
         return grown
-
-    def _add(
-        self,
-        target: Tensor,
-        ids: Tensor,
-        gradients: Tensor,
-        lookup: TableLookup,
-        groups: operands.RowGroups | None,
-    ) -> float:
-        without = lookup.padding_idx
-        if self._kernel is None and groups is not None:
-            return operands.add_rows(target, groups.ids(), gradients[groups.positions])
-        if self._kernel is None:
-            return operands.add_rows(target, ids, gradients, without=without)
-        return self._kernel.add_rows(
-            target,
-            ids,
-            gradients,
-            without=without,
-            groups=groups,
-            num_threads=host_kernel.working_threads(),
-        )
 
     def clear(self, unit: str, rows: RowSet, staging: Tensor) -> None:
         """Make the collected rows zero again, in the staging of a table that no head fills."""
         layout = self._server.units[unit].form.staging_layout
-        ids = torch.cat(rows.first_used[unit])
+        ids = torch.cat([one.rows for one in rows.first_used[unit]])
         for owner in {one.owner for one in self.lookups if one.unit == unit}:
             layout.view(staging, owner).index_fill_(0, ids, 0)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """Matrices below each other; no copy if they lie so in memory already."""
+def _joined(parts: list[Tensor]) -> list[Tensor]:
+    """Matrices as a single one, if they lie below each other in memory."""
     first, rows = parts[0], sum(len(part) for part in parts)
     address = first.data_ptr()
     for part in parts:
         if part.data_ptr() != address or not part.is_contiguous():
-            return torch.cat(parts)
+            return parts
         address += part.nbytes
-    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
+    return [first.as_strided((rows, first.shape[1]), (first.shape[1], 1))]

@@ -32,6 +32,7 @@ from l2l.lookup import TableLookup
 from l2l.loss import IGNORED, LossFunction, Rule, require_loss
 from l2l.parameter_server import ParameterServer
 from l2l.schedule import NOTHING
+from l2l.shadows import Shadows
 from l2l.step import Step
 from l2l.transfer import Transfer
 
@@ -144,8 +145,17 @@ class OuterPass:
                     self._placeholders[owner] = nothing.expand(weight.shape)
         return self._placeholders
 
-    def prologue(self, inputs: Microbatch, rows: list[Tensor], *, training: bool) -> Recording:
-        """Run the prologue, with graph when training: what is recorded shows what requires one."""
+    def prologue(
+        self, inputs: Microbatch, host: Microbatch, rows: list[Tensor], *, training: bool
+    ) -> Recording:
+        """Run the prologue, with graph when training: what is recorded shows what requires one.
+
+        Args:
+            inputs: the microbatch, on the device.
+            host: the same on the host.
+            rows: what lookups give.
+            training: whether there is a backward pass.
+        """
         waiting = list(zip(self.facts.lookups, rows, strict=True))
 
         def answer(owner: str) -> Callable[[Lookup], Tensor]:
@@ -167,8 +177,15 @@ class OuterPass:
         rows_of = {id(self._placeholders[owner]): answer(owner) for owner in owners}
         answers = Answers(rows=rows_of, heads={}, absent=self._absent())
         watched = answers if self.facts.alone else contextlib.nullcontext()
-        with torch.set_grad_enabled(training), watched:
+        with torch.set_grad_enabled(training), watched, self._shadows(inputs, host):
             return self._carved.prologue(inputs)
+
+    def _shadows(
+        self, inputs: Microbatch, host: Microbatch
+    ) -> contextlib.AbstractContextManager[object]:
+        if self._device.torch_device.type == "cpu":  # nobody waits
+            return contextlib.nullcontext()
+        return Shadows(inputs, host)
 
     def _absent(self) -> dict[int, str]:
         return {id(tensor): owner for owner, tensor in self._placeholders.items()}
@@ -178,11 +195,14 @@ class OuterPass:
         inputs: Microbatch,
         hidden: Tensor,
         *,
+        host: Microbatch | None = None,
         heads: Mapping[int, Head] | None = None,
     ) -> Any:
         """Run the model's code after the layers; returns its outputs."""
+        shadows = self._shadows(inputs, host or {})
         if not self.facts.alone:
-            return self._carved.epilogue(inputs, hidden)
+            with shadows:
+                return self._carved.epilogue(inputs, hidden)
         tables = [owner for owner in self._carved.tables if owner in self._placeholders]
         unseen: dict[int, Callable[[Lookup], Tensor]] = {
             id(self._placeholders[owner]): _no_rows for owner in tables
@@ -193,7 +213,7 @@ class OuterPass:
             unseen.clear()
             answers.absent = self._absent()
 
-        with answers:
+        with answers, shadows:
             return self._carved.epilogue(inputs, hidden, on_delivery=delivered)
 
     def epilogue(
@@ -225,11 +245,10 @@ class OuterPass:
         """
         units = [slot[1:] for slot in gradients.split(",") if slot != NOTHING and slot[1] != "L"]
         collected: Tensor | None = None
-        for part, batch, on_device, share in self._cut(step, m, hidden, inputs):
-            del batch
+        for part, host, on_device, share in self._cut(step, m, hidden, inputs):
             piece = part.of(hidden).detach().requires_grad_(needs_gradient)
             heads = self._heads(step, units, bound, share * loss_scale)
-            outputs = self.run_epilogue(on_device, piece, heads=heads)
+            outputs = self.run_epilogue(on_device, piece, host=host, heads=heads)
             loss = self._loss(step, m, outputs, on_device, share)
             if loss_scale != 1.0:
                 loss = loss.float() * loss_scale  # a float16 cannot hold the product
@@ -263,8 +282,8 @@ class OuterPass:
 
     def score(self, step: Step, m: int, hidden: Tensor, inputs: Microbatch) -> None:
         """The losses of a microbatch, without gradients."""
-        for part, _, on_device, share in self._cut(step, m, hidden, inputs):
-            outputs = self.run_epilogue(on_device, part.of(hidden))
+        for part, host, on_device, share in self._cut(step, m, hidden, inputs):
+            outputs = self.run_epilogue(on_device, part.of(hidden), host=host)
             self._loss(step, m, outputs, on_device, share)
 
     def _cut(

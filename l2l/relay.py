@@ -242,7 +242,8 @@ class Relay:
 
     def _run_prologue(self, step: Step, m: int, rows: list[Tensor]) -> Recording:
         self._device.seed(mix_seed(self._seed, step.number, PROLOGUE_SEED, m))
-        return self._outer.prologue(self._inputs(step, m), rows, training=step.training)
+        inputs, host = self._inputs(step, m), step.microbatches[m]
+        return self._outer.prologue(inputs, host, rows, training=step.training)
 
     def _epilogue(
         self,
@@ -287,7 +288,8 @@ class Relay:
                 break
             result = self._unwind(layer, inputs, walked, gradient)
             if self._trained(f"L{layer}"):
-                self._updates.accumulate(step, f"L{layer}", f"GL{layer}", result.parameters)
+                add = self._compiler.gradient_sum(self._carved.structures[layer])
+                self._updates.accumulate(step, f"L{layer}", f"GL{layer}", result.parameters, add)
             gathered = self._gather(step, m, gathered, result.recorded)
             passes_on = inputs.hidden_requires_gradient
             gradient = torch.zeros_like(gradient) if result.hidden is None else result.hidden
@@ -313,7 +315,7 @@ class Relay:
         after = self._rewind_buffers(step, m)
         with torch.no_grad():
             if step.keep_outputs:
-                outputs = self._outer.run_epilogue(inputs, hidden)
+                outputs = self._outer.run_epilogue(inputs, hidden, host=step.microbatches[m])
                 step.outputs[m] = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), outputs)
             else:
                 self._outer.score(step, m, hidden, inputs)
@@ -459,7 +461,8 @@ class Relay:
                 handed.kept = self._stash.get(kept, f"k{index} {microbatch}")
             anchors = self._anchors(slot, recorded, before)
             result = self._compiled_backward(step, index, m, inputs, handed, gradient, anchors)
-        self._updates.accumulate(step, layer, gradient_slot, result.parameters)
+        add = self._compiler.gradient_sum(self._carved.structures[index])
+        self._updates.accumulate(step, layer, gradient_slot, result.parameters, add)
         if to != NOTHING:
             hidden = torch.zeros_like(gradient) if result.hidden is None else result.hidden
             sums = self._gather(step, m, gathered, result.recorded)

@@ -17,7 +17,7 @@ The schedule says when; the parameter server owns what is changed. Here is what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, final
 
@@ -76,11 +76,18 @@ class Updates:
         self._compiled = compiled
         self.num_pieces = 1  # in which state is lent; the engine sets it
 
-    def accumulate(self, step: Step, unit: str, slot: str, gradients: Mapping[str, Tensor]) -> None:
-        """Add one microbatch's gradients to a unit's sums."""
+    def accumulate(
+        self,
+        step: Step,
+        unit: str,
+        slot: str,
+        gradients: Mapping[str, Tensor],
+        add: Callable[[list[Tensor], list[Tensor]], None] | None = None,
+    ) -> None:
+        """Add one microbatch's gradients to a unit's sums; `add` is a faster way to do so."""
         received = step.received.setdefault(unit, set())
         if gradients:
-            self._transfer.accumulate(unit, slot, gradients, received=received)
+            self._transfer.accumulate(unit, slot, gradients, received=received, add=add)
 
     def drain(self, step: Step, unit: str, slot: str, staging: str) -> None:
         """A unit's gradient, and its norms, to the host."""

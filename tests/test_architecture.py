@@ -31,13 +31,14 @@ MAY_IMPORT = {
     "lookup": "host_memory layout parameter_server stash",
     "transfer": "device host_memory layout parameter_server schedule",
     "interception": "carving",
+    "shadows": "carving",
     "layer_pass": "carving",
     "compiled_layer": "carving device layer_pass",
     "step": "batch carving compiled_layer device lookup loss parameter_server",
     "updates": "device lookup parameter_server schedule step transfer",
     "outer_pass": (
-        "batch carving device interception layer_pass lookup loss parameter_server schedule step "
-        "transfer"
+        "batch carving device interception layer_pass lookup loss parameter_server schedule "
+        "shadows step transfer"
     ),
     "relay": (
         "batch carving compiled_layer device layer_pass outer_pass parameter_server precision "

@@ -1,9 +1,12 @@
 """Layers through a compiler: how often it compiles, whatever the depth and the lengths."""
 
+import math
 import random
+from typing import NoReturn
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import (
     BertConfig,
@@ -15,6 +18,7 @@ from transformers import (
 )
 
 import l2l
+from l2l.compiled_layer import GradientSum
 
 BACKEND = "aot_eager_decomp_partition"  # traces and cuts as the real one does, and compiles nothing
 VOCABULARY, NUM_TOKENS = 128, 256
@@ -111,3 +115,41 @@ def test_the_plan_says_what_compilation_took() -> None:
         line = dict(engine.plan.choices)["layers run"]
     assert "1 programs" in line
     assert BACKEND in line
+
+
+def _sums_and_gradients(seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Sums as they lie in a gradient slot: views of bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(8, 16), (16,), (4, 4)]
+    slot = torch.zeros(4 * 512, dtype=torch.uint8).view(torch.float32)
+    sums = [slot[128 * i :][: math.prod(one)].view(one) for i, one in enumerate(shapes)]
+    return sums, [torch.randn(one, generator=generator).bfloat16() for one in shapes]
+
+
+def test_compiled_sums_of_gradients_are_the_same_bits():
+    """And another slot, or fewer gradients, need no other program."""
+    add = GradientSum(backend=BACKEND)
+    for seed in (1, 2):
+        sums, gradients = _sums_and_gradients(seed)
+        expected = [torch.zeros_like(one) for one in sums]
+        for number in (3, 3, 2, 3):
+            add(sums[:number], gradients[:number])
+            torch._foreach_add_(expected[:number], gradients[:number])
+        assert all(map(torch.equal, sums, expected))
+    assert not add._is_refused
+    assert add._num_gradients == 3
+
+
+def test_a_backend_that_fails_to_compile_a_sum_is_not_asked_again():
+    asked = []
+
+    def fails(graph: object, inputs: object) -> NoReturn:
+        asked.append(graph)
+        raise RuntimeError("no")
+
+    add = GradientSum(backend=fails)
+    sums, gradients = _sums_and_gradients(1)
+    for _ in range(2):
+        add(sums, gradients)
+    assert len(asked) == 1
+    assert torch.equal(sums[0], gradients[0].float() * 2)

@@ -876,7 +876,9 @@ def left_update(server: ParameterServer, order: UpdateOrder | None, *, seed: int
 
 
 def refreshing(*rows: int, halves: bool) -> Callable[[ParameterServer, WaitingUpdate], None]:
-    return lambda server, waiting: server.refresh(waiting, torch.tensor(rows), halves=halves)
+    return lambda server, waiting: server.refresh(
+        waiting, server.table_rows(waiting.unit, torch.tensor(rows)), halves=halves
+    )
 
 
 @pytest.mark.parametrize("path", ["readable", "native"])
@@ -1288,14 +1290,14 @@ def test_rows_added_as_they_become_complete_give_the_same_bits(
     assert [len(part.rows) for part in parts] != [len(groups.rows), 0, 0, 0]
     assert sorted(torch.cat([part.rows for part in parts]).tolist()) == groups.rows.tolist()
     together, apart, gains = before.clone(), before.clone(), []
-    gain = kernel.add_rows(together, ids, source, groups=groups, num_threads=2)
+    gain = kernel.add_groups(together, groups, source, num_threads=2)
     for number, part in enumerate(parts):
         seen = source.clone()
         seen[int(sizes[: number + 1].sum()) :] = torch.nan  # what has not arrived yet
         if readable:
             gains.append(operands.add_rows(apart, part.ids(), seen[part.positions]))
         else:
-            gains.append(kernel.add_rows(apart, ids, seen, groups=part, num_threads=2))
+            gains.append(kernel.add_groups(apart, part, seen, num_threads=2))
     assert torch.equal(apart, together)
     assert sum(gains) == pytest.approx(gain, rel=1e-12)
 

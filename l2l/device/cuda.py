@@ -41,6 +41,7 @@ from l2l.trace import Span, Trace
 
 COPIES_AHEAD = 16
 MOST_LAUNCHES = 512  # the driver queues 1,024
+SEGMENT_GROWTH = 20 << 20  # bytes
 MARKED_LAUNCHES = 128  # between two marks, by which it is known how many are done
 SWITCH_SECONDS = 0.0002
 LAUNCHES: Final[Mapping[str, int]] = {
@@ -382,6 +383,8 @@ class CudaDevice(Device):
     def limit_memory(self, nbytes: int) -> None:
         # Segments that grow leave no holes between them that a larger tensor does not fit into.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        # And they grow by so much at a time, which torch does not count when it looks at the limit.
+        nbytes = max(nbytes - SEGMENT_GROWTH, nbytes // 2)
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.torch_device)
         self._is_limited = True

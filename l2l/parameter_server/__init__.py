@@ -21,6 +21,7 @@ from l2l.parameter_server.sizing import host_bytes as host_bytes
 from l2l.parameter_server.snapshot import Image as Image
 from l2l.parameter_server.snapshot import Snapshot as Snapshot
 from l2l.parameter_server.store import ParameterServer as ParameterServer
+from l2l.parameter_server.store import TableRows as TableRows
 from l2l.parameter_server.store import UpdateOrder as UpdateOrder
 from l2l.parameter_server.store import WaitingUpdate as WaitingUpdate
 from l2l.parameter_server.torch_optimizer import ServerOptimizer as ServerOptimizer
@@ -45,6 +46,7 @@ __all__ = [
     "RecordGradients",
     "ServerOptimizer",
     "Snapshot",
+    "TableRows",
     "UnitForm",
     "UpdateOrder",
     "UpdatePolicy",

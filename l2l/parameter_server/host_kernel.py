@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -425,7 +426,6 @@ class HostKernel:
         source: Tensor,  # float32, bfloat16 or float16 [n, width]
         *,
         without: int | None = None,  # a row that nothing is added to
-        groups: RowGroups | None = None,  # of these ids, if they are known
         num_threads: int,
     ) -> float:
         """Add each row of `source` to the row of `target` that `ids` says.
@@ -442,7 +442,13 @@ class HostKernel:
             ValueError: the target has no such row; nothing was written then.
         """
         check_add_rows(target, ids, source)
-        groups = groups or RowGroups.of(ids, without=without)
+        groups = RowGroups.of(ids, without=without)
+        return self.add_groups(target, groups, source, num_threads=num_threads)
+
+    def add_groups(
+        self, target: Tensor, groups: RowGroups, source: Tensor, *, num_threads: int
+    ) -> float:
+        """`add_rows` for ids that were grouped, and checked, before."""
         rows = groups.rows
         forms = (TARGET_FORMS[target.dtype], GRADIENT_FORMS[source.dtype])
         tensors = (target, source, rows, groups.starts, groups.positions)
@@ -477,13 +483,30 @@ class PreparedUpdates:
         self._ranges.append(ranges)
         self._array = None
 
-    def perform(self, numbers: Sequence[Numbers] | None = None, *, num_threads: int) -> None:
-        """Perform all of them, in no order; with these numbers, if given, one for each."""
+    def perform(
+        self,
+        numbers: Sequence[Numbers] | None = None,
+        *,
+        ranges: Sequence[Tensor | None] | None = None,
+        num_threads: int,
+    ) -> None:
+        """Perform all of them, in no order.
+
+        Args:
+            numbers: One for each, if they are not those it was prepared with.
+            ranges: One for each, as `checked_ranges` returns them, where they are not those it was
+                prepared with.
+            num_threads: How many threads to take.
+        """
         if numbers is not None:
             for job, one in zip(self._jobs, numbers, strict=True):
                 job.coefficients = one._coefficients()
         if self._array is None:
             self._array = (_Call * len(self._calls))(*self._calls)
+        given = itertools.repeat(None) if ranges is None else ranges
+        for call, usual, other in zip(self._array, self._ranges, given, strict=False):
+            chosen = usual if other is None else other
+            call.ranges, call.num_ranges = chosen.data_ptr(), len(chosen)
         if self._calls:
             self._kernel._call("updates", self._array, len(self._calls), num_threads=num_threads)
 

@@ -25,7 +25,7 @@ The host settles both before it reads. So nobody sees stale weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, final
 
@@ -81,13 +81,24 @@ class WaitingUpdate:
     gradient: Tensor | None = None  # staging bytes; None: it is on the device
     finish: Callable[[WaitingUpdate], None] | None = None
     """Called when the update is done; for one on the device, does it."""
-    refreshed: Tensor | None = None  # rows that are done already
+    refreshed: list[Tensor] = field(default_factory=list)  # rows that are done already
     refresher: object = None  # whose rows these are: those of one step are distinct
     halves: bool = False  # of these rows only the weights are done
     advanced: bool = False  # all weights are done, the moments are not
     step: Any = None  # whose update it is, where that is done on the device
     numbers: Tensor | None = None  # of an update on the device, once they were ordered
     renewed: bool = False  # whether that update is done, so that the host's weights are old
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableRows:
+    """Rows of a table, ascending, and where they are in each of its unit's parameters."""
+
+    rows: Tensor
+    ranges: Mapping[str, Tensor]  # by parameter
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
 @final
@@ -283,36 +294,40 @@ class ParameterServer:
             for owner in owners:
                 unit.steps[owner] += 1
         if self._kernel is None:
-            for update in self._updates_of(unit, owners, gradient, order, ranges, half):
-                optimizer.readable(update)
+            for update in self._updates_of(unit, owners, gradient, order, half):
+                own = None if ranges is None else ranges.get(update.name)
+                optimizer.readable(replace(update, ranges=own))
             return
         num_threads = working_threads()
         if self.snapshot is not None:  # whose writers need cores, and would take them in the middle
             num_threads = max(1, num_threads - NUM_WRITERS)
         key = (half, order.received, gradient.data_ptr(), gradient.numel(), *unit.addresses())
-        prepared = unit.prepared.get(key) if ranges is None else None
-        if prepared is not None:
-            prepared.perform(self._numbers_of(unit, owners, order), num_threads=num_threads)
-            return
-        with self._kernel.preparing() as prepared:
-            for update in self._updates_of(unit, owners, gradient, order, ranges, half):
-                optimizer.native(self._kernel, update, num_threads=num_threads)
-        prepared.perform(num_threads=num_threads)
-        if ranges is None and len(self._numbers_of(unit, owners, order)) == len(owners):
-            kept = unit.prepared if len(unit.prepared) < MOST_PREPARED else {}
-            unit.prepared = {**kept, key: prepared}
+        prepared, numbers = unit.prepared.get(key), self._numbers_of(unit, owners, order)
+        if prepared is None:
+            with self._kernel.preparing() as prepared:
+                for update in self._updates_of(unit, owners, gradient, order, half):
+                    optimizer.native(self._kernel, update, num_threads=num_threads)
+            if numbers is not None:
+                kept = unit.prepared if len(unit.prepared) < MOST_PREPARED else {}
+                unit.prepared = {**kept, key: prepared}
+        given = None if ranges is None else [ranges.get(owner) for owner in owners]
+        prepared.perform(numbers, ranges=given, num_threads=num_threads)
 
-    def _numbers_of(self, unit: Unit, owners: Sequence[str], order: UpdateOrder) -> list[Numbers]:
-        """What of updates differs from step to step; fewer than parameters if more does."""
+    def _numbers_of(
+        self, unit: Unit, owners: Sequence[str], order: UpdateOrder
+    ) -> list[Numbers] | None:
+        """What of updates differs from step to step, by parameter; None if more does."""
         optimizer, steps = self.optimizer, unit.steps
         assert isinstance(optimizer, HostOptimizer)
-        found = (
-            optimizer.numbers(
+        found: list[Numbers] = []
+        for owner in owners:
+            one = optimizer.numbers(
                 order.settings[owner], step=steps[owner], factor=order.factor, seed=self.seed
             )
-            for owner in owners
-        )
-        return [one for one in found if one is not None]
+            if one is None:
+                return None
+            found.append(one)
+        return found
 
     def _updates_of(
         self,
@@ -320,7 +335,6 @@ class ParameterServer:
         owners: Sequence[str],
         gradient: Tensor,
         order: UpdateOrder,
-        ranges: Mapping[str, Tensor] | None,
         half: Half | None,
     ) -> Iterator[Update]:
         """The updates of a unit's parameters."""
@@ -338,7 +352,6 @@ class ParameterServer:
                 settings=order.settings[owner],
                 factor=order.factor,
                 seed=self.seed,
-                ranges=None if ranges is None else ranges.get(owner),
                 half=half,
             )
 
@@ -373,7 +386,7 @@ class ParameterServer:
     def refresh(
         self,
         waiting: WaitingUpdate,
-        rows: Tensor,
+        rows: TableRows,
         *,
         halves: bool = False,
         refresher: object = None,
@@ -382,7 +395,7 @@ class ParameterServer:
 
         Args:
             waiting: The update.
-            rows: Ascending, and none that the same refresher has refreshed before.
+            rows: None that the same refresher has refreshed before.
             halves: Whether to change their weights only, if these are the first rows; later ones
                 are done alike.
             refresher: Whose rows these are. Another one comes if a step has failed in between.
@@ -391,19 +404,19 @@ class ParameterServer:
         assert waiting.gradient is not None
         if order is None or waiting.advanced:
             return
-        shapes, earlier = shapes_of(form), waiting.refreshed
+        first, shapes = not waiting.refreshed, shapes_of(form)
         if any(shape[-1] % ALIGNMENT_ELEMENTS for shape in shapes):
             # Rows that do not begin at a block are not updated apart: all are done at first.
-            rows = torch.arange(max(shape[0] for shape in shapes) if earlier is None else 0)
-        first = earlier is None
-        if earlier is not None and waiting.refresher is not refresher:
-            rows = rows[~torch.isin(rows, earlier)]
+            every = torch.arange(max(shape[0] for shape in shapes) if first else 0)
+            rows = self.table_rows(waiting.unit, every)
+        if not first and waiting.refresher is not refresher:
+            fresh = ~torch.isin(rows.rows, torch.cat(waiting.refreshed))
+            rows = self.table_rows(waiting.unit, rows.rows[fresh])
         waiting.refresher = refresher
         waiting.halves = halves if first else waiting.halves
         half: Half | None = "weights" if waiting.halves else None
-        ranges = self._ranges(waiting.unit, rows)
-        self.update(waiting.unit, waiting.gradient, order, ranges, count_step=first, half=half)
-        waiting.refreshed = rows if earlier is None else torch.cat([earlier, rows])
+        self.update(waiting.unit, waiting.gradient, order, rows.ranges, count_step=first, half=half)
+        waiting.refreshed.append(rows.rows)
 
     def advance(self, waiting: WaitingUpdate) -> None:
         """Do the weights of an update that was left, where `refresh` has not; `perform` follows."""
@@ -415,9 +428,10 @@ class ParameterServer:
         """Do an update that was left, or what `refresh` and `advance` have left of it."""
         if not waiting.advanced:
             self._perform_rest(waiting)
-            if waiting.refreshed is not None and waiting.halves:
-                self._complete(waiting, self._ranges(waiting.unit, waiting.refreshed.sort().values))
-        elif waiting.refreshed is None or waiting.halves:
+            if waiting.refreshed and waiting.halves:
+                rows = torch.cat(waiting.refreshed).sort().values
+                self._complete(waiting, self.table_rows(waiting.unit, rows).ranges)
+        elif not waiting.refreshed or waiting.halves:
             self._complete(waiting, None)
         else:
             self._complete(waiting, self._other_ranges(waiting))
@@ -430,7 +444,7 @@ class ParameterServer:
         order = waiting.order()
         if order is None or waiting.gradient is None:
             return
-        first = waiting.refreshed is None
+        first = not waiting.refreshed
         ranges = None if first else self._other_ranges(waiting)
         counted = not first or waiting.numbers is not None  # by a step that failed before the end
         self.update(
@@ -445,19 +459,20 @@ class ParameterServer:
                 waiting.unit, waiting.gradient, order, ranges, count_step=False, half="moments"
             )
 
-    def _ranges(self, unit: str, rows: Tensor) -> dict[str, Tensor]:
+    def table_rows(self, unit: str, rows: Tensor) -> TableRows:
+        """What `refresh` takes, for ascending rows: made where nobody waits for it."""
         form = self.units[unit].form
-        return {
+        ranges = {
             name: row_ranges(rows, shape[-1])
             for name, shape in zip(form.trained.names, shapes_of(form), strict=True)
         }
+        return TableRows(rows=rows, ranges=ranges)
 
     def _other_ranges(self, waiting: WaitingUpdate) -> dict[str, Tensor]:
         """All but the rows that were refreshed."""
-        assert waiting.refreshed is not None
-        form = self.units[waiting.unit].form
+        form, refreshed = self.units[waiting.unit].form, torch.cat(waiting.refreshed)
         return {
-            name: row_ranges(other_rows(waiting.refreshed, shape[0]), shape[-1])
+            name: row_ranges(other_rows(refreshed, shape[0]), shape[-1])
             for name, shape in zip(form.trained.names, shapes_of(form), strict=True)
         }
 

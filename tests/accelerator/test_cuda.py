@@ -267,3 +267,47 @@ def test_a_trace_has_every_lane():
         lanes = {span.lane for span in trace.spans}
         assert {"compute", "fetch", "drain", "update"} <= lanes
         assert all(span.end >= span.start for span in trace.spans)
+
+
+ASKED = (
+    "llama_tied",
+    "qwen3",
+    "gpt2",
+    "gpt_neox",
+    "opt",
+    "phi3",
+    "falcon",
+    "gemma3",
+    "bert_classification",
+)
+"""Families whose code, around the layers, asks for nothing but what can be known beforehand."""
+
+
+def _masks(kind: str, batch: dict) -> dict:
+    ids = batch["input_ids"]
+    lengths = torch.arange(ids.shape[1]).expand_as(ids)
+    match kind:
+        case "all ones":
+            return {"attention_mask": torch.ones_like(ids)}
+        case "padded":
+            return {"attention_mask": (lengths < ids.shape[1] - 2).long()}
+        case "packed":
+            return {"position_ids": lengths % (ids.shape[1] // 2)}
+    return {}
+
+
+@pytest.mark.parametrize("kind", ["nothing", "all ones", "padded", "packed"])
+@pytest.mark.parametrize("name", ASKED)
+def test_a_step_never_waits_for_the_device(name: str, kind: str):
+    """Torch raises where an operation would wait; what events say is not an operation."""
+    family = FAMILIES[name]
+    batch = {k: v for k, v in family.batch(ROWS).items() if k != "attention_mask"}
+    batch |= _masks(kind, batch)
+    with make_engine(family.build(), device="cuda", microbatch_size=2) as engine:
+        losses = [engine.step(batch).loss for _ in range(2)]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            report = engine.step(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert report.loss < losses[0] + 1.0

@@ -1,0 +1,117 @@
+"""What a model's code asks about small tensors on the device, answered by the host.
+
+The code around the layers looks at its inputs: is this mask all ones, do positions begin anew? Each
+`if mask.all():` makes the host wait until the device has done everything it was given, and then the
+device waits for the host. But masks and positions are made of the batch, which came from the host,
+or of nothing. So whatever the code computes of integers is computed on the host as well, on
+*shadows*, and questions are answered there. Integers are the same everywhere; floating-point
+numbers have no shadows, and neither has what is random.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from l2l.carving import METADATA
+
+MOST_ELEMENTS = 1 << 18  # of a shadow: tokens of a microbatch, not pairs of them
+HOST = torch.device("cpu")
+
+QUESTIONS = {
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__index__,
+    Tensor.__contains__,
+    Tensor.item,
+    Tensor.tolist,
+    torch.equal,
+    Tensor.equal,
+    torch.is_nonzero,
+}
+_MAKERS = {torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor}
+_NOT_REPEATED = ("rand", "bernoulli", "multinomial", "dropout", "empty", "cuda")
+"""Parts of the names of functions that would not give the same again, or not on the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shadow:
+    tensor: Tensor  # on the device; kept, so that its `id` is nobody else's
+    version: int
+    values: Tensor  # the same on the host
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the tensor has not been written to since."""
+        return self.tensor._version == self.version
+
+
+@final
+class Shadows(TorchFunctionMode):
+    """Answers questions about integers on the device without asking it."""
+
+    def __init__(self, on_device: Mapping[str, Any], on_host: Mapping[str, Any]) -> None:
+        """The entries of a batch on the device, and the same on the host."""
+        super().__init__()
+        self._shadows: dict[int, _Shadow] = {}
+        for name, tensor in on_device.items():
+            values = on_host.get(name)
+            if isinstance(tensor, Tensor) and isinstance(values, Tensor) and values.is_cpu:
+                self._note(tensor, values)
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer, or run the function, for a shadow also on the host."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            return func(*args, **kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        known = all(self._is_known(tensor) for tensor in tensors)
+        if tensors and known and func in QUESTIONS:
+            return self._on_host(func, args, kwargs)
+        result = func(*args, **kwargs)
+        known = known and all(self._is_known(tensor) for tensor in tensors)  # none was written to
+        if known and (tensors or func in _MAKERS) and _can_have_one(func, result):
+            with contextlib.suppress(Exception):  # then it has none, and is asked itself
+                self._note(result, self._on_host(func, args, kwargs))
+        return result
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        shadow = self._shadows.get(id(tensor))
+        return shadow is not None and shadow.is_valid
+
+    def _note(self, tensor: Tensor, values: Any) -> None:
+        alike = isinstance(values, Tensor) and values.shape == tensor.shape
+        if alike and values.dtype is tensor.dtype and _can_have_one(None, tensor):
+            self._shadows[id(tensor)] = _Shadow(tensor, tensor._version, values)
+
+    def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        def moved(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self._shadows[id(leaf)].values
+            return HOST if isinstance(leaf, torch.device) else leaf
+
+        args, kwargs = pytree.tree_map(moved, (args, kwargs))
+        if isinstance(kwargs.get("device"), str):
+            kwargs["device"] = HOST
+        return func(*args, **kwargs)
+
+
+def _can_have_one(func: Any, result: Any) -> bool:
+    """Whether a tensor is one that the host can have as well, in no time."""
+    if type(result) is not Tensor or result.is_floating_point() or result.is_complex():
+        return False
+    name = getattr(func, "__name__", "")
+    repeatable = not any(word in name for word in _NOT_REPEATED)
+    return repeatable and result.numel() <= MOST_ELEMENTS
