@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--device-memory", default=None)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--only", choices=("with spare memory", "without"), default=None)
     options = parser.parse_args()
     workload = Workload(
         shape=options.shape,
@@ -145,9 +146,15 @@ def main() -> None:
         device_memory=options.device_memory,
     ) as engine:
         timed_steps(engine, batch, 3)
+        engine.prepare_saving()
+        began = time.perf_counter()
+        engine._server.spare.wait()
+        print(f"spare memory was ready after {time.perf_counter() - began:.1f} s", flush=True)
         usual = timed_steps(engine, batch, options.steps)
         print(f"without saving: {usual:.3f} s a step", flush=True)
         for name in ("with spare memory", "without"):
+            if options.only not in (None, name):
+                continue
             if name == "without":
                 engine._persistence._spare_bytes = lambda: 0
             folder = options.folder / "saved"

@@ -281,6 +281,15 @@ class Engine:
             saving.wait()
         return saving
 
+    def prepare_saving(self) -> None:
+        """Take the host memory that saving in the background will copy layers into.
+
+        Returns at once: fresh memory is slow, and is made ready beside the steps that follow. Else
+        the first save in the background takes it, and the steps beside that are longer.
+        """
+        self._refuse_if_unusable()
+        self._persistence.prepare(self._order_of_change())
+
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Go on from a checkpoint, exactly; returns the `extra` it was saved with.
 
@@ -397,6 +406,7 @@ class Engine:
         self._state = "closed"
         for part in (self._carved, self._transfer, self._stash, self._relay, self._device):
             part.close()
+        self._server.spare.close()
         if failure is not None:
             raise failure
         if torn:
@@ -489,7 +499,8 @@ class Engine:
             loss_scale=None if self._scaler is None else self._scaler.scale,
             link=self._precision.link,
             spare_bytes=lambda: min(
-                budget.limit_bytes - sum(self._arena.bytes_by_name.values()), available_bytes()
+                budget.limit_bytes - sum(self._arena.bytes_by_name.values()),
+                available_bytes() + self._server.spare.free_bytes,
             ),
         )
 

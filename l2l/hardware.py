@@ -19,7 +19,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -134,6 +134,17 @@ class _Sizes:
     num_passes: int
     num_parameters: int
 
+    def within(self, nbytes: int) -> _Sizes:
+        """Smaller ones, if these would take more device memory at a time."""
+        found = self
+        while found.piece_bytes * 2 > nbytes:
+            found = replace(found, piece_bytes=found.piece_bytes // 2)
+        while found.elementwise_bytes * 2 > nbytes:
+            found = replace(found, elementwise_bytes=found.elementwise_bytes // 2)
+        while found.matrix_side**2 * 2 * 3 > nbytes:
+            found = replace(found, matrix_side=found.matrix_side // 2)
+        return found
+
 
 _LARGE = _Sizes(
     piece_bytes=64 << 20,
@@ -156,27 +167,34 @@ _SMALL = _Sizes(
 
 
 def known_hardware(
-    device: Device, kernel: HostKernel | None, *, folder: Path | None = None
+    device: Device,
+    kernel: HostKernel | None,
+    *,
+    room: int | None = None,
+    folder: Path | None = None,
 ) -> Hardware:
     """The facts of this machine, from a file if it was measured before.
 
     Args:
         device: whose.
         kernel: the native optimizer; None measures the readable one.
+        room: device memory that measuring may take.
         folder: of the file; None is `~/.cache/l2l`.
     """
     try:
         folder = Path.home() / ".cache" / "l2l" if folder is None else folder
         path = folder / f"hardware-{_machine_name(device, kernel)}.json"
     except RuntimeError:  # nobody's home
-        return probe(device, kernel)
+        return probe(device, kernel, room=room)
     try:
         known = Hardware.of_json(path.read_text())
         if known.device_bytes == device.total_bytes():
             return known
     except (OSError, ValueError):
         pass
-    found = probe(device, kernel)
+    found = probe(device, kernel, room=room)
+    if room is not None and _LARGE.within(room) != _LARGE:  # measured roughly: not to be kept
+        return found
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{time.monotonic_ns()}")
@@ -197,9 +215,10 @@ def _machine_name(device: Device, kernel: HostKernel | None) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(words)).strip("-").lower()
 
 
-def probe(device: Device, kernel: HostKernel | None) -> Hardware:
-    """Measure a machine; `kernel` is the native optimizer, None measures the readable one."""
+def probe(device: Device, kernel: HostKernel | None, *, room: int | None = None) -> Hardware:
+    """Measure a machine; arguments as those of `known_hardware`."""
     sizes = _SMALL if device.torch_device.type == "cpu" else _LARGE
+    sizes = sizes if room is None else sizes.within(room)
     own = open_device(device.torch_device)  # [Note: own device]
     try:
         fetch, drain, both_ways = _link_rates(own, sizes)

@@ -8,7 +8,10 @@ registered, is an order of magnitude faster and has exactly the size that was as
 
 from __future__ import annotations
 
+import ctypes
 import re
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -17,8 +20,9 @@ import torch
 from torch import Tensor
 
 from l2l.byte_size import format_bytes, parse_bytes
-from l2l.device import Device
+from l2l.device import Device, untouched_pages
 
+TOUCHED_AT_ONCE = 64 << 20  # bytes
 CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (
@@ -94,3 +98,85 @@ class Arena:
     def count(self, name: str, nbytes: int) -> None:
         """Note that so many bytes more, or fewer, are taken for something."""
         self.bytes_by_name[name] = self.bytes_by_name.get(name, 0) + nbytes
+
+
+@final
+class SparePages:
+    """Blocks of host memory that are taken once and used again; from any thread.
+
+    To write to a page for the first time takes far longer than to copy something there: on a
+    virtual machine one core gets 1 GB/s of fresh pages, and copies 10 GB/s. So blocks that are
+    given back are kept, and `fill` makes some beforehand, on a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[Tensor] = []
+        self._taken: dict[int, Tensor] = {}  # by address
+        self._filling: threading.Thread | None = None
+        self._is_ended = threading.Event()
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of blocks that nobody uses."""
+        with self._lock:
+            return sum(block.numel() for block in self._free)
+
+    def take(self, nbytes: int) -> Tensor:
+        """A block of bytes, with any contents; perhaps a little larger.
+
+        Raises:
+            MemoryError: there is no memory.
+        """
+        with self._lock:
+            fitting = [one for one in self._free if nbytes <= one.numel() <= nbytes + nbytes // 4]
+            block = min(fitting, key=Tensor.numel, default=None)
+            if block is not None:
+                self._free = [one for one in self._free if one is not block]
+        if block is None:
+            block = untouched_pages(nbytes)
+        with self._lock:
+            self._taken[block.data_ptr()] = block
+        return block
+
+    def give_back(self, address: int) -> None:
+        """Nobody uses the block that begins here any more."""
+        with self._lock:
+            self._free.append(self._taken.pop(address))
+
+    def reclaim(self) -> None:
+        """Nobody uses any block any more."""
+        with self._lock:
+            self._free += self._taken.values()
+            self._taken.clear()
+
+    def fill(self, sizes: Iterable[int]) -> None:
+        """Begin to make free blocks of these sizes, as far as there are fewer; does not wait."""
+        if self._filling is None:
+            self._filling = threading.Thread(target=self._fill, args=(list(sizes),), daemon=True)
+            self._filling.start()
+
+    def wait(self) -> None:
+        """Wait until they are made."""
+        if self._filling is not None:
+            self._filling.join()
+
+    def close(self) -> None:
+        """Let go of all free blocks."""
+        self._is_ended.set()
+        self.wait()
+        with self._lock:
+            self._free.clear()
+
+    def _fill(self, sizes: list[int]) -> None:
+        for nbytes in sizes:
+            try:
+                block = untouched_pages(nbytes)
+            except MemoryError:
+                return
+            for start in range(0, nbytes, TOUCHED_AT_ONCE):
+                if self._is_ended.is_set():
+                    return
+                ctypes.memset(block.data_ptr() + start, 0, min(TOUCHED_AT_ONCE, nbytes - start))
+            with self._lock:
+                self._free.append(block)

@@ -146,6 +146,10 @@ class Persistence:
             snapshot.before(name)  # nothing tells when the device changes them
         return saving
 
+    def prepare(self, order: Sequence[str]) -> None:
+        """Make spare memory ready for `save` in the background; does not wait for it."""
+        self._server.fill_spare(order, most_bytes=self._spare_bytes())
+
     def _end_snapshot(self, snapshot: Snapshot) -> None:
         if self._server.snapshot is snapshot:
             self._server.snapshot = None

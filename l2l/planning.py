@@ -277,7 +277,8 @@ class Planning:
         if self._budget is None and self._device.torch_device.type == "cpu":
             return False
         if self._hardware is None:
-            self._hardware = known_hardware(self._device, self._kernel)
+            room = None if self._budget is None else self._budget // 2
+            self._hardware = known_hardware(self._device, self._kernel, room=room)
             if self._budget is None:
                 self._budget = int(FREE_SHARE * self._device.free_bytes())
                 self._device.limit_memory(self._budget)

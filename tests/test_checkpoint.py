@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import build_llama, causal_batch
+from families import FAMILIES, build_llama, causal_batch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -1645,7 +1645,7 @@ SMALL, LARGE = "150MiB", "240MiB"
 @pytest.fixture
 def as_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans with the figures of an H200: nothing is measured, and choices do not vary."""
-    monkeypatch.setattr("l2l.planning.known_hardware", lambda *_: H200)
+    monkeypatch.setattr("l2l.planning.known_hardware", lambda *_, **__: H200)
 
 
 def budgeted(budget: str, **settings: Any) -> l2l.Engine:
@@ -1695,7 +1695,7 @@ def test_the_same_budget_on_another_machine_places_layers_alike(
     slow = dataclasses.replace(H200, both_ways_rate=1e9, fetch_rate=1e9, host_rate=1e9)
     placed = []
     for hardware, loads in ((H200, False), (slow, True), (slow, False)):
-        monkeypatch.setattr("l2l.planning.known_hardware", lambda *_, found=hardware: found)
+        monkeypatch.setattr("l2l.planning.known_hardware", lambda *_, found=hardware, **__: found)
         with budgeted(budget) as engine:
             if loads:
                 engine.load(tmp_path / "saved")
@@ -1778,3 +1778,25 @@ def test_the_manifest_says_what_the_files_are(whole: Path):
     checksum = body.pop("checksum")
     text = json.dumps(body, sort_keys=True)
     assert checksum == f"{zlib.crc32(text.encode()):08x}"
+
+
+def test_memory_for_copies_is_made_beforehand_and_used_again(tmp_path: Path):
+    family = FAMILIES["llama_tied"]
+    with l2l.Engine(family.build(), device="cpu", microbatch_size=2, clip_norm=1.0) as engine:
+        engine.step(family.batch(4))
+        engine.prepare_saving()
+        spare = engine._server.spare
+        spare.wait()
+        made = spare.free_bytes
+        assert made >= sum(
+            engine._server.image(name).nbytes
+            for name, unit in engine._server.units.items()
+            if unit.form.trained.names
+        )
+        for number in range(2):
+            saving = engine.save(tmp_path / str(number), background=True)
+            for _ in range(2):
+                engine.step(family.batch(4))
+            saving.wait()
+            assert spare.free_bytes == made, "and no more was needed"
+    assert spare.free_bytes == 0

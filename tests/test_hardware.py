@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from l2l import hardware
 from l2l.device import CheckingDevice, open_device
-from l2l.hardware import H200, Hardware, known_hardware, probe
+from l2l.hardware import _LARGE, H200, Hardware, known_hardware, probe
 from l2l.parameter_server import load_kernel
 
 
@@ -25,7 +26,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[Hardware]:
     """What `known_hardware` measured, made up."""
     measured: list[Hardware] = []
 
-    def made_up(device, kernel) -> Hardware:
+    def made_up(device, kernel, *, room) -> Hardware:
         facts = dataclasses.replace(
             H200,
             device_name=device.name,
@@ -145,3 +146,26 @@ def test_the_table_names_the_machine():
     assert table.startswith("NVIDIA H200, 16 host threads\n")
     assert "55 GB/s" in table
     assert "700 Tflop/s" in table
+
+
+def test_measuring_keeps_to_its_room_and_is_then_not_kept(
+    device: CheckingDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rooms: list[int | None] = []
+
+    def measured(*_: object, room: int | None) -> Hardware:
+        rooms.append(room)
+        return replace(H200, device_bytes=device.total_bytes())
+
+    monkeypatch.setattr("l2l.hardware.probe", measured)
+    for room in (128 << 20, 128 << 20, 1 << 30, 128 << 20):
+        known_hardware(device, None, room=room, folder=tmp_path)
+    assert rooms == [128 << 20, 128 << 20, 1 << 30], "a thorough measurement serves all"
+
+
+@pytest.mark.parametrize("room", [1 << 20, 100 << 20, 1 << 40])
+def test_sizes_of_measurements_fit_their_room(room: int):
+    sizes = _LARGE.within(room)
+    assert max(sizes.piece_bytes * 2, sizes.elementwise_bytes * 2) <= room
+    assert 3 * 2 * sizes.matrix_side**2 <= room
+    assert (sizes == _LARGE) == (room == 1 << 40)

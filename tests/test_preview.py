@@ -166,7 +166,7 @@ def test_long_rows_take_no_memory_either() -> None:
 
 def test_it_is_what_the_engine_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for logits: on the CPU an engine does not put them off, where bits come first."""
-    monkeypatch.setattr("l2l.planning.known_hardware", lambda *_: H200)
+    monkeypatch.setattr("l2l.planning.known_hardware", lambda *_, **__: H200)
     batch = causal_batch(8)
 
     def build() -> nn.Module:

@@ -39,6 +39,7 @@ def test_members_of_the_engine() -> None:
         "load",
         "plan",
         "predict",
+        "prepare_saving",
         "save",
         "step",
         "step_number",

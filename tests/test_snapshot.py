@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from l2l.host_memory import SparePages
 from l2l.parameter_server import Image, Snapshot
 from l2l.parameter_server.snapshot import ImageState
 
@@ -663,3 +664,58 @@ def test_every_unit_is_written_once_as_it_was_whatever_happens_when(seed: int):
     assert sorted(written) == list(units)
     assert all(server.steps[unit]["weight"] == 3 for unit in units)
     assert server.snapshot._spare_bytes % SIZE == 0
+
+
+# -- Spare pages -----------------------------------------------------------------------------------
+
+
+def test_blocks_are_used_again():
+    spare = SparePages()
+    first = spare.take(1000)
+    assert spare.take(1000).data_ptr() != first.data_ptr()
+    spare.give_back(first.data_ptr())
+    assert spare.free_bytes == 1000
+    assert spare.take(5000).data_ptr() != first.data_ptr(), "it is too small"
+    assert spare.take(100).data_ptr() != first.data_ptr(), "it would be wasted"
+    assert spare.take(900) is first
+    assert spare.free_bytes == 0
+
+
+def test_the_block_that_fits_best_is_taken():
+    spare = SparePages()
+    blocks = [spare.take(nbytes) for nbytes in (1200, 1000, 1100)]
+    for block in blocks:
+        spare.give_back(block.data_ptr())
+    assert spare.take(990) is blocks[1]
+    assert spare.take(990) is blocks[2]
+
+
+def test_blocks_made_beforehand_are_taken_first():
+    spare = SparePages()
+    spare.fill([1000, 3000])
+    spare.wait()
+    assert spare.free_bytes == 4000
+    taken = spare.take(3000)
+    assert spare.free_bytes == 1000
+    spare.reclaim()
+    assert spare.free_bytes == 4000
+    spare.close()
+    assert spare.free_bytes == 0
+    assert taken.numel() == 3000
+
+
+def test_making_blocks_ends_when_there_is_no_memory_or_nobody_wants_them(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    spare = SparePages()
+    spare.fill([1000, 1 << 62, 1000])
+    spare.wait()
+    assert spare.free_bytes == 1000
+    touched = threading.Event()
+    unwanted = SparePages()
+    monkeypatch.setattr("l2l.host_memory.TOUCHED_AT_ONCE", 1)
+    monkeypatch.setattr("ctypes.memset", lambda *_: (touched.set(), time.sleep(0.001)))
+    unwanted.fill([1 << 20])
+    assert touched.wait(10)
+    unwanted.close()
+    assert unwanted.free_bytes == 0

@@ -76,6 +76,7 @@ class Snapshot:
         changing: frozenset[str],
         spare_bytes: int,
         copies_ahead: bool = False,
+        release: Callable[[Image], None] = lambda _: None,
     ) -> None:
         """Begin.
 
@@ -87,7 +88,9 @@ class Snapshot:
             changing: units that the next step will change.
             spare_bytes: host memory that copies may take.
             copies_ahead: whether somebody will call `copy_ahead` until nothing is left to copy.
+            release: called when nobody needs a copy any more.
         """
+        self._release = release
         self._image_of = image_of
         self._copy_of = copy_of
         self._changing = changing
@@ -254,6 +257,8 @@ class Snapshot:
 
     def written(self, image: Image) -> None:
         """A unit is written."""
+        if image.is_copy:
+            self._release(image)
         with self._changed:
             if image.is_copy:
                 self._spare_bytes += image.nbytes

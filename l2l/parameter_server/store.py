@@ -32,8 +32,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from l2l.device import Device, Event, untouched_pages
-from l2l.host_memory import Arena
+from l2l.device import Device, Event
+from l2l.host_memory import Arena, SparePages
 from l2l.layout import ALIGNMENT_ELEMENTS, FlatLayout, round_up
 from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.host_kernel import (
@@ -120,6 +120,7 @@ class ParameterServer:
         self.units: dict[str, Unit] = {}
         self.waiting: dict[str, WaitingUpdate] = {}  # by unit
         self.snapshot: Snapshot | None = None  # one that is being written
+        self.spare = SparePages()  # for its copies
         self.is_torn = False  # whether an update was interrupted here
         self._unit_of: dict[str, Unit] = {}
 
@@ -542,6 +543,7 @@ class ParameterServer:
         """
         for name in [name for name in self.waiting if name in at_once]:
             self._settle(name)
+        self.spare.reclaim()  # what an earlier one that failed has left
         snapshot = Snapshot(
             order,
             image_of=self.image,
@@ -550,6 +552,7 @@ class ParameterServer:
             changing=frozenset(name for name in order if self.units[name].form.trained.names),
             spare_bytes=spare_bytes,
             copies_ahead=copies_ahead,
+            release=self._release,
         )
         self.snapshot = snapshot
         return snapshot
@@ -566,9 +569,9 @@ class ParameterServer:
         ]
 
     def _copy(self, tensors: Mapping[str, Tensor], urgent: bool) -> dict[str, Tensor]:  # noqa: FBT001
-        """Copies in one block of pages, large ones: most of the time would go into small ones."""
-        starts = [0, *accumulate(round_up(one.nbytes, COPY_ALIGNMENT) for one in tensors.values())]
-        block, copies = untouched_pages(starts[-1]), {}
+        """Copies in one block of spare pages."""
+        starts = _copy_starts(tensors)
+        block, copies = self.spare.take(starts[-1]), dict[str, Tensor]()
         num_threads = working_threads() if urgent else min(COPYING_THREADS, working_threads())
         for start, (name, tensor) in zip(starts, tensors.items(), strict=False):
             copy = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -583,6 +586,18 @@ class ParameterServer:
                 )
             copies[name] = copy
         return copies
+
+    def _release(self, copy: Image) -> None:
+        self.spare.give_back(next(iter(copy.tensors.values())).data_ptr())
+
+    def fill_spare(self, order: Sequence[str], *, most_bytes: int) -> None:
+        """Make the pages that copies of units will need, beside whatever else happens."""
+        sizes: list[int] = []
+        for name in order:
+            nbytes = _copy_starts(self.image(name).tensors)[-1]
+            if self.units[name].form.trained.names and sum(sizes) + nbytes <= most_bytes:
+                sizes.append(nbytes)
+        self.spare.fill(sizes)
 
     def settle_all(self) -> None:
         """Bring every unit to the last step, on the calling thread."""
@@ -602,3 +617,8 @@ class ParameterServer:
             self.is_torn = True  # a part of it may be done
             raise
         del self.waiting[name]
+
+
+def _copy_starts(tensors: Mapping[str, Tensor]) -> list[int]:
+    """Where copies of tensors begin in their block, and where the last one ends."""
+    return [0, *accumulate(round_up(one.nbytes, COPY_ALIGNMENT) for one in tensors.values())]

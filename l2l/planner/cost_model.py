@@ -25,12 +25,12 @@ from l2l.simulation import Cost, Simulation, simulate
 MOST_LINES = 4000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
 LIBRARY_BYTES = 96 << 20  # workspaces of matrix libraries, and small tensors
 HEAD_EFFICIENCY = 0.85
-ACCUMULATE_BYTES = 16.0  # to add a parameter's gradient to its sum
+ACCUMULATE_BYTES = 10.0  # to add a parameter's gradient to its sum
 DEVICE_UPDATE_BYTES = 34.0
 PASS_SECONDS = 0.2e-3  # of a pass, beside its arithmetic: launches, copies into cells
-PROLOGUE_SECONDS = 2e-3
+PROLOGUE_SECONDS = 0.3e-3
 HOST_COPY_RATE = 28e9  # of gathering rows; bytes that are read
-BUSY_HOST = 0.85  # of the optimizer's rate while passes are launched and the link is busy
+BUSY_HOST = 0.74  # of the optimizer's rate while passes are launched and the link is busy
 BUSY_CORES = 0.78  # the same where arithmetic bounds it
 HALVES = {"advance": 0.72, "refresh": 0.72, "complete": 0.7}  # of an exact update's seconds
 EIGHT_BIT_HALVES = {"advance": 0.55, "refresh": 0.55, "complete": 0.9}

@@ -373,12 +373,16 @@ class Training:
         if step and self._is_saved_after(step) and not progress.has_checkpoint(step):
             progress.checkpoint_begun(step, self._name_of(checkpoints.path_of(step)))
         progress.resume_clock()
+        has_prepared = False
         while step < self._num_steps and not self._stops:
             rate = self._learning_rate(step)
             for group in engine.optimizer.param_groups:
                 group["lr"] = rate
             report = engine.step(self._batches.batch(step))
             step += 1
+            if not has_prepared and any(map(self._is_saved_after, range(step, self._num_steps))):
+                engine.prepare_saving()  # now that everything else has its memory
+            has_prepared = True
             progress.step_begun(step, report, learning_rate=rate)
             self._look_at(engine, progress)
             self._evaluate(engine, progress, step)
