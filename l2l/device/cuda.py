@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 import threading
 import time
@@ -38,6 +39,10 @@ from l2l.device.seam import PAGE_BYTES, Device, Event, Work, anonymous_pages
 from l2l.device.worker import WAITING, Worker, WorkerEvent, worker_spans
 from l2l.schedule import Lane
 from l2l.trace import Span, Trace
+
+# By default streams share eight queues to the device: then a weight that was submitted after others
+# waits for them, although its own stream is free. Read by CUDA when it begins.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 COPIES_AHEAD = 16
 MOST_LAUNCHES = 512  # the driver queues 1,024
@@ -149,9 +154,10 @@ class CudaDevice(Device):
         self._counter = StreamCounter()
         self._worker = Worker(on_event=self._counter.advance)
         # The compute lane is the caller's stream: libraries keep a workspace for every stream they
-        # ever saw. Copies are short and the kernels that wait for them long: copies go first.
+        # ever saw. Copies are short and the kernels that wait for them long: copies go first. State
+        # that is lent comes after weights that a pass waits for.
         self._streams: dict[Lane, torch.cuda.Stream] = {
-            lane: torch.cuda.Stream(self.torch_device, priority=-1)
+            lane: torch.cuda.Stream(self.torch_device, priority=0 if lane is Lane.LEND else -1)
             for lane in Lane
             if lane not in (Lane.COMPUTE, Lane.UPDATE)
         }
