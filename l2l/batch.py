@@ -82,6 +82,22 @@ def split_batch(batch: Any, *, microbatch_size: int) -> list[Microbatch]:
     return [dict(one) for one in batch]
 
 
+def split_into(batch: Any, number: int, *, microbatch_size: int) -> tuple[list[Microbatch], int]:
+    """A batch in exactly so many microbatches, and how many of them are real.
+
+    Other ranks have more rows. With too few of its own, a rank goes through its last microbatch
+    once more for each that is missing; what comes of it counts nothing.
+    """
+    found = split_batch(batch, microbatch_size=microbatch_size)
+    if len(found) < number and isinstance(batch, Mapping):
+        rows = num_rows(batch)
+        parts = min(rows, number)
+        ends = [rows * (index + 1) // parts for index in range(parts)]
+        starts = [0, *ends[:-1]]
+        found = [take_rows(batch, a, b) for a, b in zip(starts, ends, strict=True)]
+    return [*found, *(dict(found[-1]) for _ in range(number - len(found)))], len(found)
+
+
 def join_outputs(outputs: list[Any], shares: list[float]) -> Any:
     """One set of outputs for the whole batch: rows joined, scalars averaged by the shares.
 

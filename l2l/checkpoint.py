@@ -4,7 +4,8 @@ A checkpoint is a folder:
 
     manifest.json           version, step, choices, sizes and checksums of all files, its own too
     L0.safetensors, ...     one file for every unit of the parameter server: weights, what makes
-                            them float32 masters, optimizer state, by parameter
+                            them float32 masters, optimizer state, by parameter. Where several ranks
+                            hold a unit, one for each: L0-1of4.safetensors, with the pieces it holds
     buffers.safetensors     buffers that the model changes as it trains
 
 It is written to a folder beside, through to the disk, and renamed: a checkpoint that has its name
@@ -32,6 +33,8 @@ from typing import Any, Protocol, final
 
 from torch import Tensor
 
+from l2l.distributed import Alone, World
+from l2l.layout import Share
 from l2l.parameter_server import Image, Snapshot
 from l2l.parameter_server.snapshot import NUM_WRITERS
 from l2l.tensor_file import (
@@ -187,6 +190,7 @@ class Saving:
         extra: Mapping[str, Any],
         finish: Callable[[], None],
         settle: Callable[[], None],
+        world: World | None = None,
     ) -> None:
         """Begin to write.
 
@@ -199,6 +203,7 @@ class Saving:
             extra: what the caller wants back.
             finish: called once the checkpoint has its name, or could not be written.
             settle: brings all units to the step, for whoever waits.
+            world: whose ranks write it together: each what it holds, the first the rest.
 
         Raises:
             CheckpointError: the folder cannot be made.
@@ -215,11 +220,13 @@ class Saving:
         self._step, self._state, self._extra = step, state, extra
         self._finish = finish
         self._settle = settle
+        self._world = world or Alone()
         self._files: dict[str, FileRecord] = {}
         self._lock = threading.Lock()
         self._partial = folder.with_name(folder.name + PARTIAL)
         self._thread = threading.Thread(target=self._run, name="l2l-save", daemon=True)
-        make_empty(self._partial)
+        if self._world.rank == 0:
+            make_empty(self._partial)
 
     def start(self) -> None:
         """Let the writers begin."""
@@ -265,13 +272,47 @@ class Saving:
             self._snapshot.give_up()
             if not isinstance(error, Exception):
                 raise
-            shutil.rmtree(self._partial, ignore_errors=True)
+            if self._world.rank == 0:
+                shutil.rmtree(self._partial, ignore_errors=True)
         finally:
             self.seconds = time.perf_counter() - began
             self._finish()
 
     def _write_all(self) -> None:
-        if self._buffers:
+        """Write what this rank holds; the first one gives it its name once all have done so."""
+        world, failure = self._world, None
+        world.gather_saved(None)  # the folder is there
+        try:
+            self._write_own()
+        except (CheckpointError, TensorFileError, OSError) as error:
+            failure = error
+        found = world.gather_saved((self._files, None if failure is None else str(failure)))
+        if failure is not None:
+            raise failure
+        self._raise_any([reason for _, reason in found])
+        try:
+            if world.rank == 0:
+                self._conclude({name: one for files, _ in found for name, one in files.items()})
+        except Exception as error:
+            world.gather_saved(str(error))
+            raise
+        self._raise_any(world.gather_saved(None))
+
+    @staticmethod
+    def _raise_any(reasons: Sequence[str | None]) -> None:
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                raise CheckpointError(f"rank {rank}: {reason}")
+
+    def _conclude(self, files: Mapping[str, FileRecord]) -> None:
+        manifest = Manifest(step=self._step, state=self._state, files=files, extra=self._extra)
+        manifest.write(self._partial)
+        replace_folder(self._partial, self.folder)
+        for action in self.after:
+            action()
+
+    def _write_own(self) -> None:
+        if self._buffers and self._world.rank == 0:
             self._write(Image(unit=BUFFERS, tensors=self._buffers, steps={}))
         # Not a pool: its threads would keep a process alive that ends without waiting for us.
         failures: list[BaseException] = []
@@ -289,13 +330,6 @@ class Saving:
             raise failures[0]
         if self._snapshot.is_given_up:
             raise CheckpointError("an update of its step has failed.")
-        manifest = Manifest(
-            step=self._step, state=self._state, files=self._files, extra=self._extra
-        )
-        manifest.write(self._partial)
-        replace_folder(self._partial, self.folder)
-        for action in self.after:
-            action()
 
     def _write_some(self, failures: list[BaseException]) -> None:
         try:
@@ -314,7 +348,8 @@ class Saving:
     def _write_units(self) -> None:
         try:
             while (image := self._snapshot.take()) is not None:
-                self._write(image)
+                if self._world.rank < self._world.share.number:  # others hold copies
+                    self._write(image)
                 self._snapshot.written(image)
                 del image  # a copy's memory is free now
         except BaseException:
@@ -331,12 +366,18 @@ class Saving:
             )
             for name, tensor in image.tensors.items()
         ]
-        written = write_tensors(_path(self._partial, image.unit), entries)
+        name = image.unit if image.unit == BUFFERS else file_name(image.unit, self._world.share)
+        written = write_tensors(_path(self._partial, name), entries)
         with self._lock:
             self.num_bytes += written.nbytes
-            self._files[image.unit] = FileRecord(
+            self._files[name] = FileRecord(
                 nbytes=written.nbytes, checksum=written.checksum, steps=dict(image.steps)
             )
+
+
+def file_name(unit: str, share: Share) -> str:
+    """The name, without suffix, of the file with a share of a unit."""
+    return unit if share.number == 1 else f"{unit}-{share.index + 1}of{share.number}"
 
 
 def _path(folder: Path, name: str) -> Path:
@@ -441,16 +482,16 @@ class Checkpoint:
         self.folder = whole_folder(folder)
         self.manifest = Manifest.read(self.folder)
 
-    def check(self) -> None:
-        """Compare every file with its size and checksum.
+    def check(self, *, share: Share | None = None) -> None:
+        """Compare every file, or a share of them, with its size and checksum.
 
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        records = self.manifest.files
+        share = share or Share()
+        records = sorted(self.manifest.files.items())[share.index :: share.number]
         expected = {
-            _path(self.folder, name): Written(one.nbytes, one.checksum)
-            for name, one in records.items()
+            _path(self.folder, name): Written(one.nbytes, one.checksum) for name, one in records
         }
         try:
             for path, one in expected.items():

@@ -9,16 +9,24 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Literal, Self, final
 
 import torch
 from torch import Tensor, nn
 
-from l2l.batch import Microbatch, join_outputs, num_rows, split_batch, token_length
+from l2l.batch import (
+    Microbatch,
+    join_outputs,
+    num_rows,
+    split_batch,
+    split_into,
+    token_length,
+)
 from l2l.carving import CarvedModel, UnitTensors
 from l2l.checkpoint import Checkpoint, CheckpointError, Saving
 from l2l.compiled_layer import Compiler, parse_backend
 from l2l.device import Device, Event, UpdateFailedError, open_device
+from l2l.distributed import open_world, refuse_different_weights
 from l2l.export import SHARD_BYTES, export_model
 from l2l.host_memory import Arena, HostBudget, available_bytes
 from l2l.lookup import HostRows
@@ -64,6 +72,9 @@ PLACED = (
     "outer_state",
 )
 """Choices by which a layer is computed, or updated, by other code: the same but for last bits."""
+TOGETHER = {"num_device_states": 0, "num_shared": 0, "outer_state": False}
+"""Choices that are made where several ranks hold the model: its state is in their host memory."""
+RANK_SEED = 0x9E3779B9  # ranks draw different random numbers
 MOST_STEPS_AHEAD = 2  # how far the host may run ahead of the device
 
 Batches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -98,6 +109,7 @@ class Engine:
         kernel: str = "native",
         seed: int | None = None,
         overrides: Mapping[str, Any] | None = None,
+        group_size: int | None = None,
     ) -> None:
         """Cut the model and move its weights into the parameter server.
 
@@ -132,6 +144,9 @@ class Engine:
             seed: of dropout, of stochastic rounding, and of a new head that `weights` does not
                 have. None: torch's initial seed.
             overrides: choices of the plan to be made otherwise, by name: see `l2l.planner`.
+            group_size: where torch.distributed is initialised, all its ranks train together, each
+                with rows of its own; so many of them hold one copy of the model. None: those of a
+                node if there are several nodes, else all.
 
         Raises:
             ValueError: something above cannot be; nothing has been changed then.
@@ -144,6 +159,8 @@ class Engine:
         incoming = Incoming.of(model, weights, seed=seed)
         self._precision = PrecisionPolicy.for_model(model, precision=precision)
         stash_policy = parse_policy(stash)
+        self._world = open_world(group_size=group_size)
+        refuse_different_weights(self._world, model)
         self._model = model
         self._carved = CarvedModel(model, layers=layers)
         description, groups = groups_of(optimizer, model)
@@ -161,39 +178,26 @@ class Engine:
             host_memory, model_bytes=sum(p.nbytes for p in model.parameters() if not p.is_meta)
         )
         budget.check(
-            host_bytes(forms, self._policy),
+            host_bytes([form.held(self._world.share) for form in forms], self._policy),
             alternatives=alternatives(self._forms, self._policy, self._precision.link),
         )
         native = _kernel(kernel, description)
         self._embedding = parse_embedding(embedding)
-        Decisions().override(overrides or {})
+        overrides = {**(overrides or {}), **(TOGETHER if self._world.size > 1 else {})}
+        Decisions().override(overrides)
         self._scaler = Scaler() if self._precision.link is torch.float16 else None
         self._device = device if isinstance(device, Device) else open_device(device)
         self._compiler = Compiler(backend=parse_backend(compile, self._device))
         self._arena = Arena(self._device)
         self._server = ParameterServer(
-            arena=self._arena, optimizer=description, kernel=native, seed=seed
+            arena=self._arena,
+            optimizer=description,
+            kernel=native,
+            seed=seed,
+            world=self._world,
         )
         self.optimizer.state_of = self._server.state_of
-        self._transfer = Transfer(device=self._device, arena=self._arena, server=self._server)
-        self._stash = Stash(device=self._device, arena=self._arena, policy=stash_policy)
-        self._rows = HostRows(arena=self._arena, server=self._server, kernel=native)
-        self._outer = OuterPass(
-            carved=self._carved,
-            device=self._device,
-            server=self._server,
-            transfer=self._transfer,
-            loss_function=loss,
-        )
-        self._relay = self._make_relay(seed)
-        self._rehearsal = Rehearsal(
-            carved=self._carved,
-            server=self._server,
-            device=self._device,
-            relay=self._relay,
-            outer=self._outer,
-            compiler=self._compiler,
-        )
+        self._make_parts(loss=loss, stash_policy=stash_policy, native=native, seed=seed)
         self._microbatch_size, self._clip_norm = microbatch_size, clip_norm
         self._planning = Planning(
             carved=self._carved,
@@ -205,7 +209,7 @@ class Engine:
             budget=parse_budget(device_memory),
             host_limit=budget.limit_bytes,
             compiled=self._compiler.is_on,
-            overrides=overrides or {},
+            overrides=overrides,
         )
         self._persistence = self._make_persistence(budget)
         self._placed: tuple[OuterUnit, ...] = ()
@@ -213,6 +217,7 @@ class Engine:
         self._schedules: dict[Shape, Schedule] = {}
         self._step_ends: deque[Event] = deque()
         self._step_number, self._state, self._seed = 0, "open", seed
+        self._num_own = 0  # microbatches of the present batch that are real
         self._move_in(forms, incoming)
 
     def step(self, batch: Batches) -> StepReport:
@@ -233,8 +238,9 @@ class Engine:
         step, microbatches = self._perform(
             batch, settings=None, needs_loss=labelled, keep_outputs=True
         )
-        shares = output_shares(self._rehearsal.rule, microbatches)
-        return join_outputs([step.outputs[m] for m in range(len(microbatches))], shares)
+        own = microbatches[: step.num_own]
+        shares = output_shares(self._rehearsal.rule, own)
+        return join_outputs([step.outputs[m] for m in range(len(own))], shares)
 
     @property
     def step_number(self) -> int:
@@ -341,18 +347,23 @@ class Engine:
 
         Raises:
             ValueError: the folder holds something else, or cannot be written.
+
+        Several ranks must do this together; the first one writes.
         """
         self._refuse_if_unusable()
         self._server.settle_all()
-        export_model(
-            self._model,
-            folder,
-            weight_of=self._server.weight,
-            buffers=self._rehearsal.present_buffers(),
-            dtype=dtype,
-            tokenizer=tokenizer,
-            shard_bytes=shard_bytes,
-        )
+        with self._server.values() as weight_of:
+            if weight_of is None:  # another rank writes
+                return
+            export_model(
+                self._model,
+                folder,
+                weight_of=weight_of,
+                buffers=self._rehearsal.present_buffers(),
+                dtype=dtype,
+                tokenizer=tokenizer,
+                shard_bytes=shard_bytes,
+            )
 
     @property
     def plan(self) -> Plan:
@@ -459,7 +470,7 @@ class Engine:
         """Go on with the choices of a checkpoint, and say where that is not possible."""
         choices, own = state["choices"], self._choices()
         self._seed = state["seed"]
-        self._relay.reseed(self._seed)
+        self._relay.reseed(self._seed + self._world.rank * RANK_SEED)
         self._server.seed = self._seed & 0xFFFFFFFF
         for name in ("microbatch_size", "compiled"):
             if choices[name] != own[name]:
@@ -490,6 +501,35 @@ class Engine:
                 "an earlier step failed after some layers had been updated, so the weights are of "
                 "two steps. Go on from a checkpoint with engine.load, or make a new engine."
             )
+
+    def _make_parts(
+        self,
+        *,
+        loss: LossFunction | None,
+        stash_policy: Literal["host", "device"],
+        native: HostKernel | None,
+        seed: int,
+    ) -> None:
+        """What works on the parameter server's units."""
+        self._transfer = Transfer(device=self._device, arena=self._arena, server=self._server)
+        self._stash = Stash(device=self._device, arena=self._arena, policy=stash_policy)
+        self._rows = HostRows(arena=self._arena, server=self._server, kernel=native)
+        self._outer = OuterPass(
+            carved=self._carved,
+            device=self._device,
+            server=self._server,
+            transfer=self._transfer,
+            loss_function=loss,
+        )
+        self._relay = self._make_relay(seed + self._world.rank * RANK_SEED)
+        self._rehearsal = Rehearsal(
+            carved=self._carved,
+            server=self._server,
+            device=self._device,
+            relay=self._relay,
+            outer=self._outer,
+            compiler=self._compiler,
+        )
 
     def _make_persistence(self, budget: HostBudget) -> Persistence:
         return Persistence(
@@ -565,7 +605,10 @@ class Engine:
         num_rows(first)
         self._rehearsal.run(dict(first), needs_loss=needs_loss)
         self._decide(batch)
-        microbatches = split_batch(batch, microbatch_size=self._rows_of(batch))
+        rows = self._rows_of(batch)
+        number = len(split_batch(batch, microbatch_size=rows))
+        number = max(self._world.gather_facts(number))
+        microbatches, self._num_own = split_into(batch, number, microbatch_size=rows)
         self._transfer.reserve(self._shape(len(microbatches), training=training))
         return [
             {k: self._device.pinned(v) if isinstance(v, Tensor) else v for k, v in one.items()}
@@ -590,7 +633,8 @@ class Engine:
             try:
                 self._run(self._schedule(len(microbatches), training=training), step)
             except torch.OutOfMemoryError as error:
-                if self._state != "open" or not self._planning.tighten(str(error)):
+                alone = self._world.size == 1  # others are in the middle of the step
+                if self._state != "open" or not alone or not self._planning.tighten(str(error)):
                     raise
                 continue
             return step, microbatches
@@ -603,7 +647,8 @@ class Engine:
 
     def _decide(self, batch: Batches) -> None:
         """Make the choices for batches like this one, unless they are made."""
-        if not self._planning.must_plan(batch, rows=self._microbatch_size):
+        must_plan = self._planning.must_plan(batch, rows=self._microbatch_size)
+        if not any(self._world.gather_facts(must_plan)):
             return
         self._leave_device()
         outer = self._rehearsal.outer_units(self._is_looked_up)
@@ -617,6 +662,10 @@ class Engine:
                 record=self._rehearsal.record,
                 buffer_bytes=self._rehearsal.resident_buffer_bytes(),
             )
+            if self._world.size > 1:  # all go by the plan of the one with most to do
+                number = sum(num_rows(one) * token_length(one) for one in _dicts(batch))
+                plans = self._world.gather_facts((number, self._planning.decisions))
+                self._planning.decisions = max(plans, key=lambda plan: plan[0])[1]
         finally:  # if nothing fits, the choices made before hold
             self._enter_device(outer)
 
@@ -651,6 +700,8 @@ class Engine:
             self._server.place_state(name, self._device.torch_device)
 
     def _is_looked_up(self, unit: str) -> bool:
+        if self._world.size > 1:  # a table that ranks hold together is gathered like a layer
+            return False
         if self._embedding is not None or self._policy is UpdatePolicy.ON_DEVICE:
             return self._embedding == "host" and self._policy is not UpdatePolicy.ON_DEVICE
         return self._server.units[unit].form.weight_layout.nbytes >= LARGE_UNIT_BYTES
@@ -669,7 +720,10 @@ class Engine:
             number=self._step_number,
             microbatches=list(microbatches),
             rule=rule,
-            total=1 if keep_outputs else total_count(rule, microbatches),
+            total=1 if keep_outputs else self._total(rule, microbatches),
+            num_own=self._num_own,
+            names={name: unit.form.trained.names for name, unit in self._server.units.items()},
+            flags=self._norm_records() if settings is not None and self._world.size > 1 else {},
             device_losses=device_losses,
             losses=self._device.host_record(len(microbatches), 2),
             norms=self._norm_records() if settings is not None else {},
@@ -680,6 +734,11 @@ class Engine:
             divide_by_weight=rule is Rule.SUM_AND_WEIGHT,
             rows=self._rows.begin(microbatches) if self._rows.lookups else None,
         )
+
+    def _total(self, rule: Rule, microbatches: list[Microbatch]) -> int:
+        """What the loss averages over, on all ranks."""
+        own = total_count(rule, microbatches[: self._num_own])
+        return sum(self._world.gather_facts(own))
 
     def _norm_records(self) -> dict[str, Tensor]:
         """Room on the host for the norm of every trained parameter, by unit."""
@@ -702,6 +761,7 @@ class Engine:
             halves=shape.halves and self._server.has_halves,
             held=self._held,
             pending=tuple(self._server.waiting),
+            parallel=self._world.size > 1,
         )
 
     def _schedule(self, num_microbatches: int, *, training: bool) -> Schedule:
@@ -733,8 +793,16 @@ class Engine:
         if self.optimizer.defaults.keys() != optimizer.defaults.keys():
             settings = dict.fromkeys(settings, optimizer.defaults)
         return forms_of(
-            self._carved, optimizer=optimizer, settings=settings, precision=self._precision
+            self._carved,
+            optimizer=optimizer,
+            settings=settings,
+            precision=self._precision,
+            num_shares=self._world.share.number,
         )
+
+
+def _dicts(batch: Batches) -> list[Mapping[str, Any]]:
+    return [batch] if isinstance(batch, Mapping) else list(batch)
 
 
 def parse_embedding(word: str | None) -> str | None:

@@ -12,6 +12,10 @@ Fields of one dtype form a segment; every field starts at a multiple of `ALIGNME
 elements of its segment and every segment at a multiple of `ALIGNMENT_BYTES` bytes. Alignment counts
 elements, not bytes, so that two layouts of the same tensors in different dtypes (a bfloat16 weight,
 its float32 gradient, its moments) have the *same element offsets*: one index runs over all of them.
+
+[Note: shares] Several ranks may hold a buffer together: each segment is cut into as many equal runs
+of elements as there are ranks, at multiples of `ALIGNMENT_ELEMENTS`. What a rank holds is a layout
+again, of pieces of fields, each in one dimension.
 """
 
 from __future__ import annotations
@@ -30,6 +34,19 @@ ALIGNMENT_BYTES = 256
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One of several equal parts ([Note: shares])."""
+
+    index: int = 0
+    number: int = 1
+
+    def of(self, numel: int) -> slice:
+        """This part of so many elements."""
+        size = numel // self.number
+        return slice(self.index * size, (self.index + 1) * size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +70,16 @@ class Segment:
     dtype: torch.dtype
     fields: tuple[Field, ...]
     offset_bytes: int  # from the start of the buffer
+    least: int = 0
+    """Elements it has at least, if its fields need fewer."""
 
     @property
     def numel(self) -> int:
         """Number of elements, padding included."""
         if not self.fields:
-            return 0
+            return self.least
         last = self.fields[-1]
-        return round_up(last.offset + last.numel, ALIGNMENT_ELEMENTS)
+        return max(self.least, round_up(last.offset + last.numel, ALIGNMENT_ELEMENTS))
 
     @property
     def nbytes(self) -> int:
@@ -75,8 +94,13 @@ class FlatLayout:
     segments: tuple[Segment, ...]
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> FlatLayout:
-        """Lay out tensors given as (name, shape, dtype), in order within each dtype."""
+    def of(
+        cls, tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], *, num_shares: int = 1
+    ) -> FlatLayout:
+        """Lay out tensors given as (name, shape, dtype), in order within each dtype.
+
+        With several shares, every segment is filled up so that it can be cut evenly.
+        """
         by_dtype: dict[torch.dtype, list[Field]] = {}
         for name, shape, dtype in tensors:
             fields = by_dtype.setdefault(dtype, [])
@@ -87,7 +111,49 @@ class FlatLayout:
             Segment(dtype=dtype, fields=tuple(fields), offset_bytes=0)
             for dtype, fields in by_dtype.items()
         ]
-        return cls(segments=_placed(segments))
+        return cls(segments=_placed(segments)).cut_for(num_shares)
+
+    @classmethod
+    def joined(cls, *layouts: FlatLayout) -> FlatLayout:
+        """The segments of several layouts in one buffer, one after another."""
+        return cls(segments=_placed([one for layout in layouts for one in layout.segments]))
+
+    def cut_for(self, num_shares: int) -> FlatLayout:
+        """The same, filled up so that it can be cut evenly into so many shares."""
+        multiple, segments = ALIGNMENT_ELEMENTS * num_shares, []
+        for segment in self.segments:
+            bare = replace(segment, least=0)
+            segments.append(replace(bare, least=round_up(bare.numel, multiple)))
+        return FlatLayout(segments=_placed(segments))
+
+    def held(self, share: Share) -> FlatLayout:
+        """What a rank holds of the buffer ([Note: shares])."""
+        if share.number == 1:
+            return self
+        segments = []
+        for segment in self.segments:
+            part = share.of(segment.numel)
+            pieces = []
+            for field in segment.fields:
+                start = max(part.start, field.offset)
+                size = min(part.stop, field.offset + field.numel) - start
+                if size > 0:
+                    piece = Field(name=field.name, shape=(size,), offset=start - part.start)
+                    pieces.append(piece)
+            size = part.stop - part.start
+            segments.append(replace(segment, fields=tuple(pieces), least=size))
+        return FlatLayout(segments=_placed(segments))
+
+    def piece(self, name: str, share: Share) -> slice:
+        """Which elements of a field a rank holds."""
+        for segment in self.segments:
+            for field in segment.fields:
+                if field.name == name:
+                    part = share.of(segment.numel)
+                    start, stop = (place - field.offset for place in (part.start, part.stop))
+                    start = min(max(start, 0), field.numel)
+                    return slice(start, min(max(stop, start), field.numel))
+        raise KeyError(name)
 
     @property
     def nbytes(self) -> int:
@@ -121,6 +187,14 @@ class FlatLayout:
                     start = before + field.offset
                     return slice(start, start + field.numel)
             before += segment.numel
+        raise KeyError(name)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """A field's shape."""
+        for segment in self.segments:
+            for field in segment.fields:
+                if field.name == name:
+                    return field.shape
         raise KeyError(name)
 
     def dtype_of(self, name: str) -> torch.dtype | None:

@@ -139,10 +139,12 @@ class OuterPass:
             for name, unit in self._server.units.items():
                 if name.startswith("L"):
                     continue
-                for owner in unit.form.weight_layout.names:
-                    weight = unit.weight_of(owner)
-                    nothing = _nothing(weight.dtype, self._device.torch_device)
-                    self._placeholders[owner] = nothing.expand(weight.shape)
+                layout = unit.form.weight_layout
+                for owner in layout.names:
+                    dtype = layout.dtype_of(owner)
+                    assert dtype is not None
+                    nothing = _nothing(dtype, self._device.torch_device)
+                    self._placeholders[owner] = nothing.expand(layout.shape_of(owner))
         return self._placeholders
 
     def prologue(
@@ -290,6 +292,8 @@ class OuterPass:
         self, step: Step, m: int, hidden: Tensor, inputs: Microbatch
     ) -> Iterator[tuple[Piece, Microbatch, Microbatch, float]]:
         """Pieces with their part of the batch, on the host and on the device, and their share."""
+        if step.num_own is not None and m >= step.num_own:
+            return
         host: Mapping[str, Any] = step.microbatches[m]
         rule = step.rule
         whole = rule is Rule.UNKNOWN or not self.facts.alone or bool(self.facts.changing)

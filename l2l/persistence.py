@@ -24,10 +24,12 @@ from l2l.checkpoint import (
     Checkpoint,
     CheckpointError,
     Saving,
+    file_name,
     measure_disk,
     plain,
     refuse_foreign,
 )
+from l2l.layout import ALIGNMENT_ELEMENTS, Share
 from l2l.parameter_server import (
     Optimizer,
     ParameterServer,
@@ -119,6 +121,7 @@ class Persistence:
             "moments": getattr(self._description, "moments", None),
             "groups": self._optimizer.numbers(),
             "loss_scale": None if self._loss_scale is None else asdict(self._loss_scale),
+            "num_shares": self._server.world.share.number,
         }
         snapshot = self._server.begin_snapshot(
             order, at_once=at_once, spare_bytes=spare, copies_ahead=background
@@ -133,6 +136,7 @@ class Persistence:
                 extra=extra,
                 finish=partial(self._end_snapshot, snapshot),
                 settle=self._server.settle_all,
+                world=self._server.world,
             )
         except BaseException:
             self._end_snapshot(snapshot)
@@ -197,7 +201,18 @@ class Persistence:
         Raises:
             CheckpointError: with the file, and what does not fit.
         """
-        checkpoint.check()
+        world = self._server.world
+        failure: CheckpointError | None = None
+        try:
+            checkpoint.check(share=Share(index=world.rank, number=world.size))
+        except CheckpointError as error:
+            failure = error
+        reasons = world.gather_facts(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                raise CheckpointError(f"rank {rank}: {reason}")
         state, folder = checkpoint.manifest.state, checkpoint.folder
         mine = (type(self._description).__name__, getattr(self._description, "moments", None))
         found = (state["optimizer"], state["moments"])
@@ -206,23 +221,24 @@ class Persistence:
                 f"{folder} was saved with the optimizer {_called(*found)}; the engine has "
                 f"{_called(*mine)}. Make the engine with the same one."
             )
-        units = self._server.units
-        for unit in dict.fromkeys((*units, *checkpoint.manifest.files)):
-            if unit in units and unit in checkpoint.manifest.files:
-                self._compare(checkpoint, unit)
-            elif unit != BUFFERS:
+        units, files = self._server.units, checkpoint.manifest.files
+        expected = {file_name(unit, one): (unit, one) for unit in units for one in shares_of(state)}
+        for file in dict.fromkeys((*expected, *files)):
+            if file in expected and file in files:
+                self._compare(checkpoint, *expected[file])
+            elif file != BUFFERS:
                 raise CheckpointError(
-                    f"{folder} has {'no' if unit in units else 'a'} unit {unit}: it is of another "
-                    f"model, expected one with {self._carved.num_layers} layers."
+                    f"{folder} has {'no' if file in expected else 'a'} unit {file}: it is of "
+                    f"another model, expected one with {self._carved.num_layers} layers."
                 )
 
-    def _compare(self, checkpoint: Checkpoint, unit: str) -> None:
+    def _compare(self, checkpoint: Checkpoint, unit: str, share: Share) -> None:
         """Compare names and shapes of a unit's tensors, companions only if they are alike."""
-        path = checkpoint.folder / f"{unit}.safetensors"
+        file = file_name(unit, share)
+        path = checkpoint.folder / f"{file}.safetensors"
         same = self._is_same_link(checkpoint)
-        image = self._server.image(unit).tensors
-        wanted = {name: tuple(tensor.shape) for name, tensor in image.items()}
-        found = checkpoint.shapes(unit)
+        wanted = self._server.shapes_in(unit, share)
+        found = checkpoint.shapes(file)
         for name in dict.fromkeys((*wanted, *found)):
             if not same and _is_companion(name):
                 continue
@@ -253,15 +269,17 @@ class Persistence:
                 manifest.state["link"],
                 str(self._link).removeprefix("torch."),
             )
+        shares = shares_of(manifest.state)
         self._server.waiting.clear()
         for name, unit in self._server.units.items():
             targets = dict(self._server.image(name).tensors)
             if same:
-                checkpoint.read(name, list(targets), _into(targets))
+                for share in shares:
+                    self._load_share(checkpoint, name, share, targets)
             else:
                 self._load_converted(checkpoint, name, targets)
             for owner in unit.steps:
-                unit.steps[owner] = checkpoint.steps(name, owner)
+                unit.steps[owner] = checkpoint.steps(file_name(name, shares[0]), owner)
         if self._loss_scale is not None and manifest.state["loss_scale"] is not None:
             for key, value in manifest.state["loss_scale"].items():
                 setattr(self._loss_scale, key, value)
@@ -271,10 +289,47 @@ class Persistence:
                 checkpoint.folder,
             )
 
+    def _load_share(
+        self, checkpoint: Checkpoint, name: str, share: Share, targets: Mapping[str, Tensor]
+    ) -> None:
+        """Load what is needed here of the share that one rank has saved of a unit."""
+        file, unit = file_name(name, share), self._server.units[name]
+        if share.number == unit.share.number == 1:
+            checkpoint.read(file, list(targets), _into(targets))
+            return
+        saved = unit.form.weight_layout.cut_for(share.number)
+        places: dict[str, tuple[slice, slice]] = {}
+        for key in targets:
+            owner, _, kind = key.partition("|")
+            owner = key if key in unit.form.weight_layout.names else owner
+            theirs = saved.piece(owner, share)
+            mine = unit.form.weight_layout.piece(owner, unit.share)
+            start, stop = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
+            if start >= stop:
+                continue
+            state = unit.form.state_kinds.get(kind) if owner != key else None
+            block = ALIGNMENT_ELEMENTS if state is not None and state.per_block else 1
+            places[key] = (
+                slice((start - mine.start) // block, -(-(stop - mine.start) // block)),
+                slice((start - theirs.start) // block, -(-(stop - theirs.start) // block)),
+            )
+
+        def receive(key: str, value: Tensor) -> None:
+            mine, theirs = places[key]
+            targets[key].view(-1)[mine].copy_(value.reshape(-1)[theirs])
+
+        if places:
+            checkpoint.read(file, list(places), receive)
+
     def _load_converted(
         self, checkpoint: Checkpoint, name: str, targets: Mapping[str, Tensor]
     ) -> None:
         """Load tensors of another precision: masters are joined there and split here."""
+        if self._server.world.size > 1 or len(shares_of(checkpoint.manifest.state)) > 1:
+            raise CheckpointError(
+                f"{checkpoint.folder} was saved with another precision. Load it in a single "
+                "process, as a single process has saved it, or keep the precision."
+            )
         stored = checkpoint.shapes(name)
         trained = self._server.units[name].form.trained.names
         as_it_is = [key for key in targets if key not in trained and not _is_companion(key)]
@@ -310,6 +365,12 @@ class Persistence:
                 receive(owner, self._server.units[f"L{index}"].weight_of(owner))
         if BUFFERS in checkpoint.manifest.files:
             checkpoint.read(BUFFERS, list(checkpoint.shapes(BUFFERS)), receive)
+
+
+def shares_of(state: Mapping[str, Any]) -> list[Share]:
+    """The shares of units that a checkpoint has, one in each file."""
+    number = state.get("num_shares", 1)
+    return [Share(index=index, number=number) for index in range(number)]
 
 
 def _into(targets: Mapping[str, Tensor]) -> Callable[[str, Tensor], None]:

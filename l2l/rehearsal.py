@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from l2l.batch import Microbatch
+from l2l.batch import Microbatch, take_rows
 from l2l.carving import CarvedModel, Recording
 from l2l.compiled_layer import Compiler
 from l2l.device import Device
@@ -86,6 +86,9 @@ class Rehearsal:
         if self.done and not wants_rule:
             return
         self._server.settle_all()
+        if self._server.world.size > 1:  # all ranks learn the same: from rows of the first
+            rows = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in microbatch.items()}
+            microbatch = self._server.world.gather_facts(take_rows(rows, 0, 2))[0]
         with self._device.private_random_state(), torch.no_grad():
             try:
                 self._learn(trial_batch(microbatch, cut=True), wants_rule=wants_rule)
@@ -129,7 +132,8 @@ class Rehearsal:
         found: dict[str, Tensor] = {}
         for name, unit in self._server.units.items():
             if not name.startswith("L"):
-                found |= unit.form.weight_layout.views(unit.weights.to(self._device.torch_device))
+                weights = self._server.whole(name).weights.to(self._device.torch_device)
+                found |= unit.form.weight_layout.views(weights)
         return found
 
     def _bind(self, weights: Mapping[str, Tensor]) -> None:
@@ -180,7 +184,7 @@ class Rehearsal:
 
     def _run_layer(self, index: int, args: Any, kwargs: Any) -> Any:
         part, structure = self._carved.layers[index], self._carved.structures[index]
-        unit = self._server.units[f"L{index}"]
+        unit = self._server.whole(f"L{index}")
         weights = unit.form.weight_layout.views(unit.weights.to(self._device.torch_device))
         part.bind(weights)
         before = [buffer.clone() for buffer in part.buffers().values()]

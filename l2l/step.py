@@ -30,6 +30,11 @@ class Step:
     device_losses: Tensor  # [microbatches, 2] on the device: loss times scale, weight
     losses: Tensor  # the same on the host; NaN until reported
     norms: dict[str, Tensor]  # per unit, on the host: norm of each gradient
+    flags: dict[str, Tensor] = field(default_factory=dict)
+    """Of several ranks: per unit, on the host, how many had a gradient of each parameter."""
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of these parameters
+    reduced: dict[str, Tensor] = field(default_factory=dict)  # the same on the device, and norms
+    num_own: int | None = None  # microbatches that are not there for the sake of other ranks
     settings: Mapping[str, Mapping[str, Any]] | None = None  # of the optimizer; None: no training
     clip_norm: float | None = None
     keep_outputs: bool = False
@@ -110,6 +115,10 @@ class Step:
         if factor is None:
             return None
         received = frozenset(self.received.get(unit, ()))
+        if unit in self.flags:
+            flags = self.flags[unit].tolist()
+            found = (name for name, flag in zip(self.names[unit], flags, strict=True) if flag)
+            received = frozenset(found)
         return UpdateOrder(settings=self.settings, received=received, factor=factor)
 
     def _factor(self) -> float | None:

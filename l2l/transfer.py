@@ -23,7 +23,7 @@ from torch import Tensor
 from l2l.device import Device
 from l2l.host_memory import Arena
 from l2l.layout import FlatLayout
-from l2l.parameter_server import ROUNDING_BYTES, FlatUnit, ParameterServer, UnitForm
+from l2l.parameter_server import ROUNDING_BYTES, FlatUnit, ParameterServer, Unit, UnitForm
 from l2l.schedule import NUM_LENT, Shape, late_staging
 
 
@@ -68,11 +68,11 @@ class Transfer:
             self._rounding = self._device.empty(min(ROUNDING_BYTES, max(256, widest)))
         staged = [name for name in shape.drained_units if name not in shape.late_units]
         layers = [name for name in staged if name.startswith("L")]
-        largest = max((units[name].form.staging_layout.nbytes for name in layers), default=0)
+        largest = max((units[name].held.staging_layout.nbytes for name in layers), default=0)
         for index in range(min(shape.num_staging, len(layers))):
             self._reserve_staging(f"H{index}", largest)
         for name in {*shape.late_units, *staged} - {*layers} - {*shape.on_device}:
-            self._reserve_staging(late_staging(name), units[name].form.staging_layout.nbytes)
+            self._reserve_staging(late_staging(name), units[name].held.staging_layout.nbytes)
         for unit in shape.outer:
             if (
                 unit.looked_up
@@ -147,9 +147,24 @@ class Transfer:
 
     def fetch(self, unit: str, slot: str) -> None:
         """Copy a unit's weights into a slot; the fetch lane does this."""
-        weights = self._server.units[unit].weights
-        self._slots[slot][: weights.numel()].copy_(weights, non_blocking=True)
+        for source, target in self._host_and_slot(unit, slot):
+            target.copy_(source, non_blocking=True)
         self._states[slot] = (SlotState.HOLDING, unit)
+
+    def gather(self, unit: str, slot: str) -> None:
+        """Fill a slot with what other ranks hold of a unit; the gather lane does this."""
+        layout = self._server.units[unit].form.weight_layout
+        for view in layout.segment_views(self._slots[slot]):
+            self._server.world.gather(view)
+
+    def _host_and_slot(self, unit: str, slot: str) -> list[tuple[Tensor, Tensor]]:
+        """This rank's share of a unit's weights: on the host, and its places in a slot."""
+        one = self._server.units[unit]
+        if one.share.number == 1:
+            return [(one.weights, self._slots[slot][: one.weights.numel()])]
+        whole = one.form.weight_layout.segment_views(self._slots[slot])
+        places = [view[one.share.of(view.numel())] for view in whole]
+        return list(zip(one.held.weight_layout.segment_views(one.weights), places, strict=True))
 
     def release(self, unit: str, slot: str) -> None:
         """The slot's contents are dead; the compute lane does this."""
@@ -158,8 +173,8 @@ class Transfer:
 
     def mirror(self, unit: str, slot: str) -> None:
         """Copy a unit's weights from its slot to the host; the drain lane does this."""
-        weights = self._server.units[unit].weights
-        weights.copy_(self._slots[slot][: weights.numel()], non_blocking=True)
+        for target, source in self._host_and_slot(unit, slot):
+            target.copy_(source, non_blocking=True)
 
     def give_back(self, unit: str, slot: str) -> None:
         """Copy a unit's weights from its slot to the host and free the slot; for the drain lane."""
@@ -232,19 +247,53 @@ class Transfer:
 
         return add
 
-    def drain(self, unit: str, slot: str, staging: str, *, received: set[str]) -> Tensor:
-        """Copy a unit's gradients to the host; the drain lane does this.
+    def drain(self, unit: str, slot: str, staging: str) -> None:
+        """Copy a unit's gradients, or this rank's share, to the host; for the drain lane."""
+        one = self._server.units[unit]
+        sources = one.form.gradient_layout.segment_views(self._gradients[slot])
+        targets = one.held.staging_layout.segment_views(self.staging[staging])
+        for source, target in zip(sources, targets, strict=True):
+            self._copy_rounded(source[one.share.of(source.numel())], target)
+
+    def reduce(self, unit: str, slot: str, *, received: set[str], all_of_it: bool) -> Tensor:
+        """Sum a unit's gradients over all ranks; the reduce lane does this.
+
+        Args:
+            unit: Whose they are.
+            slot: Where this rank's sums are.
+            received: What got a gradient here; other ranks may have gradients of the rest.
+            all_of_it: Whether every rank needs all of the sum, not its own share only.
 
         Returns:
-            the norm of each gradient, a small tensor on the device; what got no gradient is left
-            out, and so is what lies between parameters.
+            for each trained parameter the norm of its gradient, and below that how many ranks had
+            one, on the device.
         """
-        form = self._server.units[unit].form
-        sources = form.gradient_layout.segment_views(self._gradients[slot])
-        targets = form.staging_layout.segment_views(self.staging[staging])
-        for source, target in zip(sources, targets, strict=True):
-            self._copy_rounded(source, target)
-        return self.norms(unit, slot, received=received)
+        one, world, sums = self._server.units[unit], self._server.world, self.gradients(unit, slot)
+        names = one.form.trained.names
+        for name in names:
+            if name not in received:
+                sums[name].zero_()
+        for view in one.form.gradient_layout.segment_views(self._gradients[slot]):
+            if all_of_it:
+                world.pool(view)
+            else:
+                world.reduce(view)
+        squares = [self._square(one, name, sums[name], all_of_it=all_of_it) for name in names]
+        flags = torch.tensor([float(name in received) for name in names])
+        flags = flags.to(self._gradients[slot].device)
+        found = torch.stack([torch.stack(squares), flags])
+        world.pool(found[1])
+        if not all_of_it:
+            world.pool(found[0], within_group=True)
+        found[0].sqrt_()
+        return found
+
+    @staticmethod
+    def _square(one: Unit, name: str, total: Tensor, *, all_of_it: bool) -> Tensor:
+        """The squared norm of what this rank has of a sum."""
+        piece = slice(None) if all_of_it else one.form.trained.piece(name, one.share)
+        norm: Tensor = torch.linalg.vector_norm(total.view(-1)[piece])
+        return norm.square()
 
     def _copy_rounded(self, source: Tensor, target: Tensor) -> None:
         if source.dtype is target.dtype:
@@ -258,7 +307,10 @@ class Transfer:
             target[start : start + piece.numel()].copy_(rounded, non_blocking=True)
 
     def norms(self, unit: str, slot: str, *, received: set[str]) -> Tensor:
-        """The norm of each gradient that a unit got, on the device."""
+        """The norm of each gradient that a unit got, a small tensor on the device.
+
+        What got no gradient is left out, and so is what lies between parameters.
+        """
         sums = self.gradients(unit, slot)
         present = [view for name, view in sums.items() if name in received]
         if not present:

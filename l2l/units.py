@@ -29,6 +29,7 @@ def forms_of(
     optimizer: Optimizer,
     settings: Mapping[str, Mapping[str, Any]],
     precision: PrecisionPolicy,
+    num_shares: int = 1,
 ) -> list[UnitForm]:
     """What every unit is made of with an optimizer; `settings` has those of what is trained."""
     return [
@@ -39,6 +40,7 @@ def forms_of(
             settings=settings,
             precision=precision,
             optimizer=optimizer,
+            num_shares=num_shares,
         )
         for name, tensors in units_of(carved)
     ]

@@ -91,14 +91,31 @@ class Updates:
 
     def drain(self, step: Step, unit: str, slot: str, staging: str) -> None:
         """A unit's gradient, and its norms, to the host."""
-        received = step.received.get(unit, set())
-        norms = self._transfer.drain(unit, slot, staging, received=received)
-        step.norms[unit][: norms.numel()].copy_(norms, non_blocking=True)
+        self._transfer.drain(unit, slot, staging)
+        self.measure(step, unit, slot)
 
     def measure(self, step: Step, unit: str, slot: str) -> None:
-        """A unit's norms to the host."""
-        norms = self._transfer.norms(unit, slot, received=step.received.get(unit, set()))
+        """A unit's norms to the host; of several ranks also what got a gradient on any."""
+        reduced = step.reduced.pop(unit, None)
+        if reduced is None:
+            norms = self._transfer.norms(unit, slot, received=step.received.get(unit, set()))
+        else:
+            norms = reduced[0]
+            step.flags[unit].copy_(reduced[1], non_blocking=True)
         step.norms[unit][: norms.numel()].copy_(norms, non_blocking=True)
+
+    def reduce(self, step: Step, unit: str, slot: str) -> None:
+        """A unit's gradients, summed over all ranks."""
+        step.reduced[unit] = self._transfer.reduce(
+            unit,
+            slot,
+            received=step.received.get(unit, set()),
+            all_of_it=isinstance(self._server.optimizer, Adafactor),
+        )
+
+    def pool(self, step: Step) -> None:
+        """Losses, summed over all ranks."""
+        self._server.world.pool(step.device_losses)
 
     def update(self, step: Step, unit: str, staging: str) -> None:
         """A unit's update, on the host."""
@@ -315,9 +332,11 @@ class Updates:
         finite = (loss / weight if step.divide_by_weight else loss).isfinite()
         generator = torch.Generator(self._device.torch_device)
         generator.manual_seed(mix_seed(self.seed, step.number, position(unit), REVISE_SEED))
-        for owner in self._server.units[unit].form.trained.names:
-            if owner not in step.received.get(unit, ()):
+        reduced = step.reduced.pop(unit, None)
+        for row, owner in enumerate(self._server.units[unit].form.trained.names):
+            if reduced is None and owner not in step.received.get(unit, ()):
                 continue
+            applies = finite if reduced is None else finite & (reduced[1, row] > 0)
             gradient = gradients[owner]
             if step.divide_by_weight:
                 gradient.div_(weight)
@@ -330,7 +349,7 @@ class Updates:
                 gradient,
                 state,
                 settings=settings[owner],
-                finite=finite,
+                finite=applies,
                 generator=generator,
             )
 

@@ -1768,6 +1768,7 @@ def test_the_manifest_says_what_the_files_are(whole: Path):
         "optimizer",
         "moments",
         "groups",
+        "num_shares",
         "loss_scale",
     }
     for name, record in body["files"].items():

@@ -444,7 +444,7 @@ LEAST_MIB, MOST_MIB = 146, 240  # all layers streamed; everything on the device,
 @pytest.fixture
 def as_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans with the figures of an H200: nothing is measured, and choices do not vary."""
-    monkeypatch.setattr("l2l.planning.known_hardware", lambda *_: H200)
+    monkeypatch.setattr("l2l.planning.known_hardware", lambda *_, **__: H200)
 
 
 def train_in(budget: str | None, batches: list[Batch], **settings: Any) -> tuple[Any, ...]:

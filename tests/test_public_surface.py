@@ -68,6 +68,7 @@ def test_arguments_of_the_engine() -> None:
         "kernel": "native",
         "seed": None,
         "overrides": None,
+        "group_size": None,
     }
     positional = [name for name, one in parameters.items() if one.kind is not one.KEYWORD_ONLY]
     assert positional == ["model"]
@@ -168,6 +169,7 @@ def test_verbs_and_operands_of_a_schedule() -> None:
         "take": "SGW>",
         "drop": "SGW>",
         "fetch": "LOT S>",
+        "gather": "LOT S>",
         "release": "LOT S>",
         "refresh": "T m H<",
         "lookup": "m",
@@ -177,6 +179,8 @@ def test_verbs_and_operands_of_a_schedule() -> None:
         "epilogue": "m S< G> R< C< C>",
         "backward": "L m S< G> R< C< K< C< C>",
         "regress": "m S< G> C< C< C>",
+        "pool": "",
+        "reduce": "LOT G>",
         "report": "",
         "drain": "LOT G< H>",
         "measure": "LOT G<",
@@ -200,4 +204,5 @@ def test_verbs_and_operands_of_a_schedule() -> None:
 
 def test_lanes_of_a_schedule() -> None:
     lanes = ["compute", "fetch", "drain", "stash", "unstash", "update", "lend", "rework"]
+    lanes += ["gather", "reduce"]
     assert [lane.value for lane in Lane] == lanes

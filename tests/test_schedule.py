@@ -69,6 +69,17 @@ GOLDEN = {
         layers=first_layers(3), num_microbatches=2, num_late=2, pending=("O", "L0")
     ),
     "device_updates": Shape(layers=first_layers(3), num_microbatches=2, device_updates=True),
+    "several_ranks": Shape(
+        layers=first_layers(3),
+        num_microbatches=2,
+        outer=APART,
+        num_late=2,
+        pending=("T0", "L0"),
+        parallel=True,
+    ),
+    "several_ranks_device_updates": Shape(
+        layers=first_layers(3), num_microbatches=2, device_updates=True, parallel=True
+    ),
     "tied_table_on_the_host_clipped": Shape(
         layers=first_layers(3),
         num_microbatches=2,
@@ -663,6 +674,7 @@ TOUCHED = {  # verb -> what it reads, what it writes: places, or positions of op
     "take": ([], [0]),
     "drop": ([], [0]),
     "fetch": (["weights"], [1]),
+    "gather": ([], [1]),
     "release": ([], [1]),
     "refresh": ([2], ["weights"]),
     "lookup": (["tables"], ["rows"]),
@@ -672,6 +684,8 @@ TOUCHED = {  # verb -> what it reads, what it writes: places, or positions of op
     "epilogue": ([1, 3, 4], [2, "loss", 5]),
     "backward": ([2, 4, 5, 6, 7], [3, 8]),
     "regress": ([1, 3, 4], [2, 5]),
+    "pool": ([], ["loss"]),
+    "reduce": ([], [1]),
     "report": (["loss"], ["reported loss"]),
     "drain": ([1], [2]),
     "measure": ([1], []),

@@ -34,6 +34,9 @@ from l2l.device.worker import Worker, WorkerEvent
 from l2l.schedule import Lane
 from l2l.trace import Span, Trace
 
+AT_ONCE = (Lane.COMPUTE, Lane.UPDATE, Lane.GATHER, Lane.REDUCE)
+"""Lanes that run what they are given: ranks meet in the order of the schedule."""
+
 
 @final
 class QueuedEvent(Event):
@@ -89,7 +92,7 @@ class CheckingDevice(Device):
         if self._trace is not None:
             work = partial(_timed, work, Lane(lane).value, text, *self._trace)
         self._queues[lane].append(work)
-        if self._first is None and lane in (Lane.COMPUTE, Lane.UPDATE):
+        if self._first is None and lane in AT_ONCE:
             self._advance(lane, self._queues[lane].num_submitted)
 
     @override

@@ -26,6 +26,7 @@ from l2l.parameter_server.store import UpdateOrder as UpdateOrder
 from l2l.parameter_server.store import WaitingUpdate as WaitingUpdate
 from l2l.parameter_server.torch_optimizer import ServerOptimizer as ServerOptimizer
 from l2l.parameter_server.torch_optimizer import groups_of as groups_of
+from l2l.parameter_server.unit import Unit as Unit
 from l2l.parameter_server.unit import UnitForm as UnitForm
 from l2l.parameter_server.unit import refuse_without_weights as refuse_without_weights
 from l2l.parameter_server.unit import state_name as state_name
@@ -47,6 +48,7 @@ __all__ = [
     "ServerOptimizer",
     "Snapshot",
     "TableRows",
+    "Unit",
     "UnitForm",
     "UpdateOrder",
     "UpdatePolicy",

@@ -24,8 +24,11 @@ The host settles both before it reads. So nobody sees stale weights.
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, final
 
@@ -33,8 +36,9 @@ import torch
 from torch import Tensor, nn
 
 from l2l.device import Device, Event
+from l2l.distributed import Alone, World
 from l2l.host_memory import Arena, SparePages
-from l2l.layout import ALIGNMENT_ELEMENTS, FlatLayout, round_up
+from l2l.layout import ALIGNMENT_BYTES, ALIGNMENT_ELEMENTS, FlatLayout, Share, round_up
 from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.host_kernel import (
     Half,
@@ -112,7 +116,9 @@ class ParameterServer:
         optimizer: Optimizer,
         kernel: HostKernel | None,
         seed: int,
+        world: World | None = None,
     ) -> None:
+        self.world = world or Alone()
         self._arena = arena
         self.optimizer = optimizer
         self._kernel = kernel
@@ -138,13 +144,20 @@ class ParameterServer:
         settings: Mapping[str, Settings],
         precision: PrecisionPolicy,
         optimizer: Optimizer,
+        num_shares: int = 1,
     ) -> UnitForm:
-        """What a unit is made of; `settings` has those of the parameters that are trained."""
+        """What a unit is made of; `settings` has those of the parameters that are trained.
+
+        What is trained comes first in its weights, as in everything else, so that whoever holds a
+        share of the gradient holds the same share of the weights.
+        """
         described = [
             (owner, tuple(parameter.shape), precision.link_dtype(owner, parameter.dtype))
             for owner, parameter in parameters.items()
         ]
-        trained = FlatLayout.of(entry for entry in described if entry[0] in settings)
+        trained = FlatLayout.of(
+            (entry for entry in described if entry[0] in settings), num_shares=num_shares
+        )
         riding = list[tuple[str, tuple[int, ...], torch.dtype]]()
         kinds: dict[str, StateKind] = {}
         companions = {COMPANION[s.dtype] for s in trained.segments if s.dtype in COMPANION}
@@ -160,9 +173,11 @@ class ParameterServer:
                 for state, state_shape in optimizer.state_shapes(shape).items()
             ]
         kept = [(key, tuple(value.shape), value.dtype) for key, value in buffers.items()]
+        frozen = [entry for entry in described if entry[0] not in settings]
+        rest = FlatLayout.of(frozen + kept + riding, num_shares=num_shares)
         return UnitForm(
             name=name,
-            weight_layout=FlatLayout.of(described + kept + riding),
+            weight_layout=FlatLayout.joined(trained, rest),
             trained=trained,
             state_kinds=kinds,
             companion_dtype=next(iter(companions), None),
@@ -181,16 +196,19 @@ class ParameterServer:
         is on the meta device has nothing to copy: `set_weight` follows, and `give_back` leaves it
         on the CPU.
         """
-        take, numel = self._arena.take, form.trained.padded_numel
+        held = form.held(self.world.share)
+        take, numel = self._arena.take, held.trained.padded_numel
         unit = Unit(
             form=form,
-            weights=take("weights", form.weight_layout.nbytes, torch.uint8, registered=True),
+            held=held,
+            share=self.world.share,
+            weights=take("weights", held.weight_layout.nbytes, torch.uint8, registered=True),
             companion=None
-            if form.companion_dtype is None
-            else take(form.companion_name, numel, form.companion_dtype, registered=False),
+            if held.companion_dtype is None
+            else take(held.companion_name, numel, held.companion_dtype, registered=False),
             state={
-                name: take(name, form.state_numel(kind), kind.dtype, registered=False)
-                for name, kind in form.state_kinds.items()
+                name: take(name, held.state_numel(kind), kind.dtype, registered=False)
+                for name, kind in held.state_kinds.items()
             },
             steps=dict.fromkeys(form.trained.names, 0),
         )
@@ -199,7 +217,8 @@ class ParameterServer:
         self.units[form.name] = unit
         self._unit_of.update(dict.fromkeys(parameters, unit))
         for key, value in buffers.items():
-            unit.weight_of(key).copy_(value)
+            if key in held.weight_layout.names:
+                unit.weight_of(key).copy_(unit.piece_of(key, value))
         for owner, parameter in parameters.items():
             if not parameter.is_meta:
                 self.set_weight(owner, parameter.data)
@@ -209,17 +228,93 @@ class ParameterServer:
             exchange(parameter, nothing.expand(parameter.shape))
 
     def give_back(self, parameters: Mapping[str, nn.Parameter], name: str) -> None:
-        """Move a unit's weights into the parameters again and drop its host memory."""
+        """Move a unit's weights into the parameters again and drop its host memory.
+
+        Several ranks that hold it together must do this together.
+        """
+        values = self.weights_of(name)
         for owner, parameter in parameters.items():
-            weight = self.weight(owner)
+            weight = values(owner)
             own = weight.to(device=parameter.device, dtype=parameter.dtype)
             parameter.data = own.clone() if own.data_ptr() == weight.data_ptr() else own
             del self._unit_of[owner]
         del self.units[name]
 
+    def whole(self, name: str) -> Unit:
+        """A unit with all of its weights, without its state; its ranks must ask together."""
+        unit = self.units[name]
+        if unit.share.number == 1:
+            return unit
+        form, companion = unit.form, unit.companion
+        weights = self._joined(unit.held.weight_layout, unit.weights, form.weight_layout.nbytes)
+        if companion is not None:
+            dtype = companion.dtype
+            layout = unit.held.trained.astype({one.dtype: dtype for one in form.trained.segments})
+            nbytes = form.trained.padded_numel * dtype.itemsize
+            companion = self._joined(layout, companion.view(torch.uint8), nbytes).view(dtype)
+        return replace(
+            unit, held=form, share=Share(), weights=weights, companion=companion, state={}
+        )
+
+    def _joined(self, layout: FlatLayout, own: Tensor, nbytes: int) -> Tensor:
+        """The shares of all ranks, segment by segment, in one buffer."""
+        parts = [
+            self.world.gather_host(view.view(torch.uint8)) for view in layout.segment_views(own)
+        ]
+        found = torch.zeros(nbytes, dtype=torch.uint8)
+        start = 0
+        for part in parts:
+            found[start : start + part.numel()] = part
+            start = round_up(start + part.numel(), ALIGNMENT_BYTES)
+        return found
+
+    def weights_of(self, name: str) -> Callable[[str], Tensor]:
+        """Present values of a unit's parameters, by name; its ranks must ask together."""
+        return partial(self._value, self.whole(name))
+
+    @contextlib.contextmanager
+    def values(self) -> Iterator[Callable[[str], Tensor] | None]:
+        """Present values of all parameters, for one rank: the others help it inside and get None.
+
+        Raises:
+            RuntimeError: on the others, if the block has failed on that rank.
+        """
+        world = self.world
+        if world.size == 1:
+            yield self.weight
+            return
+        if world.rank:
+            while (asked := world.gather_facts("")[0]) in self.units:
+                self.whole(asked)
+            if asked:
+                raise RuntimeError(f"rank 0: {asked}")
+            yield None
+            return
+        names = {id(unit): name for name, unit in self.units.items()}
+        last: dict[str, Unit] = {}
+
+        def value(owner: str) -> Tensor:
+            name = names[id(self._unit_of[owner])]
+            if name not in last:
+                last.clear()
+                world.gather_facts(name)
+                last[name] = self.whole(name)
+            return self._value(last[name], owner)
+
+        try:
+            yield value
+        except Exception as error:
+            world.gather_facts(str(error) or repr(error))
+            raise
+        world.gather_facts("")
+
     def weight(self, owner: str) -> Tensor:
-        """A parameter's present value: the float32 master if there is one, else the link weight."""
-        unit = self._unit_of[owner]
+        """A parameter's present value, or this rank's piece of it."""
+        return self._value(self._unit_of[owner], owner)
+
+    @staticmethod
+    def _value(unit: Unit, owner: str) -> Tensor:
+        """The float32 master if there is one, else the link weight."""
         weight, companion = unit.weight_of(owner), unit.companion_of(owner)
         if companion is None:
             return weight
@@ -227,8 +322,11 @@ class ParameterServer:
         return join_master(weight, companion) if weight.dtype is torch.bfloat16 else companion
 
     def set_weight(self, owner: str, value: Tensor) -> None:
-        """Overwrite a parameter's value."""
+        """Overwrite a parameter's value; `value` is all of it."""
         unit = self._unit_of[owner]
+        if owner not in unit.held.weight_layout.names:
+            return
+        value = unit.piece_of(owner, value)
         weight, companion = unit.weight_of(owner), unit.companion_of(owner)
         if companion is None:
             weight.copy_(value)
@@ -290,10 +388,10 @@ class ParameterServer:
         self.before_change(name)
         unit, optimizer = self.units[name], self.optimizer
         assert isinstance(optimizer, HostOptimizer)
-        owners = [owner for owner in unit.form.trained.names if owner in order.received]
         if count_step:
-            for owner in owners:
+            for owner in order.received:
                 unit.steps[owner] += 1
+        owners = [owner for owner in unit.held.trained.names if owner in order.received]
         if self._kernel is None:
             for update in self._updates_of(unit, owners, gradient, order, half):
                 own = None if ranges is None else ranges.get(update.name)
@@ -346,9 +444,9 @@ class ParameterServer:
                 shape=tuple(unit.weight_of(owner).shape),
                 weight=unit.weight_of(owner).view(-1),
                 companion=None if companion is None else companion.view(-1),
-                gradient=unit.form.staging_layout.view(gradient, owner).view(-1),
+                gradient=unit.held.staging_layout.view(gradient, owner).view(-1),
                 state=unit.state_of(owner),
-                position=unit.form.trained.span(owner).start,
+                position=unit.position_of(owner),
                 step=unit.steps[owner],
                 settings=order.settings[owner],
                 factor=order.factor,
@@ -513,8 +611,8 @@ class ParameterServer:
     def image(self, name: str) -> Image:
         """All that a unit holds, without copying: weights by name, the rest as `owner|what`."""
         unit = self.units[name]
-        tensors = {owner: unit.weight_of(owner) for owner in unit.form.weight_layout.names}
-        for owner in unit.form.trained.names:
+        tensors = {owner: unit.weight_of(owner) for owner in unit.held.weight_layout.names}
+        for owner in unit.held.trained.names:
             companion = unit.companion_of(owner)
             if companion is not None:
                 tensors[state_name(owner, unit.form.companion_name)] = companion
@@ -522,6 +620,22 @@ class ParameterServer:
                 state_name(owner, kind): tensor for kind, tensor in unit.state_of(owner).items()
             }
         return Image(unit=name, tensors=tensors, steps=unit.steps)
+
+    def shapes_in(self, name: str, share: Share) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors that `image` has of a share of a unit."""
+        form = self.units[name].form
+        weights, trained = (one.cut_for(share.number) for one in (form.weight_layout, form.trained))
+        held = replace(form, weight_layout=weights, trained=trained).held(share)
+        found = {owner: held.weight_layout.shape_of(owner) for owner in held.weight_layout.names}
+        for owner in held.trained.names:
+            shape = held.trained.shape_of(owner)
+            numel = math.prod(shape)
+            if held.companion_dtype is not None and held.trained.dtype_of(owner) in COMPANION:
+                found[state_name(owner, held.companion_name)] = shape
+            for kind, state in held.state_kinds.items():
+                number = -(-numel // ALIGNMENT_ELEMENTS) if state.per_block else numel
+                found[state_name(owner, kind)] = (number,)
+        return found
 
     def begin_snapshot(
         self,
@@ -570,8 +684,10 @@ class ParameterServer:
 
     def _copy(self, tensors: Mapping[str, Tensor], urgent: bool) -> dict[str, Tensor]:  # noqa: FBT001
         """Copies in one block of spare pages."""
-        starts = _copy_starts(tensors)
-        block, copies = self.spare.take(starts[-1]), dict[str, Tensor]()
+        starts, copies = _copy_starts(tensors), dict[str, Tensor]()
+        if not starts[-1]:  # ranks hold nothing of a unit that is smaller than their number
+            return {name: tensor.clone() for name, tensor in tensors.items()}
+        block = self.spare.take(starts[-1])
         num_threads = working_threads() if urgent else min(COPYING_THREADS, working_threads())
         for start, (name, tensor) in zip(starts, tensors.items(), strict=False):
             copy = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -588,7 +704,8 @@ class ParameterServer:
         return copies
 
     def _release(self, copy: Image) -> None:
-        self.spare.give_back(next(iter(copy.tensors.values())).data_ptr())
+        if copy.nbytes:
+            self.spare.give_back(next(iter(copy.tensors.values())).data_ptr())
 
     def fill_spare(self, order: Sequence[str], *, most_bytes: int) -> None:
         """Make the pages that copies of units will need, beside whatever else happens."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from l2l.device import Event
-from l2l.layout import ALIGNMENT_ELEMENTS, FlatLayout, round_up
+from l2l.layout import ALIGNMENT_ELEMENTS, FlatLayout, Share, round_up
 from l2l.parameter_server import device_update
 from l2l.parameter_server.host_kernel import PreparedUpdates
 from l2l.parameter_server.optimizer import StateKind
@@ -44,6 +44,13 @@ class UnitForm:
     def staging_layout(self) -> FlatLayout:
         """How gradients arrive on the host."""
         return self.trained.astype(DRAINED)
+
+    def held(self, share: Share) -> UnitForm:
+        """What one of several ranks holds of it."""
+        if share.number == 1:
+            return self
+        layouts = {name: getattr(self, name).held(share) for name in ("weight_layout", "trained")}
+        return replace(self, **layouts)
 
     def piece(self, number: int, num_pieces: int) -> slice:
         """Elements of one of so many pieces of the trained parameters, cut at blocks."""
@@ -87,9 +94,11 @@ class UnitForm:
 
 @dataclass(slots=True, kw_only=True)
 class Unit:
-    """Host memory of one unit."""
+    """Host memory of one unit, or of this rank's share of it."""
 
-    form: UnitForm
+    form: UnitForm  # of all of it
+    held: UnitForm  # of what is here
+    share: Share
     weights: Tensor  # bytes, registered
     companion: Tensor | None
     state: dict[str, Tensor]
@@ -104,16 +113,27 @@ class Unit:
         return (self.weights.data_ptr(), *companion, *state)
 
     def weight_of(self, owner: str) -> Tensor:
-        """A parameter's link weight, shaped."""
-        return self.form.weight_layout.view(self.weights, owner)
+        """A parameter's link weight, shaped; of a share, the piece that is here."""
+        return self.held.weight_layout.view(self.weights, owner)
+
+    def piece_of(self, owner: str, value: Tensor) -> Tensor:
+        """The piece of a whole tensor that is here."""
+        if self.share.number == 1:
+            return value
+        return value.reshape(-1)[self.form.weight_layout.piece(owner, self.share)]
+
+    def position_of(self, owner: str) -> int:
+        """Where a trained parameter, or its piece, begins in the row of all of them."""
+        piece = self.form.trained.piece(owner, self.share)
+        return int(self.form.trained.span(owner).start + piece.start)
 
     def companion_of(self, owner: str) -> Tensor | None:
         """What completes a parameter's link weight, shaped; None if nothing does."""
-        if self.companion is None or owner not in self.steps:
+        if self.companion is None or owner not in self.held.trained.names:
             return None
         if self.weight_of(owner).dtype not in COMPANION:
             return None
-        return self.companion[self.form.trained.span(owner)].view(self.weight_of(owner).shape)
+        return self.companion[self.held.trained.span(owner)].view(self.weight_of(owner).shape)
 
     def flat(
         self, owners: tuple[str, ...], *, weights: Tensor, gradients: Tensor
@@ -125,7 +145,7 @@ class Unit:
             weights: flat buffer of the unit's weights, there.
             gradients: flat buffer of the sums of their gradients.
         """
-        form = self.form
+        form = self.held
         first, last = form.trained.span(owners[0]), form.trained.span(owners[-1])
         span = slice(first.start, last.stop)
         if len(owners) == 1:
@@ -143,18 +163,18 @@ class Unit:
 
     def part(self, span: slice, gradients: Tensor) -> device_update.FlatUnit:
         """Some elements of a unit that is one row, here on the host; for copies to and fro."""
-        weight = self.form.weight_layout.segment_views(self.weights)[0][span]
+        weight = self.held.weight_layout.segment_views(self.weights)[0][span]
         return device_update.FlatUnit(
             weight=weight,
             companion=self._companion(span, weight),
-            gradient=self.form.staging_layout.segment_views(gradients)[0][span],
+            gradient=self.held.staging_layout.segment_views(gradients)[0][span],
             state=self._state(span),
             position=span.start,
         )
 
     def state_of(self, owner: str) -> dict[str, Tensor]:
         """A parameter's state, flat."""
-        return self._state(self.form.trained.span(owner))
+        return self._state(self.held.trained.span(owner))
 
     def _companion(self, span: slice, weight: Tensor) -> Tensor | None:
         if self.companion is None or weight.dtype not in COMPANION:
@@ -163,7 +183,7 @@ class Unit:
 
     def _state(self, span: slice) -> dict[str, Tensor]:
         blocks = slice(span.start // ALIGNMENT_ELEMENTS, -(-span.stop // ALIGNMENT_ELEMENTS))
-        kinds = self.form.state_kinds
+        kinds = self.held.state_kinds
         return {
             name: buffer[blocks if kinds[name].per_block else span]
             for name, buffer in self.state.items()

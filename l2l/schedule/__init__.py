@@ -64,6 +64,11 @@ the host and frees the slot. No gradient leaves the device.
 [Note: sharing] With `shares_memory` the epilogue's units and the layers' gradient slots take turns
 in the same device memory: `take` and `drop` lines say from when to when a place has any.
 
+[Note: ranks] With several ranks (`parallel`), each holds a share of every unit: `fetch` brings that
+to its place in the slot, `gather L0 S0` those of the others; `reduce L0 G0` sums gradients over
+ranks before they are drained, each rank its share; `pool` sums losses before they are reported. All
+ranks run the same lines, so the lines of these two lanes meet in the same order everywhere.
+
 [Note: lanes] Every verb belongs to a lane (`VERBS`). Lines of one lane happen in order; lines of
 different lanes happen whenever they like, unless a wait line orders them: `fetch waits release L0
 S0` holds the fetch lane until that line of the compute lane is done. On an accelerator a lane is a
@@ -222,9 +227,9 @@ def _contents(action: Action, shape: Shape) -> tuple[dict[str, str], dict[str, s
         return _outer_contents(action, shape)
     expects: dict[str, str] = {}
     leaves: dict[str, str] = {}
-    if verb in ("fetch", "release", "revise", "return", "renew", "mirror"):
+    if verb in ("fetch", "gather", "release", "revise", "return", "renew", "mirror"):
         (leaves if verb == "fetch" else expects)[operands[1]] = operands[0]
-    if verb in ("drain", "update", "revise", "measure"):
+    if verb in ("drain", "update", "revise", "measure", "reduce"):
         expects[operands[2 if verb == "revise" else 1]] = f"gradient {operands[0]}"
         leaves |= {operands[2]: f"gradient {operands[0]}"} if verb == "drain" else {}
     if verb in ("stash", "unstash"):

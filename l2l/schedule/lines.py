@@ -30,6 +30,10 @@ class Lane(enum.Enum):
     """Optimizer state, host to device, for updates there."""
     REWORK = "rework"
     """Updates on the device, beside what it computes."""
+    GATHER = "gather"
+    """Weights that other ranks hold, device to device."""
+    REDUCE = "reduce"
+    """Gradients and losses, summed over ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "take": Verb(lane=Lane.COMPUTE, operands=("SGW>",)),
     "drop": Verb(lane=Lane.COMPUTE, operands=("SGW>",)),
     "fetch": Verb(lane=Lane.FETCH, operands=("LOT", "S>")),
+    "gather": Verb(lane=Lane.GATHER, operands=("LOT", "S>")),
     "release": Verb(lane=Lane.COMPUTE, operands=("LOT", "S>")),
     "refresh": Verb(lane=Lane.UPDATE, operands=("T", "m", "H<")),
     "lookup": Verb(lane=Lane.UPDATE, operands=("m",)),
@@ -63,6 +68,8 @@ VERBS: Final[Mapping[str, Verb]] = {
         lane=Lane.COMPUTE, operands=("L", "m", "S<", "G>", "R<", "C<", "K<", "C<", "C>")
     ),
     "regress": Verb(lane=Lane.COMPUTE, operands=("m", "S<", "G>", "C<", "C<", "C>")),
+    "pool": Verb(lane=Lane.REDUCE, operands=(), also=("loss>",)),
+    "reduce": Verb(lane=Lane.REDUCE, operands=("LOT", "G>")),
     "report": Verb(lane=Lane.DRAIN, operands=(), also=("loss<", "host loss>")),
     "drain": Verb(lane=Lane.DRAIN, operands=("LOT", "G<", "H>")),
     "measure": Verb(lane=Lane.DRAIN, operands=("LOT", "G<")),

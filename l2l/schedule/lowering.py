@@ -92,6 +92,8 @@ class Shape:
     """Layers, of those needed last, whose late update is done at once nevertheless."""
     shares_memory: bool = False
     """Whether units of the epilogue and the gradients of layers take turns in the same memory."""
+    parallel: bool = False
+    """Whether several ranks hold the units together."""
 
     def __post_init__(self) -> None:
         if not self.layers or self.num_microbatches < 1:
@@ -119,6 +121,8 @@ class Shape:
             raise ValueError("a table that is looked up on the host is not on the device for that")
         if self.device_updates and (self.on_device or any(unit.trained for unit in rows)):
             raise ValueError("device_updates leave nothing: no device_state, no trained lookups")
+        if self.parallel and (self.on_device or self.shared or rows):
+            raise ValueError("ranks share everything: no device_state, no lookups, nothing lent")
 
     @property
     def streamed(self) -> tuple[int, ...]:
@@ -276,7 +280,24 @@ def add_transfers(passes: Sequence[Pass], shape: Shape) -> Draft:
     2 x layers - slots times.
     """
     draft = _Transfers(shape, passes).draft
+    if shape.parallel:
+        draft = list(_with_collectives(draft))
     return [*_host_lines(draft, shape), *draft]
+
+
+def _with_collectives(draft: Draft) -> Iterator[tuple[Pass, str, str] | Action]:
+    """What ranks say to each other: weights after a fetch, gradients before they leave."""
+    for item in draft:
+        if isinstance(item, Action):
+            unit = item.operands[0] if item.operands else ""
+            if item.verb in ("drain", "revise"):
+                gradient = item.operands[1 if item.verb == "drain" else 2]
+                yield Action("reduce", (unit, gradient))
+            elif item.verb == "report":
+                yield Action("pool")
+        yield item
+        if isinstance(item, Action) and item.verb == "fetch":
+            yield Action("gather", item.operands)
 
 
 class _Transfers:

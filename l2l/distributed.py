@@ -1,0 +1,254 @@
+"""The ranks that train one model together, and what they say to each other.
+
+Data parallel over `torch.distributed`: every rank has its own rows and the same schedule. Ranks of
+one *group* hold the model together, each a share of every flat buffer ([Note: shares] in
+layout.py); several groups, one for each node, say, hold copies of it.
+
+    gather    weights: every rank of a group gets the shares of the others
+    reduce    gradients: every rank gets its own share of the sum over all ranks
+    pool      a few numbers: everybody gets their sum
+
+All of these are in place, in one flat tensor. Each kind has process groups of its own and runs on a
+lane of its own, so that one never waits for another that was given later. The host's own facts
+(`gather_facts`) go through gloo.
+
+Where the device's backend cannot do something, it is staged on the host.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from l2l.layout import Share
+
+T = TypeVar("T")
+
+
+class World(Protocol):
+    """All ranks, from one of them."""
+
+    @property
+    def rank(self) -> int:
+        """Which one this is."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    @property
+    def share(self) -> Share:
+        """What this rank holds of every buffer."""
+
+    def gather(self, whole: Tensor) -> None:
+        """Fill a flat tensor, whose share of this rank is in its place, with those of others."""
+
+    def reduce(self, whole: Tensor) -> None:
+        """Make this rank's share of a flat tensor the sum over all ranks; the rest is undefined."""
+
+    def pool(self, numbers: Tensor, *, within_group: bool = False) -> None:
+        """Make a tensor the sum over all ranks, or over those that hold a model together."""
+
+    def gather_host(self, own: Tensor) -> Tensor:
+        """Shares of a flat tensor of bytes in host memory, one after another."""
+
+    def gather_facts(self, fact: T) -> list[T]:
+        """What every rank says, small and picklable, in order."""
+
+    def gather_saved(self, fact: T) -> list[T]:
+        """The same for threads that save, one at a time on each rank."""
+
+
+@final
+@dataclass(frozen=True)
+class Alone:
+    """A single rank, which has nobody to talk to."""
+
+    rank: int = 0
+    size: int = 1
+    share: Share = field(default_factory=Share)
+
+    def gather(self, whole: Tensor) -> None:
+        """Everything is there."""
+
+    def reduce(self, whole: Tensor) -> None:
+        """The sum is there."""
+
+    def pool(self, numbers: Tensor, *, within_group: bool = False) -> None:
+        """The sum is there."""
+
+    def gather_host(self, own: Tensor) -> Tensor:
+        """The only share."""
+        return own
+
+    def gather_facts(self, fact: T) -> list[T]:
+        """The only one."""
+        return [fact]
+
+    def gather_saved(self, fact: T) -> list[T]:
+        """The only one."""
+        return [fact]
+
+
+@final
+class Ranks:
+    """The ranks of `torch.distributed`."""
+
+    def __init__(self, *, group_size: int | None = None) -> None:
+        """Make process groups; all ranks must do this together.
+
+        Args:
+            group_size: ranks that hold a model together. None: those of one node if there are
+                several nodes, else all.
+
+        Raises:
+            ValueError: it does not divide the number of ranks.
+        """
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        number = _group_size(self.size) if group_size is None else group_size
+        if number < 1 or self.size % number:
+            raise ValueError(
+                f"group_size={number} does not divide the {self.size} ranks. Expected a number of "
+                "ranks that hold one copy of the model together."
+            )
+        self.share = Share(index=self.rank % number, number=number)
+        everybody = list(range(self.size))
+        groups = [everybody[start : start + number] for start in everybody[::number]]
+        copies = [everybody[index::number] for index in range(number)]
+        self._backend = dist.get_backend()
+        self._gathering = self._new_groups(groups, self._backend)
+        self._reducing = self._new_groups(groups, self._backend)
+        self._copying = self._new_groups(copies, self._backend) if number < self.size else None
+        self._pooling = self._new_groups([everybody], self._backend)
+        self._pooling_within = self._new_groups(groups, self._backend)
+        self._host = self._new_groups([everybody], "gloo")
+        self._host_group = self._new_groups(groups, "gloo")
+        self._saving = self._new_groups([everybody], "gloo")
+
+    def _new_groups(self, groups: Sequence[list[int]], backend: str) -> Any:
+        """One process group for each list of ranks; returns this rank's."""
+        found = None
+        for ranks in groups:
+            group = dist.new_group(ranks, backend=backend)
+            found = group if self.rank in ranks else found
+        return found
+
+    def gather(self, whole: Tensor) -> None:
+        """Fill a flat tensor, whose share of this rank is in its place, with those of others."""
+        own = whole[self.share.of(whole.numel())]
+        if self._speaks_of(whole):
+            dist.all_gather_into_tensor(whole, own, group=self._gathering)
+        else:
+            whole.copy_(_gather(own.cpu(), self.share.number, self._gathering))
+
+    def reduce(self, whole: Tensor) -> None:
+        """Make this rank's share of a flat tensor the sum over all ranks; the rest is undefined."""
+        own = whole[self.share.of(whole.numel())]
+        if self._speaks_of(whole):
+            dist.reduce_scatter_tensor(own, whole, group=self._reducing)
+        else:
+            _sum_on_host(whole, self._reducing)
+        if self._copying is not None:
+            self._sum(own, self._copying)
+
+    def pool(self, numbers: Tensor, *, within_group: bool = False) -> None:
+        """Make a tensor the sum over all ranks, or over those that hold a model together."""
+        self._sum(numbers, self._pooling_within if within_group else self._pooling)
+
+    def gather_host(self, own: Tensor) -> Tensor:
+        """Shares of a flat tensor of bytes in host memory, one after another."""
+        return _gather(own, self.share.number, self._host_group)
+
+    def gather_facts(self, fact: T) -> list[T]:
+        """What every rank says, small and picklable, in order."""
+        return self._facts(fact, self._host)
+
+    def gather_saved(self, fact: T) -> list[T]:
+        """The same for threads that save, one at a time on each rank."""
+        return self._facts(fact, self._saving)
+
+    def _facts(self, fact: T, group: Any) -> list[T]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, fact, group=group)
+        return found
+
+    def _speaks_of(self, tensor: Tensor) -> bool:
+        """Whether the backend takes tensors of this device, and scatters."""
+        return self._backend == "nccl" and tensor.is_cuda
+
+    def _sum(self, tensor: Tensor, group: Any) -> None:
+        if self._speaks_of(tensor):
+            dist.all_reduce(tensor, group=group)
+        else:
+            _sum_on_host(tensor, group)
+
+
+def open_world(*, group_size: int | None = None) -> World:
+    """The ranks of `torch.distributed` if it is initialised with several, else one rank alone.
+
+    Raises:
+        ValueError: the groups cannot be made so.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return Ranks(group_size=group_size)
+    if group_size not in (None, 1):
+        raise ValueError(
+            f"group_size={group_size}, but there is one process only. Start several with torchrun, "
+            "and call torch.distributed.init_process_group first."
+        )
+    return Alone()
+
+
+def refuse_different_weights(world: World, model: nn.Module) -> None:
+    """Refuse models that are not the same on all ranks; looks at some numbers of each parameter.
+
+    Raises:
+        ValueError: with the first parameter that differs.
+    """
+    found = world.gather_facts({name: _sample(p) for name, p in model.named_parameters()})
+    for rank, theirs in enumerate(found):
+        for name in dict.fromkeys((*found[0], *theirs)):
+            if found[0].get(name) != theirs.get(name):
+                raise ValueError(
+                    f"the models of rank 0 and rank {rank} differ: {name!r} has other values. "
+                    "Expected the same weights everywhere: call torch.manual_seed with the same "
+                    "number before the model is made, or load them from a folder."
+                )
+
+
+def _sample(parameter: Tensor) -> tuple[Any, ...]:
+    if parameter.is_meta or not parameter.numel():
+        return tuple(parameter.shape)
+    flat = parameter.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // 7)].double().nan_to_num()
+    return (*parameter.shape, parameter.requires_grad, *some.tolist())
+
+
+def _group_size(size: int) -> int:
+    """Ranks of one node, if all nodes have as many."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    number = int(local) if local.isdigit() else size
+    return number if 0 < number < size and size % number == 0 else size
+
+
+def _gather(own: Tensor, number: int, group: Any) -> Tensor:
+    """Shares in host memory, as bytes: not every backend knows every dtype."""
+    given = own.contiguous().view(torch.uint8)
+    parts = [torch.empty_like(given) for _ in range(number)]
+    dist.all_gather(parts, given, group=group)
+    return torch.cat(parts).view(own.dtype)
+
+
+def _sum_on_host(tensor: Tensor, group: Any) -> None:
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        dist.all_reduce(tensor, group=group)
+        return
+    staged = tensor.cpu()
+    dist.all_reduce(staged, group=group)
+    tensor.copy_(staged)

@@ -1,0 +1,192 @@
+"""Several ranks on gloo: the step of one rank that has all their rows, with a share of its memory.
+
+All scenarios of ranks.py run in the same processes, once for each number of ranks.
+"""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from families import FAMILIES
+from torch import Tensor
+
+from l2l.layout import FlatLayout, Share
+
+SIZES = (1, 2, 4)
+several = pytest.mark.parametrize("size", [2, 4])
+Results = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """By number of ranks, what each rank has found; larger worlds load what smaller have saved."""
+    root, found = tmp_path_factory.mktemp("ranks"), {}
+    for size in SIZES:
+        folder = root / str(size)
+        folder.mkdir()
+        command = [sys.executable, str(Path(ranks.__file__)), str(folder)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        running = [
+            subprocess.Popen([*command, str(rank), str(size)], env=environment)
+            for rank in range(size)
+        ]
+        codes = [one.wait(timeout=240) for one in running]
+        found[size] = [
+            torch.load(path, weights_only=False) if (path := folder / f"{rank}.pt").exists() else {}
+            for rank in range(size)
+        ]
+        failed = [text for one in found[size] for text in one.values() if isinstance(text, str)]
+        assert not any(codes), failed
+    return found
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], *, bound: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, theirs in expected.items():
+        if theirs.is_floating_point():
+            difference = float((found[name] - theirs).abs().max())
+            assert difference <= bound * (float(theirs.abs().max()) + 1e-3), name
+
+
+def assembled(results: Results, size: int, scenario: str) -> dict[str, Tensor]:
+    """Whole gradients, flat, of the pieces that ranks have; copies must agree bit by bit."""
+    pieces: dict[str, dict[int, Tensor]] = {}
+    for one in results[size]:
+        for owner, (start, value) in one[scenario]["pieces"].items():
+            known = pieces.setdefault(owner, {}).setdefault(start, value.view(-1))
+            assert torch.equal(known, value.view(-1)), owner
+    return {owner: torch.cat([of[key] for key in sorted(of)]) for owner, of in pieces.items()}
+
+
+@several
+@pytest.mark.parametrize(
+    "scenario", [name for name in ranks.SCENARIOS if name.startswith("gradients")]
+)
+def test_gradients_are_those_of_one_rank(results: Results, scenario: str, size: int):
+    mine, theirs = (assembled(results, number, scenario) for number in (size, 1))
+    assert mine.keys() == theirs.keys()
+    for owner, expected in theirs.items():
+        difference = float((mine[owner] - expected).abs().max())
+        assert difference <= 1e-6 * float(expected.abs().max()), owner
+    [expected] = results[1]
+    for one in results[size]:
+        for key in ("loss", "norm"):
+            assert one[scenario][key] == pytest.approx(expected[scenario][key], rel=1e-6)
+
+
+TRAINED = ("tied_clipped", "eager", "frozen_half", "experts", "copies", "uneven", "adafactor")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "size"),
+    [(one, size) for one in TRAINED for size in (2, 4) if size < 4 or one not in ranks.SMALLER],
+)
+def test_twenty_steps_are_those_of_one_rank(results: Results, scenario: str, size: int):
+    [alone], together = results[1], results[size]
+    for one in together:
+        assert one[scenario]["losses"] == pytest.approx(alone[scenario]["losses"], rel=1e-5)
+        assert one[scenario]["evaluated"] == pytest.approx(alone[scenario]["evaluated"], rel=1e-5)
+        assert_close(one[scenario]["state"], alone[scenario]["state"], bound=1e-5)
+        for name, value in together[0][scenario]["state"].items():
+            assert torch.equal(one[scenario]["state"][name], value), "ranks must agree bit by bit"
+
+
+def test_8_bit_moments_are_cut_at_their_blocks(results: Results):
+    """In 16 bits the order of sums is seen; a block that was cut would be seen more."""
+    [alone], together = results[1], results[2]
+    for one in together:
+        assert one["eight_bit"]["losses"] == pytest.approx(alone["eight_bit"]["losses"], rel=1e-3)
+
+
+@several
+def test_host_memory_is_shared_out(results: Results, size: int):
+    """All that holds the model; padding takes a little more."""
+    kinds = ("weights", "exp_avg", "exp_avg_sq")
+    [alone], together = results[1], results[size]
+    for one in together:
+        for kind in kinds:
+            mine, whole = one["tied_clipped"]["host"][kind], alone["tied_clipped"]["host"][kind]
+            assert mine <= whole / size + 6 * 4 * 128 * 4, kind
+
+
+@several
+def test_copies_hold_as_many_shares_as_a_group_has_ranks(results: Results, size: int):
+    groups = [one["copies"]["host"]["exp_avg"] for one in results[size]]
+    shared = [one["tied_clipped"]["host"]["exp_avg"] for one in results[size]]
+    assert all(copy > share for copy, share in zip(groups, shared, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_ranks_skip_a_step_that_overflows_on_one(results: Results, size: int):
+    found = [one["float16_overflow"] for one in results[size]]
+    assert all(one == found[0] for one in found)
+    skipped, scales = zip(*found[0], strict=True)
+    assert skipped[2:] == (False, True, False), "the first scales may be too large"
+    assert scales[4] < scales[3]
+
+
+def test_every_rank_predicts_its_own_rows(results: Results):
+    expected = results[1][0]["outputs"]
+    found = torch.cat([one["outputs"] for one in results[2]])
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+@several
+def test_a_run_goes_on_bit_by_bit_with_as_many_ranks(results: Results, size: int):
+    for one in results[size]:
+        straight, loaded = one["saved"]["straight on"], one["saved"][f"saved-{size}"]
+        assert all(torch.equal(straight[name], loaded[name]) for name in straight)
+
+
+@pytest.mark.parametrize(("saved", "size"), [(1, 2), (1, 4), (2, 4)])
+def test_a_checkpoint_does_not_depend_on_how_many_have_saved_it(
+    results: Results, saved: int, size: int
+):
+    expected = results[1][0]["saved"]["straight on"]
+    for one in results[size]:
+        assert_close(one["saved"][f"saved-{saved}"], expected, bound=1e-5)
+
+
+@several
+def test_refusals_name_what_is_wrong(results: Results, size: int):
+    for one in results[size]:
+        assert f"group_size=3 does not divide the {size} ranks" in one["refused"]["group size"]
+        assert "rank 0 and rank 1 differ: 'model.embed_tokens.weight'" in one["refused"]["weights"]
+
+
+# -- Layouts ---------------------------------------------------------------------------------------
+
+
+@cache
+def layout(number: int) -> FlatLayout:
+    family = FAMILIES["llama_tied"]
+    entries = [(n, tuple(p.shape), p.dtype) for n, p in family.build().named_parameters()]
+    entries += [("mask", (3, 5), torch.bool), ("tiny", (1,), torch.float32)]
+    return FlatLayout.of(entries, num_shares=number)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 8, 64])
+def test_shares_make_up_the_whole(number: int):
+    whole = layout(number)
+    assert whole == layout(1).cut_for(number)
+    shares = [Share(index=index, number=number) for index in range(number)]
+    held = [whole.held(share) for share in shares]
+    for name in whole.names:
+        pieces = [whole.piece(name, share) for share in shares]
+        ends = [0, *(piece.stop for piece in pieces if piece.stop > piece.start)]
+        starts = [piece.start for piece in pieces if piece.stop > piece.start]
+        assert starts == ends[:-1]
+        assert ends[-1] == torch.Size(whole.shape_of(name)).numel()
+        for piece, own in zip(pieces, held, strict=True):
+            assert (name in own.names) == (piece.stop > piece.start)
+            if name in own.names and number > 1:
+                assert own.shape_of(name) == (piece.stop - piece.start,)
+    for segments in zip(whole.segments, *(own.segments for own in held), strict=True):
+        assert {one.numel for one in segments[1:]} == {segments[0].numel // number}
+        assert all(one.numel % 128 == 0 for one in segments)
