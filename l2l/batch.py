@@ -98,6 +98,15 @@ def split_into(batch: Any, number: int, *, microbatch_size: int) -> tuple[list[M
     return [*found, *(dict(found[-1]) for _ in range(number - len(found)))], len(found)
 
 
+def no_rows(outputs: Any) -> Any:
+    """Outputs without their rows; scalars are zero."""
+
+    def emptied(tensor: Tensor) -> Tensor:
+        return tensor[:0] if tensor.dim() else torch.zeros_like(tensor)
+
+    return pytree.tree_map_only(Tensor, emptied, outputs)
+
+
 def join_outputs(outputs: list[Any], shares: list[float]) -> Any:
     """One set of outputs for the whole batch: rows joined, scalars averaged by the shares.
 

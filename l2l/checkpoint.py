@@ -551,13 +551,13 @@ class Savable(Protocol):
 class CheckpointFolder:
     """The checkpoints of a run, newest last."""
 
-    def __init__(self, root: Path, *, keep: int = 2) -> None:
-        """Keep this many checkpoints."""
+    def __init__(self, root: Path, *, keep: int = 2, is_tidy: bool = False) -> None:
+        """Keep this many checkpoints; `is_tidy`: somebody else tidies up."""
         if keep < 1:
             raise ValueError(f"keep={keep}; expected at least 1 checkpoint.")
         self.root = root
         self._keep = keep
-        self._is_tidy = False
+        self._is_tidy = is_tidy
 
     def tidy(self) -> None:
         """Remove what a killed run left; what it was about to replace has its name again.

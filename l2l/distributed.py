@@ -17,9 +17,11 @@ Where the device's backend cannot do something, it is staged on the host.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar, final
 
 import torch
@@ -29,6 +31,9 @@ from torch import Tensor, nn
 from l2l.layout import Share
 
 T = TypeVar("T")
+MEETING_TIME = timedelta(seconds=60)  # in which all ranks must have begun
+WAITING_TIME = timedelta(minutes=10)  # for another rank, in a step
+SAVING_TIME = timedelta(hours=2)  # until all have written what they hold
 
 
 class World(Protocol):
@@ -129,13 +134,15 @@ class Ranks:
         self._pooling_within = self._new_groups(groups, self._backend)
         self._host = self._new_groups([everybody], "gloo")
         self._host_group = self._new_groups(groups, "gloo")
-        self._saving = self._new_groups([everybody], "gloo")
+        self._saving = self._new_groups([everybody], "gloo", patience=SAVING_TIME)
 
-    def _new_groups(self, groups: Sequence[list[int]], backend: str) -> Any:
+    def _new_groups(
+        self, groups: Sequence[list[int]], backend: str, *, patience: timedelta = WAITING_TIME
+    ) -> Any:
         """One process group for each list of ranks; returns this rank's."""
         found = None
         for ranks in groups:
-            group = dist.new_group(ranks, backend=backend)
+            group = dist.new_group(ranks, backend=backend, timeout=patience)
             found = group if self.rank in ranks else found
         return found
 
@@ -187,6 +194,27 @@ class Ranks:
             dist.all_reduce(tensor, group=group)
         else:
             _sum_on_host(tensor, group)
+
+
+@contextlib.contextmanager
+def started_by_torchrun(device: str | None) -> Iterator[World]:
+    """The ranks that torchrun has started, inside the block; a single process is one alone.
+
+    Args:
+        device: as the user said; None: the accelerator if there is one.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Alone()
+        return
+    on_cpu = device == "cpu" or not torch.accelerator.is_available()
+    if not on_cpu:
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    # Nothing is said through this group: what takes long is only that somebody does not come.
+    dist.init_process_group("gloo" if on_cpu else "nccl", timeout=MEETING_TIME)
+    try:
+        yield Ranks(group_size=dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
 
 
 def open_world(*, group_size: int | None = None) -> World:

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from l2l.batch import (
     Microbatch,
     join_outputs,
+    no_rows,
     num_rows,
     split_batch,
     split_into,
+    take_rows,
     token_length,
 )
 from l2l.carving import CarvedModel, UnitTensors
@@ -46,7 +48,7 @@ from l2l.parameter_server import (
     load_kernel,
 )
 from l2l.persistence import Persistence
-from l2l.planner import Decisions, Plan
+from l2l.planner import TOGETHER, Decisions, Plan
 from l2l.planning import Planning, parse_budget
 from l2l.precision import PrecisionPolicy
 from l2l.rehearsal import LARGE_UNIT_BYTES, Rehearsal
@@ -72,8 +74,6 @@ PLACED = (
     "outer_state",
 )
 """Choices by which a layer is computed, or updated, by other code: the same but for last bits."""
-TOGETHER = {"num_device_states": 0, "num_shared": 0, "outer_state": False}
-"""Choices that are made where several ranks hold the model: its state is in their host memory."""
 RANK_SEED = 0x9E3779B9  # ranks draw different random numbers
 MOST_STEPS_AHEAD = 2  # how far the host may run ahead of the device
 
@@ -182,7 +182,7 @@ class Engine:
             alternatives=alternatives(self._forms, self._policy, self._precision.link),
         )
         native = _kernel(kernel, description)
-        self._embedding = parse_embedding(embedding)
+        self._embedding = parse_embedding(embedding, alone=self._world.size == 1)
         overrides = {**(overrides or {}), **(TOGETHER if self._world.size > 1 else {})}
         Decisions().override(overrides)
         self._scaler = Scaler() if self._precision.link is torch.float16 else None
@@ -239,6 +239,8 @@ class Engine:
             batch, settings=None, needs_loss=labelled, keep_outputs=True
         )
         own = microbatches[: step.num_own]
+        if not own:  # this rank has no rows
+            return no_rows(step.outputs[0])
         shares = output_shares(self._rehearsal.rule, own)
         return join_outputs([step.outputs[m] for m in range(len(own))], shares)
 
@@ -396,8 +398,12 @@ class Engine:
         """Collect spans of what runs inside the block, with the schedule's text; see `Trace`."""
         return self._device.tracing()
 
-    def close(self) -> None:
-        """Move the weights back into the model, which is an ordinary nn.Module again."""
+    def close(self, *, give_back: bool = True) -> None:
+        """Move the weights back into the model, which is an ordinary nn.Module again.
+
+        Several ranks must do this together, and each gets all of the model. With `give_back=False`
+        the weights are let go, and the model stays hollow.
+        """
         if self._state == "closed":
             return
         failure: Exception | None = None  # raised once weights are given back
@@ -411,16 +417,17 @@ class Engine:
                 else:
                     logger.warning("%s", error)
         torn = self._state == "torn"
-        for name, tensors in units_of(self._carved):
+        for name, tensors in units_of(self._carved) if give_back else ():
             self._server.give_back(tensors.parameters, name)
-        self._give_back_buffers()
+        if give_back:
+            self._give_back_buffers()
         self._state = "closed"
         for part in (self._carved, self._transfer, self._stash, self._relay, self._device):
             part.close()
         self._server.spare.close()
         if failure is not None:
             raise failure
-        if torn:
+        if torn and give_back:
             warnings.warn(
                 "a step failed after some layers had been updated: the weights given back are of "
                 "two steps.",
@@ -601,6 +608,8 @@ class Engine:
     def _prepare(self, batch: Batches, *, training: bool, needs_loss: bool) -> list[Microbatch]:
         """Check the engine and the batch, cut it, and rehearse if this is the first."""
         self._refuse_if_unusable()
+        given = batch
+        batch = self._with_rows(batch)
         first = batch if isinstance(batch, Mapping) else split_batch(batch, microbatch_size=1)[0]
         num_rows(first)
         self._rehearsal.run(dict(first), needs_loss=needs_loss)
@@ -609,11 +618,26 @@ class Engine:
         number = len(split_batch(batch, microbatch_size=rows))
         number = max(self._world.gather_facts(number))
         microbatches, self._num_own = split_into(batch, number, microbatch_size=rows)
+        self._num_own = 0 if batch is not given else self._num_own
         self._transfer.reserve(self._shape(len(microbatches), training=training))
         return [
             {k: self._device.pinned(v) if isinstance(v, Tensor) else v for k, v in one.items()}
             for one in microbatches
         ]
+
+    def _with_rows(self, batch: Batches) -> Batches:
+        """The batch; for a rank that has no rows, while others have, one of theirs."""
+        if self._world.size == 1 or not isinstance(batch, Mapping):
+            return batch
+        rows = [v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim()]
+        is_empty = bool(rows) and not any(rows)
+        if not any(self._world.gather_facts(is_empty)):
+            return batch
+        own = {
+            k: v.cpu() if isinstance(v, Tensor) else v for k, v in take_rows(batch, 0, 1).items()
+        }
+        offered = self._world.gather_facts(None if is_empty else own)
+        return next((one for one in offered if one is not None), batch) if is_empty else batch
 
     def _perform(
         self,
@@ -722,6 +746,7 @@ class Engine:
             rule=rule,
             total=1 if keep_outputs else self._total(rule, microbatches),
             num_own=self._num_own,
+            num_tokens_elsewhere=self._tokens_elsewhere(microbatches),
             names={name: unit.form.trained.names for name, unit in self._server.units.items()},
             flags=self._norm_records() if settings is not None and self._world.size > 1 else {},
             device_losses=device_losses,
@@ -737,8 +762,13 @@ class Engine:
 
     def _total(self, rule: Rule, microbatches: list[Microbatch]) -> int:
         """What the loss averages over, on all ranks."""
-        own = total_count(rule, microbatches[: self._num_own])
-        return sum(self._world.gather_facts(own))
+        own = microbatches[: self._num_own]
+        return sum(self._world.gather_facts(total_count(rule, own) if own else 0))
+
+    def _tokens_elsewhere(self, microbatches: list[Microbatch]) -> int:
+        """Positions of other ranks' batches."""
+        own = sum(num_rows(one) * token_length(one) for one in microbatches[: self._num_own])
+        return sum(self._world.gather_facts(own)) - own
 
     def _norm_records(self) -> dict[str, Tensor]:
         """Room on the host for the norm of every trained parameter, by unit."""
@@ -805,12 +835,17 @@ def _dicts(batch: Batches) -> list[Mapping[str, Any]]:
     return [batch] if isinstance(batch, Mapping) else list(batch)
 
 
-def parse_embedding(word: str | None) -> str | None:
+def parse_embedding(word: str | None, *, alone: bool = True) -> str | None:
     """Where embedding rows are looked up.
 
     Raises:
-        ValueError: the word is not known.
+        ValueError: the word is not known, or cannot be with several ranks.
     """
+    if word == "host" and not alone:
+        raise ValueError(
+            "embedding='host', but several ranks hold the tables together. Expected 'device' or "
+            "None: they are gathered like layers."
+        )
     if word not in (None, "host", "device"):
         raise ValueError(f"embedding={word!r} is not known. Expected 'host', 'device' or None.")
     return word

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, final
@@ -28,12 +29,16 @@ from l2l.parameter_server import (
     host_bytes,
 )
 from l2l.planner import (
+    TOGETHER,
     Candidate,
+    CostModel,
     Decisions,
     DoesNotFitError,
     LedgerLine,
     Plan,
     Problem,
+    ScalingPoint,
+    Together,
     find_plan,
 )
 from l2l.rehearsal import Usage
@@ -111,6 +116,7 @@ class Planning:
         self._adopted: dict[str, Any] = {}  # choices of a checkpoint
         self._hardware = hardware
         self._candidate: Candidate | None = None
+        self._problem: Problem | None = None
         self._num_tokens = 0
         self._most_tokens = 0  # of a microbatch, that the plan is for
         self._is_whole = False  # whether a batch was planned as one microbatch
@@ -239,11 +245,37 @@ class Planning:
             server_bytes=host_bytes(list(forms.values()), self._policy),
             host_limit_bytes=self._host_limit,
         )
+        self._problem = problem
         if self._device is not None:
             self._device.give_back()
         self._candidate = self._find(problem, rows=rows, is_free=isinstance(batch, Mapping))
         self._most_tokens = self._candidate.rows * length
         self._is_whole = self._candidate.rows >= total
+
+    def scaling(self, worlds: Sequence[Together]) -> tuple[ScalingPoint, ...]:
+        """What several devices would do, each with the rows of this plan and its choices."""
+        found, problem = self._candidate, self._problem
+        assert found is not None
+        assert problem is not None
+        assert self._hardware is not None
+        points = []
+        outer = tuple((_gathered(unit), size) for unit, size in problem.outer)
+        for world in worlds:
+            own = problem if world.num_ranks == 1 else replace(problem, outer=outer)
+            own = replace(own, together=world)
+            decisions = (
+                found.decisions if world.num_ranks == 1 else found.decisions.override(TOGETHER)
+            )
+            run = CostModel(own, self._hardware).simulate(decisions, found.rows)
+            points.append(
+                ScalingPoint(
+                    num_ranks=world.num_ranks,
+                    seconds=run.seconds,
+                    bound=run.bound,
+                    host_bytes=problem.server_bytes // world.num_shares,
+                )
+            )
+        return tuple(points)
 
     def _find(self, problem: Problem, *, rows: int | None, is_free: bool) -> Candidate:
         """The best choices; those of a checkpoint are dropped if they do not fit."""
@@ -376,3 +408,9 @@ def describe(decisions: Decisions, num_layers: int) -> tuple[tuple[str, str], ..
         ("around the layers", around),
         ("memory of the head", "shared with gradients" if decisions.shares_memory else "its own"),
     )
+
+
+def _gathered(unit: OuterUnit) -> OuterUnit:
+    """The same where ranks hold it together: tables are gathered, not looked up on the host."""
+    before = unit.in_prologue or unit.looked_up
+    return replace(unit, in_prologue=before, looked_up=False, device_state=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from l2l.parameter_server import (
     host_bytes,
     load_kernel,
 )
-from l2l.planner import DoesNotFitError, Plan
+from l2l.planner import DoesNotFitError, Plan, Together
 from l2l.planning import FREE_SHARE, Planning, parse_budget
 from l2l.precision import PrecisionPolicy
 from l2l.rehearsal import LARGE_UNIT_BYTES, Usage, outer_units, usage_of
@@ -61,6 +62,7 @@ def plan(
     compile: bool = True,  # noqa: A002 (torch's name for torch's thing)
     hardware: Hardware | None = None,
     overrides: Mapping[str, Any] | None = None,
+    world: Together | None = None,
 ) -> Plan:
     """The plan that an engine would make, without allocating anything.
 
@@ -82,6 +84,8 @@ def plan(
         hardware: rates to plan with. None: those of this machine's accelerator, measured; without
             one, those of an H200.
         overrides: as for the engine.
+        world: also say how fast 1, 2, 4, .. and all of these devices would be, each with such a
+            batch.
 
     Raises:
         ValueError: nothing fits, or the model cannot be cut.
@@ -144,7 +148,15 @@ def plan(
         peak_bytes=0,
     )
     _check_host(result, host)
+    if world is not None:
+        result = replace(result, scaling=planning.scaling(_smaller_worlds(world)))
     return result
+
+
+def _smaller_worlds(world: Together) -> list[Together]:
+    """One device, then twice as many each time, and all of them."""
+    numbers = [2**power for power in range(world.num_ranks.bit_length())]
+    return [replace(world, num_ranks=one) for one in dict.fromkeys([*numbers, world.num_ranks])]
 
 
 def measured_hardware() -> Hardware | None:

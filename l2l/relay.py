@@ -226,7 +226,8 @@ class Relay:
         step.through[m] = [i for i, tensor in enumerate(recording.tensors) if tensor.requires_grad]
         step.gathered[m] = []
         step.hidden_requires[m] = hidden.requires_grad
-        step.num_tokens += math.prod(hidden.shape[:-1])
+        if step.num_own is None or m < step.num_own:
+            step.num_tokens += math.prod(hidden.shape[:-1])
         self._stash.put(recorded, f"r {microbatch}", [t.detach() for t in recording.tensors])
         self._stash.put(cell, f"{self._shape.first_value} {microbatch}", [hidden.detach()])
 

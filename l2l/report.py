@@ -36,7 +36,7 @@ class StepReport:
     @property
     def num_tokens(self) -> int:
         """Positions that passed the layers, padding included."""
-        return self._step.num_tokens
+        return self._step.num_tokens + self._step.num_tokens_elsewhere
 
     @property
     def skipped(self) -> bool:

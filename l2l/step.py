@@ -52,6 +52,7 @@ class Step:
     buffers_before: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     num_tokens: int = 0
+    num_tokens_elsewhere: int = 0  # on other ranks
     reported: Event | None = None
     drained: Event | None = None
     collected: Event | None = None

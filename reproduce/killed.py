@@ -1,6 +1,7 @@
 """Kill a training run at random instants and see that nothing is lost.
 
     python reproduce/killed.py --kills 50
+    python reproduce/killed.py --kills 10 --ranks 2
 
 Trains a small model with `l2l train` once undisturbed. Then again and again, each time killed with
 SIGKILL by this process, at an instant drawn evenly from the time the undisturbed run took, so also
@@ -8,10 +9,14 @@ while Python starts, while a checkpoint is loaded, and while one is written; the
 from what is there. A run that reaches its end is compared with the undisturbed one, bit by bit:
 weights, moments, step counts, metrics; then a fresh one begins. There is no hook in the code that
 is killed. Ends with status 1 if anything differs.
+
+With several ranks one of them is killed each time, and torchrun starts all of them again.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import random
 import shutil
 import signal
@@ -25,6 +30,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+MOST_RESTARTS = 1000
 WORDS = [
     "the",
     "a",
@@ -95,18 +101,30 @@ def prepare(folder: Path, *, steps: int) -> None:
     (folder / "run.toml").write_text(SETTINGS.format(steps=steps))
 
 
-def start(folder: Path, output: Path, log: Path) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "l2l",
-        "train",
-        str(folder / "run.toml"),
-        "--output",
-        str(output),
-    ]
+def start(folder: Path, output: Path, log: Path, *, ranks: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m"]
+    if ranks > 1:
+        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [f"--max-restarts={MOST_RESTARTS}", "-m"]
+    command += ["l2l", "train", str(folder / "run.toml"), "--output", str(output)]
     with log.open("ab") as file:
         return subprocess.Popen(command, stdout=file, stderr=file)
+
+
+def kill(process: subprocess.Popen[bytes], *, ranks: int, chance: random.Random) -> bool:
+    """Kill a run, or one of its ranks; whether it must be started again."""
+    if ranks == 1:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        return True
+    while process.poll() is None:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        if children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(chance.choice(children)), signal.SIGKILL)
+            break
+        time.sleep(0.05)  # none runs just now
+    return False
 
 
 def differences(output: Path, expected: Path) -> list[str]:
@@ -145,12 +163,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("runs/killed"))
+    parser.add_argument("--ranks", type=int, default=1)
     options = parser.parse_args()
     shutil.rmtree(options.folder, ignore_errors=True)
     prepare(options.folder, steps=options.steps)
     log, expected = options.folder / "log.txt", options.folder / "undisturbed"
     began = time.perf_counter()
-    if start(options.folder, expected, log).wait() != 0:
+    if start(options.folder, expected, log, ranks=options.ranks).wait() != 0:
         print(log.read_text()[-2000:])
         return 1
     seconds = time.perf_counter() - began
@@ -158,8 +177,8 @@ def main() -> int:
     instants, num_kills, num_runs, wrong = random.Random(options.seed), 0, 0, list[str]()
     while num_kills < options.kills or num_runs == 0:
         output, num_own = options.folder / f"run-{num_runs}", 0
+        process = start(options.folder, output, log, ranks=options.ranks)
         while True:
-            process = start(options.folder, output, log)
             try:
                 limit = instants.uniform(0, seconds) if num_kills < options.kills else None
                 if process.wait(timeout=limit) != 0:
@@ -167,8 +186,8 @@ def main() -> int:
                     return 1
                 break
             except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
+                if kill(process, ranks=options.ranks, chance=instants):
+                    process = start(options.folder, output, log, ranks=options.ranks)
                 num_kills, num_own = num_kills + 1, num_own + 1
         found = differences(output, expected)
         wrong += found

@@ -78,7 +78,8 @@ def trained(
         losses = [engine.step(rank.rows(batch, sizes)).loss for batch in batches]
         evaluated = engine.evaluate(rank.rows(family.batch(ROWS, seed=99), sizes))
         host_bytes = dict(engine._arena.bytes_by_name)
-    found = {"losses": losses, "evaluated": evaluated, "host": host_bytes}
+        peak = engine.device.peak_bytes()
+    found = {"losses": losses, "evaluated": evaluated, "host": host_bytes, "peak": peak}
     return {**found, "state": model.state_dict()}
 
 
@@ -106,7 +107,7 @@ def gradients_copies(rank: Rank) -> Any:
 
 @scenario
 def tied_clipped(rank: Rank) -> Any:
-    return trained(rank, FAMILIES["llama_tied"], clip_norm=0.5)
+    return trained(rank, FAMILIES["llama_tied"], clip_norm=0.5, embedding="device")
 
 
 @scenario
@@ -212,6 +213,7 @@ def refused(rank: Rank) -> Any:
             found[name] = str(error)
 
     attempt("group size", model=family.build(), group_size=3)
+    attempt("embedding", model=family.build(), embedding="host")
     model = family.build()
     with torch.no_grad():
         next(model.parameters()).add_(float(rank.rank))

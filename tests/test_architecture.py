@@ -85,12 +85,12 @@ MAY_IMPORT = {
     "progress": "byte_size",
     "settings": "byte_size data parameter_server",
     "training": (
-        "byte_size checkpoint data engine hugging_face loss metrics planner preview progress "
-        "settings weights"
+        "byte_size checkpoint data distributed engine hugging_face loss metrics planner preview "
+        "progress settings weights"
     ),
     "scale": "byte_size engine parameter_server preview weights workload",
     "cli": (
-        "benchmark byte_size checkpoint comparison hardware host_memory hugging_face "
+        "benchmark byte_size checkpoint comparison distributed hardware host_memory hugging_face "
         "parameter_server planner plot preview progress scale settings training workload"
     ),
 }

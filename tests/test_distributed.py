@@ -18,6 +18,10 @@ from torch import Tensor
 
 from l2l.layout import FlatLayout, Share
 
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "reproduce"))
+import killed  # noqa: E402 (a script, not a package)
+
 SIZES = (1, 2, 4)
 several = pytest.mark.parametrize("size", [2, 4])
 Results = dict[int, list[dict[str, Any]]]
@@ -116,6 +120,13 @@ def test_host_memory_is_shared_out(results: Results, size: int):
 
 
 @several
+def test_the_device_does_not_need_more_for_others(results: Results, size: int):
+    [alone], together = results[1], results[size]
+    for one in together:
+        assert one["tied_clipped"]["peak"] <= 1.05 * alone["tied_clipped"]["peak"]
+
+
+@several
 def test_copies_hold_as_many_shares_as_a_group_has_ranks(results: Results, size: int):
     groups = [one["copies"]["host"]["exp_avg"] for one in results[size]]
     shared = [one["tied_clipped"]["host"]["exp_avg"] for one in results[size]]
@@ -158,6 +169,41 @@ def test_refusals_name_what_is_wrong(results: Results, size: int):
     for one in results[size]:
         assert f"group_size=3 does not divide the {size} ranks" in one["refused"]["group size"]
         assert "rank 0 and rank 1 differ: 'model.embed_tokens.weight'" in one["refused"]["weights"]
+        assert "embedding='host', but several ranks hold" in one["refused"]["embedding"]
+
+
+# -- Training --------------------------------------------------------------------------------------
+
+
+def test_torchrun_trains_as_a_single_process_does(tmp_path: Path):
+    """And what two processes have saved, one goes on with."""
+    killed.prepare(tmp_path / "run", steps=4)
+    settings = tmp_path / "run" / "run.toml"
+    config = tmp_path / "run" / "model" / "config.json"
+    config.write_text(
+        config.read_text().replace('"attention_dropout": 0.1', '"attention_dropout": 0.0')
+    )
+    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    train = ["-m", "l2l", "train"]
+
+    def run(command: list[str], output: str, *more: str) -> str:
+        words = [*command, *train, *more, "--output", str(tmp_path / output), str(settings)]
+        done = subprocess.run(
+            words, capture_output=True, text=True, check=False, timeout=150, cwd=ROOT
+        )
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+        return done.stdout
+
+    text = run(started, "together")
+    run([sys.executable], "alone")
+    together, alone = (killed.metrics(tmp_path / name) for name in ("together", "alone"))
+    assert [one["loss"] for one in together] == pytest.approx(
+        [one["loss"] for one in alone], rel=2e-3
+    )
+    assert text.count("step 4/4") == 1, "the first rank speaks for all"
+    assert (tmp_path / "together" / "model" / "model.safetensors").exists()
+    run([sys.executable], "together", "--steps", "6")
+    assert [one["step"] for one in killed.metrics(tmp_path / "together")] == [1, 2, 3, 4, 5, 6]
 
 
 # -- Layouts ---------------------------------------------------------------------------------------

@@ -18,7 +18,17 @@ import l2l
 from l2l.byte_size import parse_bytes
 from l2l.hardware import H200
 from l2l.parameter_server import UpdatePolicy
-from l2l.planner import ALWAYS, Candidate, Decisions, DoesNotFitError, Plan, Problem, find_plan
+from l2l.planner import (
+    ALWAYS,
+    TOGETHER,
+    Candidate,
+    Decisions,
+    DoesNotFitError,
+    Plan,
+    Problem,
+    Together,
+    find_plan,
+)
 from l2l.planner.cost_model import CostModel
 from l2l.workload import Workload
 
@@ -441,3 +451,38 @@ def test_shared_layers_are_spread_over_those_that_are_streamed() -> None:
     assert Decisions(num_shared=2).shared_layers(8) == {2, 6}
     assert Decisions(num_shared=9, num_tail=4).shared_layers(8) == {0, 1, 2, 3}
     assert Decisions(num_shared=1, num_tail=8).shared_layers(8) == frozenset()
+
+
+# --------------------------------------------------------------------------------------------------
+# Several devices
+
+
+def test_a_share_of_a_rank_and_what_it_says_to_others() -> None:
+    world = Together(num_ranks=32, per_host=8, near_rate=1e9, far_rate=1e8)
+    assert (world.num_shares, world.num_copies) == (8, 4)
+    alone = Together()
+    assert (alone.num_shares, alone.num_copies, alone.contention) == (1, 1, 1.0)
+    assert world.gather_seconds(8e9) == pytest.approx(7.0, rel=1e-3)
+    across = 2 * 1e9 * 3 / 4 / 1e8
+    assert world.reduce_seconds(8e9) == pytest.approx(7.0 + across, rel=1e-3)
+    assert replace(world, host_speed=2.0).contention == 4.0
+
+
+def test_devices_that_share_everything_are_as_fast_as_what_joins_them() -> None:
+    problem = replace(problem_of("exact"), outer=())
+    made = find_plan(problem, H200, budget_bytes=8 * GIB, rows=None)
+    decisions = made.decisions.override(TOGETHER)
+
+    def seconds(**world: float) -> float:
+        own = replace(problem, together=Together(**world))
+        return CostModel(own, H200).simulate(decisions, made.rows).seconds
+
+    alone, together = seconds(), seconds(num_ranks=8, per_host=8)
+    assert together <= 1.01 * alone
+    slow = seconds(num_ranks=8, per_host=8, near_rate=5e9)
+    slower = seconds(num_ranks=8, per_host=8, near_rate=1e9)
+    assert together < slow < slower
+    busy = seconds(num_ranks=8, per_host=8, host_speed=0.5)
+    assert busy > together
+    far = seconds(num_ranks=16, per_host=8, far_rate=1e8)
+    assert far > together

@@ -92,6 +92,7 @@ def test_arguments_of_a_plan() -> None:
         "compile": True,
         "hardware": None,
         "overrides": None,
+        "world": None,
     }
     positional = [name for name, one in parameters.items() if one.kind is not one.KEYWORD_ONLY]
     assert positional == ["model", "batch"]
@@ -107,6 +108,7 @@ def test_members_of_a_plan() -> None:
         "num_tokens",
         "phases",
         "predicted_seconds",
+        "scaling",
         "total_bytes",
     ]
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2l.byte_size import format_bytes
+from l2l.byte_size import format_bytes, parse_bytes
 from l2l.hardware import H200, Hardware
 from l2l.host_memory import HostBudget
 from l2l.hugging_face import first_line, library, read_config
 from l2l.parameter_server import SGD, Adafactor, AdamW, Lion, Optimizer
-from l2l.planner import DoesNotFitError, Plan
+from l2l.planner import DoesNotFitError, Plan, Together
 from l2l.preview import largest_model, measured_hardware, plan
 from l2l.workload import SHAPES, Workload
 
@@ -44,6 +44,12 @@ OPTIMIZERS: Mapping[str, Callable[[], Optimizer]] = {
 }
 LARGEST = {"adamw": "AdamW, exact", "adamw-8bit": "AdamW, 8-bit moments", "adafactor": "Adafactor"}
 MOST_LAYERS = 1024
+ASSUMED = (
+    "assumed: {} devices a host, which hold the model together, each with a link of its own, and\n"
+    "a host {:g} times as fast as the one measured for a single device; other hosts hold copies;\n"
+    "{} between devices of a host, {} across hosts, nothing else on either. Simulated line by\n"
+    "line, as a single device is; not measured."
+)
 FLAGS = {  # what errors advise, as it is said here
     r"layers='dotted\.name'": "--layer-list NAME",
     r"(device|host)_memory='([^']*)'": r"--\1-memory \2",
@@ -112,6 +118,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "accelerator, measured; without one an H200)",
     )
     machine.add_argument("--hardware", action="store_true", help="print what it can do")
+    many = parser.add_argument_group("several devices, each with the batch above")
+    many.add_argument("--world", type=int, metavar="N", help="print how 1, 2, 4, .. N would scale")
+    many.add_argument("--per-host", type=int, default=8, help="devices of a host (default: 8)")
+    many.add_argument(
+        "--interconnect",
+        default="400GB/s",
+        metavar="RATE",
+        help="in and out of a device, from and to others of its host (default: 400GB/s)",
+    )
+    many.add_argument(
+        "--network",
+        default="50GB/s",
+        metavar="RATE",
+        help="the same across hosts (default: 50GB/s)",
+    )
+    many.add_argument(
+        "--host-speed",
+        type=float,
+        metavar="TIMES",
+        help="how much faster a host of several devices updates than that of one (default: as many "
+        "times as it has devices)",
+    )
     parser.add_argument(
         "--largest",
         action="store_true",
@@ -170,6 +198,7 @@ def _plan(
             clip_norm=parsed.clip_norm or None,
             host_memory=parsed.host_memory,
             hardware=hardware,
+            world=_world(parsed),
             **settings,
         )
     except DoesNotFitError as error:
@@ -179,7 +208,29 @@ def _plan(
         return False
     print(made)
     found |= {"fits": True, **_facts(made)}
+    if made.scaling:
+        speed = parsed.host_speed or parsed.per_host
+        print(ASSUMED.format(parsed.per_host, speed, parsed.interconnect, parsed.network))
+        found["scaling"] = [asdict(point) for point in made.scaling]
     return True
+
+
+def _world(parsed: argparse.Namespace) -> Together | None:
+    if parsed.world is None:
+        return None
+    if parsed.world < 1 or parsed.per_host < 1:
+        raise ValueError("--world and --per-host must be at least 1.")
+    rates = {
+        name: parse_bytes(text.removesuffix("/s"), name=f"--{name}")
+        for name, text in (("interconnect", parsed.interconnect), ("network", parsed.network))
+    }
+    return Together(
+        num_ranks=parsed.world,
+        per_host=parsed.per_host,
+        near_rate=rates["interconnect"],
+        far_rate=rates["network"],
+        host_speed=parsed.host_speed,
+    )
 
 
 def _with_flags(text: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from l2l.distributed import World, started_by_torchrun
 from l2l.progress import Display, open_display
 from l2l.settings import Flag, Settings, SettingsError, help_text, key_of
 from l2l.training import RunFolder, Training
@@ -32,6 +33,8 @@ EXAMPLES = """examples:
   l2l train --model models/bert --data train.jsonl --evaluation-data dev.jsonl \\
       --task classification --epochs 3 --length 128 --learning-rate 3e-5 --device-memory 4GiB
   l2l train runs/SmolLM2-135M-alpaca          go on with a run
+  torchrun --nproc-per-node 4 -m l2l train run.toml
+                                              four devices, which hold the model together
   l2l train --help-settings > run.toml        all that a TOML file may say
 
 Ends with status 0 if the run is at its end or was stopped by SIGTERM, 130 if it was stopped by
@@ -103,10 +106,24 @@ def run(parsed: argparse.Namespace) -> int:
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
-    display = open_display(sys.stdout, every_steps=settings.output.every_steps)
+    with started_by_torchrun(settings.training.device) as world:
+        return _run(settings, parsed, world)
+
+
+def _run(settings: Settings, parsed: argparse.Namespace, world: World) -> int:
+    with open(os.devnull, "w") as nowhere:  # the first rank speaks for all
+        stream = nowhere if world.rank else sys.stdout
+        return _run_shown(
+            settings, parsed, world, open_display(stream, every_steps=settings.output.every_steps)
+        )
+
+
+def _run_shown(
+    settings: Settings, parsed: argparse.Namespace, world: World, display: Display
+) -> int:
     try:
         with _said_by(display):
-            return _train(settings, parsed, display)
+            return _train(settings, parsed, display, world)
     except KeyboardInterrupt:
         display.close()
         print("stopped before the first step: there was nothing to save", file=sys.stderr)
@@ -115,14 +132,17 @@ def run(parsed: argparse.Namespace) -> int:
         display.close()
         if parsed.debug:
             traceback.print_exc()
-        print(_words(error, settings, is_shown=parsed.debug), file=sys.stderr)
+        who = f"rank {world.rank} of {world.size}: " if world.size > 1 else ""
+        print(who + _words(error, settings, is_shown=parsed.debug), file=sys.stderr, flush=True)
+        if world.size > 1:
+            os._exit(1)  # now, so that torchrun ends the others: some may wait for this one
         return 1
     finally:
         display.close()
 
 
-def _train(settings: Settings, parsed: argparse.Namespace, display: Display) -> int:
-    training = Training(settings, display=display, resume=not parsed.no_resume)
+def _train(settings: Settings, parsed: argparse.Namespace, display: Display, world: World) -> int:
+    training = Training(settings, display=display, resume=not parsed.no_resume, world=world)
     if parsed.dry_run:
         training.dry_run()
         return 0

@@ -287,11 +287,12 @@ class CostModel:
         problem, hardware = self.problem, self.hardware
         halves = EIGHT_BIT_HALVES if problem.eight_bit else HALVES
         share = halves[half] if half else 1.0
+        num_parameters /= problem.together.num_shares
         moved = share * num_parameters * problem.update_bytes + beside
         found = moved / (hardware.host_rate * BUSY_HOST)
         if problem.eight_bit:  # bound by arithmetic, unless much is moved beside it
             found = max(found, share * num_parameters / (hardware.eight_bit_rate * BUSY_CORES))
-        return found
+        return found * problem.together.contention
 
     def beside_forward(self, decisions: Decisions, rows: int) -> float:
         """Bytes that the link moves while one streamed layer runs forward."""
@@ -423,6 +424,8 @@ class CostModel:
             update=problem.policy,
         )
         shape = replace(shape, pending=shape.late_units, held=frozenset(shape.on_device))
+        if problem.together.num_ranks > 1:
+            shape = replace(shape, parallel=True)
         scale = number / fewer
         costs = _Costs(self, decisions, rows, scale=scale)
         return simulate(
@@ -457,10 +460,13 @@ class _Costs:
         if size is not None and action.verb in COPIED:
             way, parts = COPIED[action.verb]
             nbytes = sum(getattr(size, f"{part}_bytes") for part in parts)
+            nbytes //= self._model.problem.together.num_shares
             pieces = self._decisions.num_pieces if action.verb in ("borrow", "repay") else 1
             return Cost(link=way, nbytes=nbytes // pieces)
         if action.lane is Lane.UPDATE:
             return Cost(self._host_seconds(action, size))
+        if action.lane in (Lane.GATHER, Lane.REDUCE):
+            return Cost(self._collective_seconds(action, size))
         return Cost(self._device_seconds(action, size))
 
     def _device_seconds(self, action: Action, size: UnitSize | None) -> float:
@@ -479,6 +485,14 @@ class _Costs:
             moved = size.num_trained * DEVICE_UPDATE_BYTES / model.hardware.memory_rate
             return moved / self._decisions.num_pieces if verb == "rework" else moved
         return 0.0
+
+    def _collective_seconds(self, action: Action, size: UnitSize | None) -> float:
+        world = self._model.problem.together
+        if size is None:  # a few numbers
+            return world.reduce_seconds(0.0)
+        if action.lane is Lane.GATHER:
+            return world.gather_seconds(size.weight_bytes)
+        return world.reduce_seconds(size.gradient_bytes)
 
     def _host_seconds(self, action: Action, size: UnitSize | None) -> float:
         model, problem, verb = self._model, self._model.problem, action.verb

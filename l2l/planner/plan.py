@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from l2l.byte_size import format_bytes
 from l2l.parameter_server import NUM_STAGING, UpdatePolicy
@@ -113,6 +113,10 @@ class Decisions:
         return replace(self, **choices)
 
 
+TOGETHER: Final = {"num_device_states": 0, "num_shared": 0, "outer_state": False}
+"""Choices that are made where several ranks hold the model: its state is in their host memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerLine:
     """Bytes for one purpose in one place."""
@@ -121,6 +125,20 @@ class LedgerLine:
     purpose: str
     nbytes: int
     phase: str = ALWAYS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingPoint:
+    """A step of so many devices, each with the rows of one."""
+
+    num_ranks: int
+    seconds: float
+    bound: str
+    host_bytes: int  # of the parameter server, for each rank
+
+    def efficiency(self, alone: ScalingPoint) -> float:
+        """The speed of each device, beside that of one alone."""
+        return alone.seconds / self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +152,7 @@ class Plan:
     bound: str | None = None  # "compute", "link" or "host"
     num_tokens: int | None = None  # of a step
     measured: tuple[str, ...] = ()  # lines about the first steps
+    scaling: tuple[ScalingPoint, ...] = ()  # one device first
 
     def phases(self) -> dict[str, int]:
         """Device bytes in each phase of a step, with what is there always."""
@@ -181,4 +200,17 @@ class Plan:
                 f"expected: {self.predicted_seconds:.3f} s a step{speed}; {self.bound} bound"
             )
         rows += self.measured
+        rows += self._scaling_rows()
         return "\n".join(rows)
+
+    def _scaling_rows(self) -> list[str]:
+        if not self.scaling:
+            return []
+        rows = ["devices  tokens/s       of linear  s a step  bound    parameter server, a rank"]
+        for one in self.scaling:
+            speed = one.num_ranks * (self.num_tokens or 0) / one.seconds
+            rows.append(
+                f"{one.num_ranks:>7,}  {speed:>13,.0f}  {one.efficiency(self.scaling[0]):>8.0%}  "
+                f"{one.seconds:>8.3f}  {one.bound:<7}  {format_bytes(one.host_bytes):>12}"
+            )
+        return rows

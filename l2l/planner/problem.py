@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from l2l.layer_cost import PassCost
 from l2l.parameter_server import UpdatePolicy
 from l2l.schedule import OuterUnit
+
+COLLECTIVE_SECONDS = 30e-6  # that ranks need to begin to talk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,49 @@ class LayerCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """Ranks that train one model, a device each, and what joins them.
+
+    Those of one host hold the model together; other hosts hold copies of it. Every device has a
+    link of its own; memory and cores are their host's.
+    """
+
+    num_ranks: int = 1
+    per_host: int = 1  # at most
+    near_rate: float = math.inf  # bytes/s in and out of a device, from and to others of its host
+    far_rate: float = math.inf  # the same across hosts
+    host_speed: float | None = None
+    """Of a host, beside that of one device as it was measured. None: as many times as devices."""
+
+    @property
+    def num_shares(self) -> int:
+        """Ranks that hold a copy of the model together."""
+        return min(self.num_ranks, self.per_host)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of the model."""
+        return -(-self.num_ranks // self.num_shares)
+
+    @property
+    def contention(self) -> float:
+        """How much longer the host needs for a share because others update theirs meanwhile."""
+        speed = self.num_shares if self.host_speed is None else self.host_speed
+        return max(1.0, self.num_shares / speed)
+
+    def gather_seconds(self, nbytes: float) -> float:
+        """To get what others hold of so many bytes; or to give them their sums of as many."""
+        number = self.num_shares
+        return COLLECTIVE_SECONDS + nbytes * (number - 1) / number / self.near_rate
+
+    def reduce_seconds(self, nbytes: float) -> float:
+        """To sum so many bytes over all ranks, each its share."""
+        copies, own = self.num_copies, nbytes / self.num_shares
+        across = 2 * own * (copies - 1) / copies / self.far_rate
+        return self.gather_seconds(nbytes) + across + (COLLECTIVE_SECONDS if copies > 1 else 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """Everything a plan depends on but the machine and the budget."""
 
@@ -83,6 +129,7 @@ class Problem:
     buffer_bytes: int
     server_bytes: int  # of the parameter server, on the host
     host_limit_bytes: int
+    together: Together = Together()
 
     @property
     def num_tokens(self) -> int:

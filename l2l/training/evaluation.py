@@ -9,6 +9,7 @@ from torch import Tensor
 
 from l2l import metrics
 from l2l.data import num_targets
+from l2l.distributed import Alone, World
 from l2l.engine import Engine
 from l2l.settings import LANGUAGE_TASKS
 
@@ -21,22 +22,33 @@ BEST = {  # by task: what says how good a model is, and whether more of it is be
 
 
 def evaluate(
-    engine: Engine, batches: Iterable[dict[str, Tensor]], *, task: str, stopped: Callable[[], bool]
+    engine: Engine,
+    batches: Iterable[dict[str, Tensor]],
+    *,
+    task: str,
+    stopped: Callable[[], bool],
+    world: World | None = None,
 ) -> dict[str, float] | None:
-    """The task's metrics over batches; None if `stopped` says so on the way."""
+    """The task's metrics over batches; None if `stopped` says so on the way.
+
+    Several ranks divide the rows of every batch; all of them get the metrics.
+    """
+    world = world or Alone()
     loss = total = 0.0
     predictions: list[Tensor] = []
     labels: list[Tensor] = []
     for batch in batches:
         if stopped():
             return None
-        weight = num_targets(batch)
+        weight, own = num_targets(batch), own_rows(batch, world)
         if task in LANGUAGE_TASKS:
-            loss += weight * engine.evaluate(batch)
+            loss += weight * engine.evaluate(own)
         else:
-            outputs = engine.predict(batch)
-            loss += weight * float(outputs.loss)
-            predictions.append(outputs.logits.float())
+            outputs, rows = engine.predict(own), len(own["labels"])
+            said = (float(outputs.loss) * rows, outputs.logits.float())
+            everybody = world.gather_facts(said)
+            loss += weight * sum(part for part, _ in everybody) / len(batch["labels"])
+            predictions += [scores for _, scores in everybody]
             labels.append(batch["labels"])
         total += weight
     found = {"loss": loss / total}
@@ -56,3 +68,10 @@ def evaluate(
         "f1": sum(parts) / len(parts),
         "matthews": metrics.matthews_correlation(chosen, wanted),
     }
+
+
+def own_rows(batch: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """The rows of a batch that a rank goes through: as many as the others, or one more or less."""
+    number = len(batch["input_ids"])
+    start, stop = (number * rank // world.size for rank in (world.rank, world.rank + 1))
+    return {name: value[start:stop] for name, value in batch.items()}

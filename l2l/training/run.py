@@ -5,25 +5,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar, cast, final
 
 from torch import Tensor, nn
 
 from l2l.byte_size import format_bytes
 from l2l.checkpoint import CheckpointError, CheckpointFolder, Manifest, Saving
 from l2l.data import Batches, Examples, make_examples, packing_holds, read_records
+from l2l.distributed import Alone, World
 from l2l.engine import Engine
 from l2l.loss import IGNORED
 from l2l.planner import Plan
 from l2l.preview import measured_hardware, plan
 from l2l.progress import Display, Facts, MetricsFile, Progress, open_events, read_metrics
 from l2l.settings import LANGUAGE_TASKS, Settings
-from l2l.training.evaluation import evaluate
+from l2l.training.evaluation import evaluate, own_rows
 from l2l.training.folder import RunFolder, TrainingError
 from l2l.training.parts import (
     make_engine,
@@ -32,6 +35,8 @@ from l2l.training.parts import (
     model_fingerprint,
     pad_id_of,
 )
+
+T = TypeVar("T")
 
 EXPORT = "export"  # kind of the metrics' line that says that the model was written
 PADDED_TO = 64  # lengths of rows that are not packed are multiples of this
@@ -44,16 +49,28 @@ LEAST_STALL_SECONDS = 0.05  # that is worth a word
 class Training:
     """One run."""
 
-    def __init__(self, settings: Settings, *, display: Display, resume: bool = True) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        display: Display,
+        resume: bool = True,
+        world: World | None = None,
+    ) -> None:
         """Read the data and make the model, without weights.
+
+        Of several ranks the first one writes; `display` is its own.
 
         Raises:
             ValueError: they are not as the settings say.
         """
+        self._world = world or Alone()
         self._display = display
         self._resume = resume
         self._folder = RunFolder(settings.output.folder)
+        self._own = self._folder  # where this rank writes what happened
         self._stops = False
+        self._all_stop = False  # what the ranks have agreed on
         self._saving: Saving | None = None
         self._saved_step = 0
         self._plan: Plan | None = None
@@ -68,6 +85,11 @@ class Training:
             label_names=self._examples.label_names,
         )
         self._check_vocabulary()
+        if settings.training.rows < self._world.size:
+            raise TrainingError(
+                f"[training] rows = {settings.training.rows}, but there are {self._world.size} "
+                "processes. Expected at least a row for each."
+            )
         self._settings = settings
         self._packing_is_asked = settings.data.packing is not None
         may_pack = settings.data.task in LANGUAGE_TASKS
@@ -108,19 +130,20 @@ class Training:
             ValueError: the run cannot go on from its checkpoint, or does not fit.
             CheckpointError: a checkpoint cannot be read or written.
         """
-        if not self._resume:
-            with self._folder.held():  # nobody trains there
-                earlier = self._folder.set_aside()
-            if earlier is not None:
-                self._display.say(f"the run that was there is now {earlier}")
-        with self._folder.held():
+        with contextlib.ExitStack() as holding:
             checkpoints = CheckpointFolder(
-                self._folder.checkpoints, keep=self._settings.checkpoint.keep
+                self._folder.checkpoints,
+                keep=self._settings.checkpoint.keep,
+                is_tidy=self._world.rank > 0,
             )
-            checkpoints.tidy()
-            latest = checkpoints.latest()
+            latest = self._first_says(lambda: self._take_over(holding, checkpoints))
+            if self._world.rank:
+                self._own = RunFolder(Path(holding.enter_context(TemporaryDirectory())))
+                if self._folder.metrics_file.exists():
+                    shutil.copy(self._folder.metrics_file, self._own.metrics_file)
             step = self._compare(latest) if latest is not None else 0
-            if latest is not None and step >= self._num_steps and not self._must_export(step):
+            must_export = self._first_says(lambda: self._must_export(step))
+            if latest is not None and step >= self._num_steps and not must_export:
                 self._display.say(
                     f"the run in {self._folder.root} is at its end, step {step}. To go on, say "
                     "--steps with a larger number; to begin anew, --no-resume."
@@ -134,6 +157,44 @@ class Training:
                     self._try_packing(engine)
                 self._write_settings()
                 return self._train(engine, checkpoints)
+
+    def _take_over(
+        self, holding: contextlib.ExitStack, checkpoints: CheckpointFolder
+    ) -> Path | None:
+        """Keep others from the run folder; returns the checkpoint to go on with."""
+        if not self._resume:
+            with self._folder.held():  # nobody trains there
+                earlier = self._folder.set_aside()
+            if earlier is not None:
+                self._display.say(f"the run that was there is now {earlier}")
+        holding.enter_context(self._folder.held())
+        checkpoints.tidy()
+        return checkpoints.latest()
+
+    def _first_says(self, ask: Callable[[], T]) -> T:
+        """What the first rank finds, on all ranks.
+
+        Raises:
+            TrainingError: it has failed there.
+        """
+        found, failure = None, None
+        if not self._world.rank:
+            try:
+                found = ask()
+            except Exception as error:
+                failure = error
+        said = self._world.gather_facts((found, None if failure is None else str(failure)))
+        if failure is not None:
+            raise failure
+        if said[0][1] is not None:
+            raise TrainingError(f"rank 0: {said[0][1]}")
+        return cast(T, said[0][0])
+
+    def _must_stop(self) -> bool:
+        """Whether any rank was told to stop; all ranks must ask together."""
+        if not self._all_stop:
+            self._all_stop = any(self._world.gather_facts(self._stops))
+        return self._all_stop
 
     def stop(self) -> None:
         """Finish the step, save, and end; may be called from a signal handler."""
@@ -226,10 +287,11 @@ class Training:
         try:
             yield engine
         except BaseException:
-            with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
-                engine.close()  # what went wrong before is what is said
+            if self._world.size == 1:  # others would have to help
+                with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+                    engine.close()  # what went wrong before is what is said
             raise
-        engine.close()
+        engine.close(give_back=self._world.size == 1)
 
     def _try_packing(self, engine: Engine) -> None:
         """Pack only if the model keeps the examples of a row from each other.
@@ -300,6 +362,8 @@ class Training:
         self._display.say(f"going on from {latest}")
 
     def _write_settings(self) -> None:
+        if self._world.rank:
+            return
         partial = self._folder.settings_file.with_suffix(".partial")
         partial.write_text(self._settings.to_toml())
         partial.replace(self._folder.settings_file)
@@ -339,8 +403,8 @@ class Training:
         output = self._settings.output
         progress = Progress(
             display=self._display,
-            metrics=MetricsFile(self._folder.metrics_file, step=step),
-            events=open_events(self._folder.events, step=step) if output.tensorboard else None,
+            metrics=MetricsFile(self._own.metrics_file, step=step),
+            events=open_events(self._own.events, step=step) if output.tensorboard else None,
             step=step,
             num_steps=self._num_steps,
         )
@@ -367,18 +431,18 @@ class Training:
     def _steps(self, engine: Engine, checkpoints: CheckpointFolder, progress: Progress) -> bool:
         """All steps that are left; False if the run was stopped on the way."""
         if not self._settings.data.packing:
-            engine.evaluate(self._widest_batch())
+            engine.evaluate(own_rows(self._widest_batch(), self._world))
         step, self.has_begun = engine.step_number, True
         self._evaluate(engine, progress, step)
         if step and self._is_saved_after(step) and not progress.has_checkpoint(step):
             progress.checkpoint_begun(step, self._name_of(checkpoints.path_of(step)))
         progress.resume_clock()
         has_prepared = False
-        while step < self._num_steps and not self._stops:
+        while step < self._num_steps and not self._must_stop():
             rate = self._learning_rate(step)
             for group in engine.optimizer.param_groups:
                 group["lr"] = rate
-            report = engine.step(self._batches.batch(step))
+            report = engine.step(own_rows(self._batches.batch(step), self._world))
             step += 1
             if not has_prepared and any(map(self._is_saved_after, range(step, self._num_steps))):
                 engine.prepare_saving()  # now that everything else has its memory
@@ -391,7 +455,7 @@ class Training:
         progress.catch_up()
         if step != self._saved_step:
             self._save(engine, checkpoints, progress)
-        return step >= self._num_steps and not self._stops
+        return step >= self._num_steps and not self._all_stop
 
     def _widest_batch(self) -> dict[str, Tensor]:
         """The first batch, filled up to the length of the longest row of all.
@@ -421,7 +485,7 @@ class Training:
 
     def _evaluate(self, engine: Engine, progress: Progress, step: int) -> None:
         """Evaluate after a step, if it is time and was not done."""
-        if self._held_out is None or progress.has_evaluation(step) or self._stops:
+        if self._held_out is None or progress.has_evaluation(step) or self._must_stop():
             return
         every = self._settings.evaluation.every_steps
         every = max(1, self._num_steps // NUM_EVALUATIONS) if every is None else every
@@ -431,7 +495,13 @@ class Training:
         began = time.perf_counter()
         most = self._settings.evaluation.most_batches
         chosen = itertools.islice(self._evaluation_batches.in_order(), most)
-        found = evaluate(engine, chosen, task=self._settings.data.task, stopped=lambda: self._stops)
+        found = evaluate(
+            engine,
+            chosen,
+            task=self._settings.data.task,
+            stopped=self._must_stop,
+            world=self._world,
+        )
         if found is not None:
             progress.evaluated(step, found, seconds=time.perf_counter() - began)
 
@@ -445,7 +515,7 @@ class Training:
         self._finish_saving(progress)
         step = engine.step_number
         folder = checkpoints.path_of(step)
-        progress.checkpoint_begun(step, self._name_of(folder), interrupted=self._stops)
+        progress.checkpoint_begun(step, self._name_of(folder), interrupted=self._all_stop)
         progress.saving = folder.name
         self._saving = checkpoints.save(engine, extra=self._extra(), background=True)
         self._saved_step = step
