@@ -122,6 +122,19 @@ def speech_batch(rows: int, seed: int = 0) -> Batch:
     return {"input_features": features, "labels": target.masked_fill(mask == 0, IGNORED)}
 
 
+def masks(kind: str, ids: Tensor) -> dict[str, Tensor]:
+    """Entries of a batch that say what words may attend to."""
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    match kind:
+        case "all ones":
+            return {"attention_mask": torch.ones_like(ids)}
+        case "padded":
+            return {"attention_mask": (positions < ids.shape[1] - 2).long()}
+        case "packed":
+            return {"position_ids": positions % (ids.shape[1] // 2)}
+    return {}
+
+
 def hand_written_batch(rows: int, seed: int = 0) -> Batch:
     """Words for `HandWritten`: the expert of a word is its id modulo four.
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, masks
 from torch import Tensor
 
 import l2l
@@ -111,18 +111,6 @@ def test_a_batch_on_the_device_has_no_shadow(ids: Tensor):
     on_meta = torch.empty(2, 3, dtype=torch.int64, device="meta")
     mode = Shadows({"ids": ids, "more": ids + 1}, {"ids": on_meta})
     assert not mode._is_known(ids)
-
-
-def masks(kind: str, ids: Tensor) -> dict[str, Tensor]:
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
-    match kind:
-        case "all ones":
-            return {"attention_mask": torch.ones_like(ids)}
-        case "padded":
-            return {"attention_mask": (positions < ids.shape[1] - 2).long()}
-        case "packed":
-            return {"position_ids": positions % (ids.shape[1] // 2)}
-    return {}
 
 
 @pytest.mark.parametrize("kind", ["nothing", "all ones", "padded", "packed"])

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from families import FAMILIES, build_bert
+from families import FAMILIES, build_bert, masks
 from reference import counts, reference_gradients, split
 
 import l2l
@@ -284,26 +284,13 @@ ASKED = (
 """Families whose code, around the layers, asks for nothing but what can be known beforehand."""
 
 
-def _masks(kind: str, batch: dict) -> dict:
-    ids = batch["input_ids"]
-    lengths = torch.arange(ids.shape[1]).expand_as(ids)
-    match kind:
-        case "all ones":
-            return {"attention_mask": torch.ones_like(ids)}
-        case "padded":
-            return {"attention_mask": (lengths < ids.shape[1] - 2).long()}
-        case "packed":
-            return {"position_ids": lengths % (ids.shape[1] // 2)}
-    return {}
-
-
 @pytest.mark.parametrize("kind", ["nothing", "all ones", "padded", "packed"])
 @pytest.mark.parametrize("name", ASKED)
 def test_a_step_never_waits_for_the_device(name: str, kind: str):
     """Torch raises where an operation would wait; what events say is not an operation."""
     family = FAMILIES[name]
     batch = {k: v for k, v in family.batch(ROWS).items() if k != "attention_mask"}
-    batch |= _masks(kind, batch)
+    batch |= masks(kind, batch["input_ids"])
     with make_engine(family.build(), device="cuda", microbatch_size=2) as engine:
         losses = [engine.step(batch).loss for _ in range(2)]
         with warnings.catch_warnings():  # that it does not find all of them
