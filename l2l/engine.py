@@ -175,7 +175,9 @@ class Engine:
         self._precision.warn_of_rounding(model, trained=self.optimizer.settings())
         forms = self._forms(description)
         budget = HostBudget.of(
-            host_memory, model_bytes=sum(p.nbytes for p in model.parameters() if not p.is_meta)
+            host_memory,
+            model_bytes=sum(p.nbytes for p in model.parameters() if not p.is_meta),
+            num_sharing=self._world.share.number,
         )
         budget.check(
             host_bytes([form.held(self._world.share) for form in forms], self._policy),

@@ -53,13 +53,20 @@ class HostBudget:
     rule: str
 
     @classmethod
-    def of(cls, host_memory: int | str | None, *, model_bytes: int) -> HostBudget:
-        """The user's limit; None is 95% of what is free once the model's own tensors are moved."""
+    def of(
+        cls, host_memory: int | str | None, *, model_bytes: int, num_sharing: int = 1
+    ) -> HostBudget:
+        """The user's limit; None is 95% of what is free once the model's own tensors are moved.
+
+        Ranks of one host share that.
+        """
         if host_memory is not None:
             limit = parse_bytes(host_memory, name="host_memory")
             return cls(limit_bytes=limit, rule=f"host_memory={host_memory!r}")
-        limit = int(0.95 * available_bytes()) + model_bytes
-        return cls(limit_bytes=limit, rule="95% of what is free, and the model's own memory")
+        limit = int(0.95 * available_bytes()) // num_sharing + model_bytes
+        shared = f", shared by {num_sharing} ranks" if num_sharing > 1 else ""
+        rule = f"95% of what is free{shared}, and the model's own memory"
+        return cls(limit_bytes=limit, rule=rule)
 
     def check(self, needed_bytes: int, *, alternatives: dict[str, int]) -> None:
         """Refuse what does not fit, before anything is allocated.
