@@ -159,10 +159,11 @@ def main() -> None:
                 engine._persistence._spare_bytes = lambda: 0
             folder = options.folder / "saved"
             results[name] = save(engine, batch, folder, usual)
+            print(f"{name}: {results[name]}", flush=True)
             shutil.rmtree(folder)
             results[name]["is_of_one_step"] = is_of_one_step(engine, batch, folder)
             shutil.rmtree(folder)
-            print(f"{name}: {results[name]}", flush=True)
+            print(f"of exactly one step: {results[name]['is_of_one_step']}", flush=True)
     print(json.dumps({"usual": usual, **results}))
 
 

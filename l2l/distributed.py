@@ -48,6 +48,10 @@ class World(Protocol):
         """How many there are."""
 
     @property
+    def is_parallel(self) -> bool:
+        """Whether ranks talk to each other in a step."""
+
+    @property
     def share(self) -> Share:
         """What this rank holds of every buffer."""
 
@@ -77,6 +81,7 @@ class Alone:
 
     rank: int = 0
     size: int = 1
+    is_parallel: bool = False
     share: Share = field(default_factory=Share)
 
     def gather(self, whole: Tensor) -> None:
@@ -104,6 +109,8 @@ class Alone:
 @final
 class Ranks:
     """The ranks of `torch.distributed`."""
+
+    is_parallel = True
 
     def __init__(self, *, group_size: int | None = None) -> None:
         """Make process groups; all ranks must do this together.
@@ -220,12 +227,15 @@ def started_by_torchrun(device: str | None) -> Iterator[World]:
 def open_world(*, group_size: int | None = None) -> World:
     """The ranks of `torch.distributed` if it is initialised with several, else one rank alone.
 
+    A single rank that is given its `group_size` goes through the collectives too.
+
     Raises:
         ValueError: the groups cannot be made so.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return Ranks(group_size=group_size)
-    if group_size not in (None, 1):
+    if dist.is_available() and dist.is_initialized():
+        if dist.get_world_size() > 1 or group_size is not None:
+            return Ranks(group_size=group_size)
+    elif group_size not in (None, 1):
         raise ValueError(
             f"group_size={group_size}, but there is one process only. Start several with torchrun, "
             "and call torch.distributed.init_process_group first."
@@ -239,7 +249,7 @@ def refuse_different_weights(world: World, model: nn.Module) -> None:
     Raises:
         ValueError: with the first parameter that differs.
     """
-    if world.size == 1:
+    if not world.is_parallel:
         return
     found = world.gather_facts({name: _sample(p) for name, p in model.named_parameters()})
     for rank, theirs in enumerate(found):

@@ -184,8 +184,8 @@ class Engine:
             alternatives=alternatives(self._forms, self._policy, self._precision.link),
         )
         native = _kernel(kernel, description)
-        self._embedding = parse_embedding(embedding, alone=self._world.size == 1)
-        overrides = {**(overrides or {}), **(TOGETHER if self._world.size > 1 else {})}
+        self._embedding = parse_embedding(embedding, alone=not self._world.is_parallel)
+        overrides = {**(overrides or {}), **(TOGETHER if self._world.is_parallel else {})}
         Decisions().override(overrides)
         self._scaler = Scaler() if self._precision.link is torch.float16 else None
         self._device = device if isinstance(device, Device) else open_device(device)
@@ -659,7 +659,7 @@ class Engine:
             try:
                 self._run(self._schedule(len(microbatches), training=training), step)
             except torch.OutOfMemoryError as error:
-                alone = self._world.size == 1  # others are in the middle of the step
+                alone = not self._world.is_parallel  # others are in the middle of the step
                 if self._state != "open" or not alone or not self._planning.tighten(str(error)):
                     raise
                 continue
@@ -688,7 +688,7 @@ class Engine:
                 record=self._rehearsal.record,
                 buffer_bytes=self._rehearsal.resident_buffer_bytes(),
             )
-            if self._world.size > 1:  # all go by the plan of the one with most to do
+            if self._world.is_parallel:  # all go by the plan of the one with most to do
                 number = sum(num_rows(one) * token_length(one) for one in _dicts(batch))
                 plans = self._world.gather_facts((number, self._planning.decisions))
                 self._planning.decisions = max(plans, key=lambda plan: plan[0])[1]
@@ -726,7 +726,7 @@ class Engine:
             self._server.place_state(name, self._device.torch_device)
 
     def _is_looked_up(self, unit: str) -> bool:
-        if self._world.size > 1:  # a table that ranks hold together is gathered like a layer
+        if self._world.is_parallel:  # a table that ranks hold together is gathered like a layer
             return False
         if self._embedding is not None or self._policy is UpdatePolicy.ON_DEVICE:
             return self._embedding == "host" and self._policy is not UpdatePolicy.ON_DEVICE
@@ -750,7 +750,7 @@ class Engine:
             num_own=self._num_own,
             num_tokens_elsewhere=self._tokens_elsewhere(microbatches),
             names={name: unit.form.trained.names for name, unit in self._server.units.items()},
-            flags=self._norm_records() if settings is not None and self._world.size > 1 else {},
+            flags=self._norm_records() if settings is not None and self._world.is_parallel else {},
             device_losses=device_losses,
             losses=self._device.host_record(len(microbatches), 2),
             norms=self._norm_records() if settings is not None else {},
@@ -793,7 +793,7 @@ class Engine:
             halves=shape.halves and self._server.has_halves,
             held=self._held,
             pending=tuple(self._server.waiting),
-            parallel=self._world.size > 1,
+            parallel=self._world.is_parallel,
         )
 
     def _schedule(self, num_microbatches: int, *, training: bool) -> Schedule:

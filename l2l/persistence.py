@@ -325,7 +325,7 @@ class Persistence:
         self, checkpoint: Checkpoint, name: str, targets: Mapping[str, Tensor]
     ) -> None:
         """Load tensors of another precision: masters are joined there and split here."""
-        if self._server.world.size > 1 or len(shares_of(checkpoint.manifest.state)) > 1:
+        if self._server.world.is_parallel or len(shares_of(checkpoint.manifest.state)) > 1:
             raise CheckpointError(
                 f"{checkpoint.folder} was saved with another precision. Load it in a single "
                 "process, as a single process has saved it, or keep the precision."

@@ -86,7 +86,7 @@ class Rehearsal:
         if self.done and not wants_rule:
             return
         self._server.settle_all()
-        if self._server.world.size > 1:  # all ranks learn the same: from rows of the first
+        if self._server.world.is_parallel:  # all ranks learn the same: from rows of the first
             rows = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in microbatch.items()}
             microbatch = self._server.world.gather_facts(take_rows(rows, 0, 2))[0]
         with self._device.private_random_state(), torch.no_grad():

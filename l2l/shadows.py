@@ -4,8 +4,9 @@ The code around the layers looks at its inputs: is this mask all ones, do positi
 `if mask.all():` makes the host wait until the device has done everything it was given, and then the
 device waits for the host. But masks and positions are made of the batch, which came from the host,
 or of nothing. So whatever the code computes of integers is computed on the host as well, on
-*shadows*, and questions are answered there. Integers are the same everywhere; floating-point
-numbers have no shadows, and neither has what is random.
+*shadows*, and questions are answered there. Integers are the same everywhere. Floating-point
+numbers have shadows as they come, but not what is computed of them, unless that is an integer
+again, as with comparisons; and nothing has that is random.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ QUESTIONS = {
     torch.is_nonzero,
 }
 _MAKERS = {torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor}
+_EXACT_MAKERS = {torch.zeros, torch.ones, torch.full}  # also of floating-point numbers
 _NOT_REPEATED = ("rand", "bernoulli", "multinomial", "dropout", "empty", "cuda")
 """Parts of the names of functions that would not give the same again, or not on the host."""
 
@@ -65,7 +67,7 @@ class Shadows(TorchFunctionMode):
         for name, tensor in on_device.items():
             values = on_host.get(name)
             if isinstance(tensor, Tensor) and isinstance(values, Tensor) and values.is_cpu:
-                self._note(tensor, values)
+                self._note(tensor, values, as_given=True)
 
     @override
     def __torch_function__(
@@ -80,20 +82,36 @@ class Shadows(TorchFunctionMode):
         known = all(self._is_known(tensor) for tensor in tensors)
         if tensors and known and func in QUESTIONS:
             return self._on_host(func, args, kwargs)
+        if tensors and known and func is Tensor.__getitem__ and not _is_by_tensors(args[1]):
+            return self._indexed(args, tensors[0].device)
         result = func(*args, **kwargs)
         known = known and all(self._is_known(tensor) for tensor in tensors)  # none was written to
         if known and (tensors or func in _MAKERS) and _can_have_one(func, result):
             with contextlib.suppress(Exception):  # then it has none, and is asked itself
-                self._note(result, self._on_host(func, args, kwargs))
+                values = self._on_host(func, args, kwargs)
+                self._note(result, values, as_given=func in _EXACT_MAKERS)
+        return result
+
+    def _indexed(self, args: Any, device: torch.device) -> Tensor:
+        """Elements of a known tensor by lists of numbers, which would be brought there one by one.
+
+        Torch waits until they are there.
+        """
+        values: Tensor = self._on_host(Tensor.__getitem__, args, {})
+        given = values.pin_memory() if device.type == "cuda" else values.clone()
+        result: Tensor = given.to(device, non_blocking=True)
+        self._note(result, values, as_given=True)
         return result
 
     def _is_known(self, tensor: Tensor) -> bool:
         shadow = self._shadows.get(id(tensor))
         return shadow is not None and shadow.is_valid
 
-    def _note(self, tensor: Tensor, values: Any) -> None:
+    def _note(self, tensor: Tensor, values: Any, *, as_given: bool) -> None:
         alike = isinstance(values, Tensor) and values.shape == tensor.shape
-        if alike and values.dtype is tensor.dtype and _can_have_one(None, tensor):
+        small = tensor.numel() <= MOST_ELEMENTS
+        exact = as_given or not tensor.is_floating_point()
+        if alike and values.dtype is tensor.dtype and small and exact:
             self._shadows[id(tensor)] = _Shadow(tensor, tensor._version, values)
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -108,9 +126,17 @@ class Shadows(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _is_by_tensors(index: Any) -> bool:
+    """Whether an index has no list of numbers in it."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return not any(isinstance(part, list) for part in parts)
+
+
 def _can_have_one(func: Any, result: Any) -> bool:
     """Whether a tensor is one that the host can have as well, in no time."""
-    if type(result) is not Tensor or result.is_floating_point() or result.is_complex():
+    if type(result) is not Tensor or result.is_complex():
+        return False
+    if result.is_floating_point() and func not in _EXACT_MAKERS:
         return False
     name = getattr(func, "__name__", "")
     repeatable = not any(word in name for word in _NOT_REPEATED)

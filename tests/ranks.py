@@ -1,9 +1,11 @@
-"""One rank of test_distributed.py, in a process of its own: python ranks.py FOLDER RANK SIZE.
+"""One rank of test_distributed.py, in a process of its own: python ranks.py FOLDER RANK SIZE ...
 
-Runs every scenario and saves what each has found; ranks meet through a file.
+Runs scenarios and saves what each has found; ranks meet through a file.
 """
 
+import argparse
 import os
+import subprocess
 import sys
 import traceback
 import warnings
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from families import FAMILIES, Family
+from safetensors.torch import load_file
 from torch import Tensor
 
 import l2l
@@ -30,12 +33,15 @@ SCENARIOS: dict[str, Callable[["Rank"], Any]] = {}
 class Rank:
     """Which one this is, and what it does alike in every scenario."""
 
-    def __init__(self, folder: Path, rank: int, size: int) -> None:
-        self.folder, self.rank, self.size = folder, rank, size
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.folder, self.rank, self.size = options.folder, options.rank, options.size
+        self.given = {"device": options.device, "precision": "float32", "compile": False}
+        self.given |= {"microbatch_size": 2, "seed": 3}
+        if options.backend and self.size == 1:
+            self.given["group_size"] = 1  # through the collectives, too
 
     def engine(self, family: Family, model: torch.nn.Module, **settings: Any) -> l2l.Engine:
-        given = {"device": "cpu", "precision": "float32", "microbatch_size": 2, "seed": 3}
-        return l2l.Engine(model, layers=family.layers, **{**given, **settings})
+        return l2l.Engine(model, layers=family.layers, **{**self.given, **settings})
 
     def rows(self, batch: dict[str, Tensor], sizes: tuple[int, ...] | None = None) -> dict:
         """This rank's rows of a batch."""
@@ -188,8 +194,10 @@ def saved(rank: Rank) -> Any:
         saving = engine.save(rank.folder / f"saved-{rank.size}", background=True)
         train(engine, 2, 3)
         saving.wait()
-        engine.export(rank.folder / f"exported-{rank.size}")
+        engine.export(rank.folder / "exported")
     found["straight on"] = model.state_dict()
+    if rank.rank == 0:
+        found["exported"] = load_file(rank.folder / "exported" / "model.safetensors")
     for folder in sorted(rank.folder.parent.glob("*/saved-*")):
         if folder.suffix:  # of another rank that is writing
             continue
@@ -221,23 +229,59 @@ def refused(rank: Rank) -> Any:
     return found
 
 
+def run(
+    folder: Path, size: int, *, device: str = "cpu", backend: str = "", scenarios: Any = ()
+) -> list[dict[str, Any]]:
+    """What each of so many ranks has found, in processes of their own."""
+    folder.mkdir()
+    words = [sys.executable, __file__, str(folder), "--size", str(size), "--device", device]
+    words += ["--backend", backend or ("gloo" if size > 1 else ""), "--scenarios", *scenarios]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen([*words, "--rank", str(rank)], env=environment) for rank in range(size)
+    ]
+    codes = [one.wait(timeout=240) for one in running]
+    found = [
+        torch.load(path, weights_only=False) if (path := folder / f"{rank}.pt").exists() else {}
+        for rank in range(size)
+    ]
+    failed = [text for one in found for text in one.values() if isinstance(text, str)]
+    assert not any(codes), failed
+    return found
+
+
 def main() -> None:
-    folder, number, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--size", type=int)
+    parser.add_argument("--device")
+    parser.add_argument("--backend")
+    parser.add_argument("--scenarios", nargs="*")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if size > 1:
-        store = f"file://{folder / 'store'}"
-        limit = timedelta(seconds=60)
-        dist.init_process_group("gloo", store, rank=number, world_size=size, timeout=limit)
-    rank, results = Rank(folder, number, size), {}
-    for name in sys.argv[4:] or [one for one in SCENARIOS if size < 4 or one not in SMALLER]:
+    if options.backend:
+        dist.init_process_group(
+            options.backend,
+            f"file://{options.folder / 'store'}",
+            rank=options.rank,
+            world_size=options.size,
+            timeout=timedelta(seconds=60),
+        )
+    rank, results = Rank(options), {}
+    path = options.folder / f"{options.rank}.pt"
+    usual = [one for one in SCENARIOS if options.size < 4 or one not in SMALLER]
+    for name in options.scenarios or usual:
         torch.manual_seed(0)
         try:
             results[name] = SCENARIOS[name](rank)
         except BaseException:
-            torch.save({**results, name: traceback.format_exc()}, folder / f"{number}.pt")
+            torch.save({**results, name: traceback.format_exc()}, path)
             os._exit(1)  # the others end, too
-    torch.save(results, folder / f"{number}.pt")
+    torch.save(results, path)
+    if options.backend:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -291,8 +291,8 @@ def test_only_the_device_knows_cuda(source: Path) -> None:
     assert bool(names) == (source in KNOWS_CUDA), names
 
 
-ENVIRONMENT = {"device/cuda.py", "distributed.py"}
-"""What CUDA reads only there is written there; what torchrun says is read."""
+ENVIRONMENT = {"distributed.py"}
+"""What torchrun says is read."""
 
 
 @every_source

@@ -188,7 +188,7 @@ def test_a_given_microbatch_is_kept_and_may_be_what_does_not_fit() -> None:
 def assert_never_slower(plans: list[Candidate]) -> None:
     best = plans[0].seconds
     for one in plans:
-        assert one.seconds <= 1.04 * best, one.decisions  # candidates are ranked by a rough formula
+        assert one.seconds <= 1.03 * best, one.decisions  # candidates are ranked by a rough formula
         best = min(best, one.seconds)
 
 
@@ -208,7 +208,8 @@ def test_more_memory_is_never_slower(name: str) -> None:
     plans = all_found(name)
     assert len(plans) >= 5
     assert_never_slower(plans)
-    assert plans[-1].seconds < 0.85 * plans[0].seconds
+    # With Adafactor weights cross the link both ways in every step, whatever the budget.
+    assert plans[-1].seconds < (0.83 if name == "Adafactor" else 0.8) * plans[0].seconds
 
 
 def test_more_memory_is_never_slower_for_a_larger_model() -> None:

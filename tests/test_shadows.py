@@ -39,6 +39,30 @@ def test_what_is_computed_of_the_batch_is_answered_by_the_host(ids: Tensor):
     assert not last, "outside nobody remembers"
 
 
+def test_elements_by_a_list_of_numbers_come_from_the_host(ids: Tensor):
+    with shadows(ids):
+        ends = ids[:, [-1, 0]]
+        assert ends.tolist() == [[3, 1], [6, 4]]
+        silently(ends, 9)
+        assert 6 in ends
+        assert 9 not in ends
+        silently(ids, 9)
+        assert ids[[0], 1:].tolist() == [[2, 3]]
+    assert 9 in ends
+
+
+def test_floating_point_numbers_are_known_as_they_come(ids: Tensor):
+    given = torch.tensor([0.5, 1.0])
+    with Shadows({"given": given}, {"given": given.clone()}) as mode:
+        ones = torch.ones(2, 3)
+        masks = ones.to(torch.bool), given > 0.7
+        for one in masks:
+            silently(one, 0)
+        assert masks[0].all()
+        assert masks[1].tolist() == [False, True]
+        assert not mode._is_known(given * 2), "which may differ in its last bits"
+
+
 def test_packed_sequences_are_found_as_transformers_finds_them(ids: Tensor):
     with shadows(ids):
         positions = torch.arange(3, device=ids.device).unsqueeze(0).expand(2, -1)

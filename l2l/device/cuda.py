@@ -9,7 +9,9 @@ while too many others are queued, and loading a new kernel blocks until the devi
 of them. If these queue behind a stream that waits for the host thread, and that waits for the lock,
 nothing ever goes on. So whoever submits waits for the host thread first, without the lock: before
 anything is compiled, and before more than `MOST_LAUNCHES` are queued behind it. For the latter
-every event carries the number of the last piece of host work that it comes after.
+every event carries the number of the last piece of host work that it comes after. And where the
+allocator must tidy up, it waits for the whole device; torch lets go of the lock meanwhile, but not
+for compiled code, which is therefore given another function to allocate with.
 
 Short of that, the host thread would wait for the lock whenever launches block: so a line is
 submitted to the compute lane only while about `MOST_LAUNCHES` or fewer are queued there. And the
@@ -21,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import sys
 import threading
 import time
@@ -40,13 +41,11 @@ from l2l.device.worker import WAITING, Worker, WorkerEvent, worker_spans
 from l2l.schedule import Lane
 from l2l.trace import Span, Trace
 
-# By default streams share eight queues to the device: then a weight that was submitted after others
-# waits for them, although its own stream is free. Read by CUDA when it begins.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
 COPIES_AHEAD = 16
 MOST_LAUNCHES = 512  # the driver queues 1,024
 SEGMENT_GROWTH = 20 << 20  # bytes
+LITTLE_MEMORY = 1 << 30
+LITTLE_CACHE = 4 << 20
 MARKED_LAUNCHES = 128  # between two marks, by which it is known how many are done
 SWITCH_SECONDS = 0.0002
 LAUNCHES: Final[Mapping[str, int]] = {
@@ -133,6 +132,25 @@ def _unregister(buffers: list[tuple[int, object]]) -> None:
     buffers.clear()
 
 
+def _allocate_without_the_lock() -> None:
+    """See [Note: the interpreter's lock]."""
+    guards: Any = torch._C._dynamo.guards
+    if hasattr(guards, "_empty_strided_cuda"):
+        guards._empty_strided_cuda = _empty_strided
+
+
+def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+def _choose_kernels_frugally() -> None:
+    """Let the compiler compare kernels without a tensor as large as the device's cache."""
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    vars(benchmarker)["L2_cache_size"] = LITTLE_CACHE
+
+
 def _driver_function(name: str) -> Any:
     try:
         return getattr(ctypes.CDLL("libcuda.so.1"), name)
@@ -173,6 +191,7 @@ class CudaDevice(Device):
         self._marks: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] | None = None
         self._before_compiling = partial(_finish_before_compiling, weakref.ref(self._worker))
         self._watch_compilation()
+        _allocate_without_the_lock()
         # For a device that is dropped without `close`.
         weakref.finalize(self, self._worker.dismiss).atexit = False
         weakref.finalize(self, self._counter.close).atexit = False
@@ -394,6 +413,8 @@ class CudaDevice(Device):
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.torch_device)
         self._is_limited = True
+        if nbytes < LITTLE_MEMORY:
+            _choose_kernels_frugally()
 
     @override
     def reset_peak(self) -> None:

@@ -280,7 +280,7 @@ class ParameterServer:
             RuntimeError: on the others, if the block has failed on that rank.
         """
         world = self.world
-        if world.size == 1:
+        if not world.is_parallel:
             yield self.weight
             return
         if world.rank:

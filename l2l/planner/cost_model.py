@@ -23,7 +23,7 @@ from l2l.schedule import NUM_LENT, Action, Lane, OuterUnit, make_schedule
 from l2l.simulation import Cost, Simulation, simulate
 
 MOST_LINES = 4000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
-LIBRARY_BYTES = 96 << 20  # workspaces of matrix libraries, and small tensors
+LIBRARY_BYTES = 116 << 20  # workspaces of matrix libraries, small tensors, what segments grow by
 HEAD_EFFICIENCY = 0.85
 ACCUMULATE_BYTES = 10.0  # to add a parameter's gradient to its sum
 DEVICE_UPDATE_BYTES = 34.0

@@ -30,6 +30,7 @@ NUM_RANKED = 60  # candidates that are looked at more closely
 NUM_SIMULATED = 2  # of each kind
 MOST_SIMULATED = 24  # of all
 REFINED = (0.85, 0.75, 0.6, 0.5, 0.35, 0.25, 0.15)  # of updates that are left, or done whole
+TAILS = (0.75, 0.5, 0.25)  # of the tail that the formula likes best
 CERTAIN = 0.98  # of an estimate: what a simulation takes at least
 MOST_PIECES = 6  # ways to run the epilogue that fit
 MOST_CELLS = 18
@@ -103,7 +104,10 @@ def find_plan(
     if "halves" not in fixed:
         ranked = list(_halved(model, ranked))
     ranked.sort(key=lambda one: model.estimate(*one))
-    simulation, decisions, number = _refined(model, _simulated(model, ranked), fixed)
+    best = _simulated(model, ranked)
+    if "num_tail" not in fixed:
+        best = _shorter(model, best, limit, fixed)
+    simulation, decisions, number = _refined(model, best, fixed)
     return Candidate(
         decisions=decisions,
         rows=number,
@@ -130,6 +134,34 @@ def _simulated(
             best = (rated, found, decisions, number)
     assert best is not None
     return best[1:]
+
+
+def _shorter(
+    model: CostModel,
+    best: tuple[Simulation, Decisions, int],
+    limit: float,
+    fixed: frozenset[str],
+) -> tuple[Simulation, Decisions, int]:
+    """The best, with a shorter tail where that is better still.
+
+    What a tail saves is certain; what its weights and gradients hold up in the middle of a step is
+    not in the formula.
+    """
+    decisions, rows = best[1:]
+    for share in TAILS if "num_device_states" not in fixed else ():
+        number = int(share * decisions.num_tail)
+        other = replace(
+            decisions, num_tail=number, num_device_states=min(number, decisions.num_device_states)
+        )
+        if number in (0, decisions.num_tail) or other.outer_state:
+            continue
+        keeps = other.num_kept_cells > 0
+        if model.peak_bytes(other, rows) > limit or (keeps and not model.may_keep(other, rows)):
+            continue
+        simulation = model.simulate(other, rows)
+        if _rated(simulation.seconds, other) < _rated(best[0].seconds, best[1]):
+            best = (simulation, other, rows)
+    return best
 
 
 def _refined(
