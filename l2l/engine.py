@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, final
 
@@ -32,7 +32,7 @@ from l2l.distributed import open_world, refuse_different_weights
 from l2l.export import SHARD_BYTES, export_model
 from l2l.host_memory import Arena, HostBudget, available_bytes
 from l2l.lookup import HostRows
-from l2l.loss import LossFunction, Rule, output_shares, total_count
+from l2l.loss import LossFunction, Rule, output_shares, refuse_unknown, total_count
 from l2l.outer_pass import OuterPass
 from l2l.parameter_server import (
     HostKernel,
@@ -219,7 +219,6 @@ class Engine:
         self._schedules: dict[Shape, Schedule] = {}
         self._step_ends: deque[Event] = deque()
         self._step_number, self._state, self._seed = 0, "open", seed
-        self._num_own = 0  # microbatches of the present batch that are real
         self._move_in(forms, incoming)
 
     def step(self, batch: Batches) -> StepReport:
@@ -607,7 +606,9 @@ class Engine:
             if target is not None:
                 target.copy_(buffer)
 
-    def _prepare(self, batch: Batches, *, training: bool, needs_loss: bool) -> list[Microbatch]:
+    def _prepare(
+        self, batch: Batches, *, training: bool, needs_loss: bool, keep_outputs: bool
+    ) -> _Cut:
         """Check the engine and the batch, cut it, and rehearse if this is the first."""
         self._refuse_if_unusable()
         given = batch
@@ -617,19 +618,30 @@ class Engine:
         self._rehearsal.run(dict(first), needs_loss=needs_loss)
         self._decide(batch)
         rows = self._rows_of(batch)
-        number = len(split_batch(batch, microbatch_size=rows))
-        number = max(self._world.gather_facts(number))
-        microbatches, self._num_own = split_into(batch, number, microbatch_size=rows)
-        self._num_own = 0 if batch is not given else self._num_own
+        rule = self._rehearsal.rule or Rule.ROWS
+        own = split_batch(batch, microbatch_size=rows) if batch is given else []
+        counted = total_count(rule, own) if own and not keep_outputs else 0
+        tokens = sum(num_rows(one) * token_length(one) for one in own)
+        facts = self._world.gather_facts((len(own), counted, tokens))
+        number = max(1, *(fact[0] for fact in facts))
+        if not keep_outputs:
+            refuse_unknown(rule, sum(fact[0] for fact in facts))
+        microbatches, num_own = split_into(batch, number, microbatch_size=rows)
         self._transfer.reserve(self._shape(len(microbatches), training=training))
-        return [
-            {k: self._device.pinned(v) if isinstance(v, Tensor) else v for k, v in one.items()}
-            for one in microbatches
-        ]
+        return _Cut(
+            microbatches=[
+                {k: self._device.pinned(v) if isinstance(v, Tensor) else v for k, v in one.items()}
+                for one in microbatches
+            ],
+            num_own=num_own if batch is given else 0,
+            rule=rule,
+            total=1 if keep_outputs else sum(fact[1] for fact in facts),
+            num_tokens_elsewhere=sum(fact[2] for fact in facts) - tokens,
+        )
 
     def _with_rows(self, batch: Batches) -> Batches:
         """The batch; for a rank that has no rows, while others have, one of theirs."""
-        if self._world.size == 1 or not isinstance(batch, Mapping):
+        if not self._world.is_parallel or not isinstance(batch, Mapping):
             return batch
         rows = [v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim()]
         is_empty = bool(rows) and not any(rows)
@@ -652,18 +664,20 @@ class Engine:
         """Run a batch; with less memory in use if the device had too little for the plan."""
         training = settings is not None
         while True:
-            microbatches = self._prepare(batch, training=training, needs_loss=needs_loss)
+            cut = self._prepare(
+                batch, training=training, needs_loss=needs_loss, keep_outputs=keep_outputs
+            )
             if settings is not None:
                 self._server.check_settings(settings)
-            step = self._new_step(microbatches, settings=settings, keep_outputs=keep_outputs)
+            step = self._new_step(cut, settings=settings, keep_outputs=keep_outputs)
             try:
-                self._run(self._schedule(len(microbatches), training=training), step)
+                self._run(self._schedule(len(cut.microbatches), training=training), step)
             except torch.OutOfMemoryError as error:
                 alone = not self._world.is_parallel  # others are in the middle of the step
                 if self._state != "open" or not alone or not self._planning.tighten(str(error)):
                     raise
                 continue
-            return step, microbatches
+            return step, cut.microbatches
 
     def _rows_of(self, batch: Batches) -> int:
         """Rows of a microbatch."""
@@ -734,43 +748,36 @@ class Engine:
 
     def _new_step(
         self,
-        microbatches: list[Microbatch],
+        cut: _Cut,
         *,
         settings: Mapping[str, Mapping[str, Any]] | None,
         keep_outputs: bool = False,
     ) -> Step:
-        rule = self._rehearsal.rule or Rule.ROWS
         self._carved.set_training(settings is not None)
-        device_losses = torch.zeros((len(microbatches), 2), device=self._device.torch_device)
+        number = len(cut.microbatches)
+        flags, names = {}, {}
+        if self._world.is_parallel and settings is not None:
+            flags = self._norm_records()
+            names = {name: unit.form.trained.names for name, unit in self._server.units.items()}
         return Step(
             number=self._step_number,
-            microbatches=list(microbatches),
-            rule=rule,
-            total=1 if keep_outputs else self._total(rule, microbatches),
-            num_own=self._num_own,
-            num_tokens_elsewhere=self._tokens_elsewhere(microbatches),
-            names={name: unit.form.trained.names for name, unit in self._server.units.items()},
-            flags=self._norm_records() if settings is not None and self._world.is_parallel else {},
-            device_losses=device_losses,
-            losses=self._device.host_record(len(microbatches), 2),
+            microbatches=list(cut.microbatches),
+            rule=cut.rule,
+            total=cut.total,
+            num_own=cut.num_own,
+            num_tokens_elsewhere=cut.num_tokens_elsewhere,
+            names=names,
+            flags=flags,
+            device_losses=torch.zeros((number, 2), device=self._device.torch_device),
+            losses=self._device.host_record(number, 2),
             norms=self._norm_records() if settings is not None else {},
             settings=settings,
             clip_norm=self._clip_norm,
             checks_norms=self._scaler is not None,
             keep_outputs=keep_outputs,
-            divide_by_weight=rule is Rule.SUM_AND_WEIGHT,
-            rows=self._rows.begin(microbatches) if self._rows.lookups else None,
+            divide_by_weight=cut.rule is Rule.SUM_AND_WEIGHT,
+            rows=self._rows.begin(cut.microbatches) if self._rows.lookups else None,
         )
-
-    def _total(self, rule: Rule, microbatches: list[Microbatch]) -> int:
-        """What the loss averages over, on all ranks."""
-        own = microbatches[: self._num_own]
-        return sum(self._world.gather_facts(total_count(rule, own) if own else 0))
-
-    def _tokens_elsewhere(self, microbatches: list[Microbatch]) -> int:
-        """Positions of other ranks' batches."""
-        own = sum(num_rows(one) * token_length(one) for one in microbatches[: self._num_own])
-        return sum(self._world.gather_facts(own)) - own
 
     def _norm_records(self) -> dict[str, Tensor]:
         """Room on the host for the norm of every trained parameter, by unit."""
@@ -831,6 +838,17 @@ class Engine:
             precision=self._precision,
             num_shares=self._world.share.number,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """A batch in microbatches, and what is to be known of those of other ranks."""
+
+    microbatches: list[Microbatch]  # in memory that lanes copy from
+    num_own: int  # those that are not there for the sake of other ranks
+    rule: Rule
+    total: int  # what the loss averages over, on all ranks
+    num_tokens_elsewhere: int
 
 
 def _dicts(batch: Batches) -> list[Mapping[str, Any]]:

@@ -55,20 +55,29 @@ def count(rule: Rule, microbatch: Mapping[str, Any]) -> int:
     return num_rows(microbatch)
 
 
+def refuse_unknown(rule: Rule, num_microbatches: int) -> None:
+    """Refuse several microbatches whose losses cannot be put together.
+
+    Raises:
+        ValueError: the rule is unknown and there is more than one.
+    """
+    if rule is Rule.UNKNOWN and num_microbatches > 1:
+        raise ValueError(
+            f"the model's loss over {num_microbatches} microbatches cannot be made that of the "
+            "whole batch: it is not a mean over rows or over labels that are not ignored. Pass "
+            "loss=(outputs, batch) -> (sum, weight), or let one microbatch hold all rows."
+        )
+
+
 def total_count(rule: Rule, microbatches: list[Microbatch]) -> int:
     """What the loss of the whole batch is a mean over.
 
     Raises:
         ValueError: every label is ignored, or the rule is unknown and there is more than one.
     """
-    if rule is Rule.SUM_AND_WEIGHT or (rule is Rule.UNKNOWN and len(microbatches) == 1):
+    refuse_unknown(rule, len(microbatches))
+    if rule in (Rule.SUM_AND_WEIGHT, Rule.UNKNOWN):
         return 1
-    if rule is Rule.UNKNOWN:
-        raise ValueError(
-            f"the model's loss over {len(microbatches)} microbatches cannot be made that of the "
-            "whole batch: it is not a mean over rows or over labels that are not ignored. Pass "
-            "loss=(outputs, batch) -> (sum, weight), or let one microbatch hold all rows."
-        )
     if rule is Rule.ROWS and len(microbatches) > 1:
         _refuse_ignored_rows(microbatches)
     total = sum(count(rule, microbatch) for microbatch in microbatches)

@@ -33,7 +33,7 @@ from l2l.workload import LANES, SHAPES, Workload, host_peak_bytes
 
 OptimizerName = Literal["adafactor", "adamw", "adamw-8bit"]
 OPTIMIZERS: dict[OptimizerName, Callable[[], Optimizer]] = {
-    "adafactor": lambda: Adafactor(lr=1e-2),
+    "adafactor": lambda: Adafactor(lr=3e-3),
     "adamw": lambda: AdamW(lr=1e-5),
     "adamw-8bit": lambda: AdamW(lr=1e-5, moments="8bit"),
 }
@@ -53,7 +53,7 @@ class Scale:
     host_memory: str | None = None
     num_tokens: int = 16384  # a step
     length: int = 1024
-    num_steps: int = 3
+    num_steps: int = 5
     started_at: float = 0.0  # when the process was, in seconds since the epoch
 
     def __post_init__(self) -> None:

@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-memory", default=None, metavar="SIZE", help="such as 120GiB")
     parser.add_argument("--tokens", type=int, default=16384, help="a step (default: 16384)")
     parser.add_argument("--length", type=int, default=1024, help="of a row (default: 1024)")
-    parser.add_argument("--steps", type=int, default=3, help="default: 3")
+    parser.add_argument("--steps", type=int, default=5, help="default: 5")
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -26,7 +26,8 @@ MOST_LINES = 4000  # of a schedule to simulate; longer ones are simulated with f
 LIBRARY_BYTES = 116 << 20  # workspaces of matrix libraries, small tensors, what segments grow by
 HEAD_EFFICIENCY = 0.85
 ACCUMULATE_BYTES = 10.0  # to add a parameter's gradient to its sum
-DEVICE_UPDATE_BYTES = 34.0
+DEVICE_UPDATE_BYTES = 34.0  # of AdamW there, a parameter
+REVISE_BYTES = 150.0  # of Adafactor: about thirty operations one by one
 PASS_SECONDS = 0.2e-3  # of a pass, beside its arithmetic: launches, copies into cells
 PROLOGUE_SECONDS = 0.3e-3
 HOST_COPY_RATE = 28e9  # of gathering rows; bytes that are read
@@ -482,7 +483,8 @@ class _Costs:
             layer = int(action.operands[0][1:])
             return self._scale * model.backward_seconds(layer, self._decisions, self._mean)
         if size is not None and verb in ("renew", "revise", "rework"):
-            moved = size.num_trained * DEVICE_UPDATE_BYTES / model.hardware.memory_rate
+            each = REVISE_BYTES if verb == "revise" else DEVICE_UPDATE_BYTES
+            moved = size.num_trained * each / model.hardware.memory_rate
             return moved / self._decisions.num_pieces if verb == "rework" else moved
         return 0.0
 
