@@ -2,6 +2,12 @@
 
 from l2l.checkpoint import CheckpointError as CheckpointError
 from l2l.checkpoint import CheckpointFolder as CheckpointFolder
+from l2l.depth import AllLayers as AllLayers
+from l2l.depth import Choice as Choice
+from l2l.depth import Depth as Depth
+from l2l.depth import ProgressiveLayerDropping as ProgressiveLayerDropping
+from l2l.depth import SampledArchitecture as SampledArchitecture
+from l2l.depth import StochasticDepth as StochasticDepth
 from l2l.engine import Engine as Engine
 from l2l.parameter_server import SGD as SGD
 from l2l.parameter_server import Adafactor as Adafactor
@@ -17,13 +23,19 @@ __all__ = [
     "SGD",
     "Adafactor",
     "AdamW",
+    "AllLayers",
     "CheckpointError",
     "CheckpointFolder",
+    "Choice",
+    "Depth",
     "Engine",
     "Lion",
     "Plan",
+    "ProgressiveLayerDropping",
     "RandomInit",
     "RecordGradients",
+    "SampledArchitecture",
     "StepReport",
+    "StochasticDepth",
     "plan",
 ]

@@ -353,8 +353,12 @@ class UnitTensors:
 class CarvedModel:
     """A model cut into prologue, layers and epilogue; the user's modules are only read."""
 
-    def __init__(self, model: nn.Module, *, layers: str | None) -> None:
+    def __init__(
+        self, model: nn.Module, *, layers: str | None, like: CarvedModel | None = None
+    ) -> None:
         """Cut `model` at the list called `layers`, or at the one that holds most parameters.
+
+        Layers of a structure that `like` has run through its modules: these may be compiled.
 
         Raises:
             ValueError: the model cannot be cut; the message says what was seen.
@@ -376,13 +380,14 @@ class CarvedModel:
         self.layers: list[Part] = []
         self.layer_tensors: list[UnitTensors] = []
         self.structures: list[str] = []
-        numbering = _numbering(originals)
+        numbering = own_numbers(originals)
         for layer in originals:
             copy = copy_tree(layer, {})
             self.layers.append(Part(copy, _bindings(copy, owners)))
             self.layer_tensors.append(_tensors_of(copy, owners))
             self.structures.append(_structure(layer, numbering))
-        self.templates = self._make_templates(numbering, owners)
+        known = {} if like is None else like.templates_by_structure()
+        self.templates = self._make_templates(numbering, owners, known)
         self._refuse_shared_weights()
         self.returns: dict[str, Returns] = {}
         self.changing_input: set[str] = set()  # structures that write into their hidden state
@@ -404,11 +409,19 @@ class CarvedModel:
         for part in (self.skeleton, *self.layers):
             part.unbind()
 
+    def templates_by_structure(self) -> dict[str, nn.Module]:
+        """The modules that layers run through."""
+        pairs = zip(self.structures, self.templates, strict=True)
+        return {structure: template.module for structure, template in pairs}
+
     def _make_templates(
-        self, numbering: frozenset[tuple[str, str]], owners: Mapping[int, str]
+        self,
+        numbering: frozenset[tuple[str, str]],
+        owners: Mapping[int, str],
+        known: Mapping[str, nn.Module],
     ) -> list[Template]:
         """For every layer, the module that stands for its structure and the names in it."""
-        modules: dict[str, nn.Module] = {}
+        modules = dict(known)
         templates = []
         for index, structure in enumerate(self.structures):
             part = self.layers[index]
@@ -651,13 +664,15 @@ def _attributes(layer: nn.Module) -> dict[tuple[str, str], Any]:
     }
 
 
-def _numbering(layers: list[nn.Module]) -> frozenset[tuple[str, str]]:
+def own_numbers(layers: list[nn.Module]) -> frozenset[tuple[str, str]]:
     """Attributes that hold the layer's own number, in every layer that has them."""
     found: dict[tuple[str, str], list[bool]] = {}
     for index, layer in enumerate(layers):
         for key, value in _attributes(layer).items():
             found.setdefault(key, []).append(type(value) is int and value == index)
-    return frozenset(key for key, own in found.items() if len(own) > 1 and all(own))
+    return frozenset(
+        key for key, own in found.items() if all(own) and (len(own) > 1 or key[1] == "layer_idx")
+    )
 
 
 def _structure(layer: nn.Module, numbering: frozenset[tuple[str, str]]) -> str:

@@ -27,10 +27,12 @@ from l2l.batch import (
 from l2l.carving import CarvedModel, UnitTensors
 from l2l.checkpoint import Checkpoint, CheckpointError, Saving
 from l2l.compiled_layer import Compiler, parse_backend
+from l2l.depth import Choice, Depth, checked_depth, checked_layers
 from l2l.device import Device, Event, UpdateFailedError, open_device
 from l2l.distributed import open_world, refuse_different_weights
 from l2l.export import SHARD_BYTES, export_model
 from l2l.host_memory import Arena, HostBudget, available_bytes
+from l2l.layers import Layers, Layout, changed_model
 from l2l.lookup import HostRows
 from l2l.loss import LossFunction, Rule, output_shares, refuse_unknown, total_count
 from l2l.outer_pass import OuterPass
@@ -48,7 +50,7 @@ from l2l.parameter_server import (
     load_kernel,
 )
 from l2l.persistence import Persistence
-from l2l.planner import TOGETHER, Decisions, Plan
+from l2l.planner import STATE_ON_HOST, Decisions, Plan
 from l2l.planning import Planning, parse_budget
 from l2l.precision import PrecisionPolicy
 from l2l.rehearsal import LARGE_UNIT_BYTES, Rehearsal
@@ -59,7 +61,7 @@ from l2l.stash import Stash, parse_policy
 from l2l.step import Step
 from l2l.trace import Trace
 from l2l.transfer import Transfer
-from l2l.units import forms_of, units_of
+from l2l.units import forms_of, models_for, moves_for, units_of
 from l2l.updates import Updates
 from l2l.weights import Incoming, RandomInit
 
@@ -75,6 +77,7 @@ PLACED = (
 )
 """Choices by which a layer is computed, or updated, by other code: the same but for last bits."""
 RANK_SEED = 0x9E3779B9  # ranks draw different random numbers
+MOST_SCHEDULES = 32  # that are kept
 MOST_STEPS_AHEAD = 2  # how far the host may run ahead of the device
 
 Batches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -108,6 +111,7 @@ class Engine:
         embedding: str | None = None,
         kernel: str = "native",
         seed: int | None = None,
+        depth: Depth | None = None,
         overrides: Mapping[str, Any] | None = None,
         group_size: int | None = None,
     ) -> None:
@@ -141,8 +145,9 @@ class Engine:
             embedding: "host" gathers the rows of embedding tables there, "device" brings whole
                 tables; None: on the host for tables of 16 MiB and more.
             kernel: "native", or "readable" for the slow PyTorch version with the same arithmetic.
-            seed: of dropout, of stochastic rounding, and of a new head that `weights` does not
-                have. None: torch's initial seed.
+            seed: of dropout, of stochastic rounding, of `depth`, and of a new head that `weights`
+                does not have. None: torch's initial seed.
+            depth: which layers every training step runs: `l2l.StochasticDepth()`, say. None: all.
             overrides: choices of the plan to be made otherwise, by name: see `l2l.planner`.
             group_size: where torch.distributed is initialised, all its ranks train together, each
                 with rows of its own; so many of them hold one copy of the model. None: those of a
@@ -155,14 +160,15 @@ class Engine:
             raise ValueError(
                 f"microbatch_size={microbatch_size}; expected at least 1 row, or None."
             )
-        seed = torch.initial_seed() if seed is None else seed
+        self._world = open_world(group_size=group_size)
+        seed = self._world.gather_facts(torch.initial_seed() if seed is None else seed)[0]
         incoming = Incoming.of(model, weights, seed=seed)
         self._precision = PrecisionPolicy.for_model(model, precision=precision)
         stash_policy = parse_policy(stash)
-        self._world = open_world(group_size=group_size)
         refuse_different_weights(self._world, model)
         self._model = model
         self._carved = CarvedModel(model, layers=layers)
+        self._depth = checked_depth(depth, self._carved.num_layers)
         description, groups = groups_of(optimizer, model)
         self._policy = UpdatePolicy.choose(
             update, optimizer=description, clip_norm=clip_norm, link=self._precision.link
@@ -185,8 +191,7 @@ class Engine:
         )
         native = _kernel(kernel, description)
         self._embedding = parse_embedding(embedding, alone=not self._world.is_parallel)
-        overrides = {**(overrides or {}), **(TOGETHER if self._world.is_parallel else {})}
-        Decisions().override(overrides)
+        overrides = self._checked(overrides or {})
         self._scaler = Scaler() if self._precision.link is torch.float16 else None
         self._device = device if isinstance(device, Device) else open_device(device)
         self._compiler = Compiler(backend=parse_backend(compile, self._device))
@@ -199,7 +204,9 @@ class Engine:
             world=self._world,
         )
         self.optimizer.state_of = self._server.state_of
-        self._make_parts(loss=loss, stash_policy=stash_policy, native=native, seed=seed)
+        self._loss, self._host_budget, self._seed = loss, budget, seed
+        self._make_memory(stash_policy, native)
+        self._make_parts()
         self._microbatch_size, self._clip_norm = microbatch_size, clip_norm
         self._planning = Planning(
             carved=self._carved,
@@ -213,37 +220,63 @@ class Engine:
             compiled=self._compiler.is_on,
             overrides=overrides,
         )
-        self._persistence = self._make_persistence(budget)
         self._placed: tuple[OuterUnit, ...] = ()
         self._held: frozenset[str] = frozenset()
         self._schedules: dict[Shape, Schedule] = {}
         self._step_ends: deque[Event] = deque()
-        self._step_number, self._state, self._seed = 0, "open", seed
+        self._step_number, self._state = 0, "open"
         self._move_in(forms, incoming)
 
-    def step(self, batch: Batches) -> StepReport:
-        """One optimizer step over a batch: a dict of tensors, or a list of microbatches."""
-        step, _ = self._perform(batch, settings=self.optimizer.settings())
+    def step(self, batch: Batches, *, layers: Sequence[int] | None = None) -> StepReport:
+        """One optimizer step over a batch: a dict of tensors, or a list of microbatches.
+
+        Args:
+            batch: the rows.
+            layers: those that run, strictly increasing; the others are left out, and not updated.
+                None: what the engine's `depth` chooses.
+
+        Raises:
+            ValueError: the batch or the layers cannot be; nothing has been changed then.
+        """
+        number = self._carved.num_layers
+        choice = self._depth.choose(step=self._step_number, num_layers=number, seed=self._seed)
+        if layers is not None:
+            choice = Choice(checked_layers(layers, number))
+        step, _ = self._perform(batch, choice, settings=self.optimizer.settings())
         self.optimizer.step()
         self._step_number += 1
         return StepReport(step)
 
-    def evaluate(self, batch: Batches) -> float:
-        """The loss of a batch; forward only, in evaluation mode."""
-        step, _ = self._perform(batch, settings=None)
+    def evaluate(self, batch: Batches, *, layers: Sequence[int] | None = None) -> float:
+        """The loss of a batch; forward only, in evaluation mode, through all layers or some."""
+        step, _ = self._perform(batch, self._chosen(layers), settings=None)
         return StepReport(step).loss
 
-    def predict(self, batch: Batches) -> Any:
-        """The model's outputs for a batch, on the host; forward only, in evaluation mode."""
+    def predict(self, batch: Batches, *, layers: Sequence[int] | None = None) -> Any:
+        """The model's outputs for a batch, on the host; otherwise as `evaluate`."""
         labelled = "labels" in (batch if isinstance(batch, Mapping) else batch[0])
         step, microbatches = self._perform(
-            batch, settings=None, needs_loss=labelled, keep_outputs=True
+            batch, self._chosen(layers), settings=None, needs_loss=labelled, keep_outputs=True
         )
         own = microbatches[: step.num_own]
         if not own:  # this rank has no rows
             return no_rows(step.outputs[0])
         shares = output_shares(self._rehearsal.rule, own)
         return join_outputs([step.outputs[m] for m in range(len(own))], shares)
+
+    @property
+    def layers(self) -> Layers:
+        """The layers as they are now: insert, remove, grow, freeze, thaw; see `l2l.layers`."""
+        return self._layers
+
+    @property
+    def depth(self) -> Depth:
+        """Which layers every training step runs; may be set."""
+        return self._depth
+
+    @depth.setter
+    def depth(self, depth: Depth | None) -> None:
+        self._depth = checked_depth(depth, self._carved.num_layers)
 
     @property
     def step_number(self) -> int:
@@ -277,7 +310,11 @@ class Engine:
         saving = self._persistence.save(
             Path(folder),
             step=self._step_number,
-            state={"seed": self._seed, "choices": self._choices()},
+            state={
+                "seed": self._seed,
+                "choices": self._choices(),
+                "layers": {"origins": self._layers.origins, "frozen": self._layers.frozen},
+            },
             buffers=self._rehearsal.present_buffers(),
             order=self._order_of_change(),
             at_once=self._updated_on_device(),
@@ -316,6 +353,8 @@ class Engine:
         except CheckpointError as error:
             logger.warning("%s", error)
         checkpoint = Checkpoint(Path(folder))
+        self._persistence.check_files(checkpoint)
+        self._follow_layers(checkpoint)
         self._persistence.check(checkpoint)
         self._device.recover()
         self._finish_step()
@@ -328,6 +367,20 @@ class Engine:
         self._adopt(checkpoint.manifest.state)
         self._step_number, self._state = checkpoint.manifest.step, "open"
         return dict(checkpoint.manifest.extra)
+
+    def _follow_layers(self, checkpoint: Checkpoint) -> None:
+        """Have the layers that a checkpoint has, if they were changed before it was saved."""
+        found = checkpoint.manifest.state.get("layers")
+        if found is None or self._state != "open" or self._server.is_torn:
+            return
+        origins, frozen = found["origins"], found["frozen"]
+        if len(origins) == len(self._layers) and list(self._layers.frozen) == list(frozen):
+            return
+        logger.info("%s has %d layers: the engine gets these.", checkpoint.folder, len(origins))
+        try:
+            self._layers.follow(origins, frozen)
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint.folder}: {error}") from error
 
     def export(
         self,
@@ -471,6 +524,7 @@ class Engine:
             "compiled": self._compiler.is_on,
             "looked_up": sorted({lookup.unit for lookup in self._rows.lookups}),
             "device_memory": self._planning.given_budget,
+            "depth": repr(self._depth),
             **{name: getattr(decisions, name) for name in PLACED},
         }
 
@@ -489,6 +543,12 @@ class Engine:
                     choices[name],
                     own[name],
                 )
+        if choices.get("depth", own["depth"]) != own["depth"]:
+            logger.warning(
+                "the checkpoint was made with depth=%s, this engine has %s.",
+                choices["depth"],
+                own["depth"],
+            )
         names = ["piece_tokens"] if self._microbatch_size else ["microbatch_tokens", "piece_tokens"]
         if choices.get("device_memory") == own["device_memory"]:
             names += [name for name in PLACED if name in choices]
@@ -510,26 +570,34 @@ class Engine:
                 "two steps. Go on from a checkpoint with engine.load, or make a new engine."
             )
 
-    def _make_parts(
-        self,
-        *,
-        loss: LossFunction | None,
-        stash_policy: Literal["host", "device"],
-        native: HostKernel | None,
-        seed: int,
+    def _checked(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """Choices of the plan that are made already."""
+        on_host = self._world.is_parallel or self._depth.skips
+        found = {**overrides, **(STATE_ON_HOST if on_host else {})}
+        Decisions().override(found)
+        return found
+
+    def _make_memory(
+        self, stash_policy: Literal["host", "device"], native: HostKernel | None
     ) -> None:
-        """What works on the parameter server's units."""
+        """What moves the units of the parameter server, and boundary tensors."""
         self._transfer = Transfer(device=self._device, arena=self._arena, server=self._server)
         self._stash = Stash(device=self._device, arena=self._arena, policy=stash_policy)
         self._rows = HostRows(arena=self._arena, server=self._server, kernel=native)
+        self._layers = Layers(
+            lambda: self._model.get_submodule(self._carved.list_name), self._change_layers
+        )
+
+    def _make_parts(self) -> None:
+        """What works on the carved model."""
         self._outer = OuterPass(
             carved=self._carved,
             device=self._device,
             server=self._server,
             transfer=self._transfer,
-            loss_function=loss,
+            loss_function=self._loss,
         )
-        self._relay = self._make_relay(seed + self._world.rank * RANK_SEED)
+        self._relay = self._make_relay(self._seed + self._world.rank * RANK_SEED)
         self._rehearsal = Rehearsal(
             carved=self._carved,
             server=self._server,
@@ -538,16 +606,14 @@ class Engine:
             outer=self._outer,
             compiler=self._compiler,
         )
-
-    def _make_persistence(self, budget: HostBudget) -> Persistence:
-        return Persistence(
+        self._persistence = Persistence(
             server=self._server,
             carved=self._carved,
             optimizer=self.optimizer,
             loss_scale=None if self._scaler is None else self._scaler.scale,
             link=self._precision.link,
             spare_bytes=lambda: min(
-                budget.limit_bytes - sum(self._arena.bytes_by_name.values()),
+                self._host_budget.limit_bytes - sum(self._arena.bytes_by_name.values()),
                 available_bytes() + self._server.spare.free_bytes,
             ),
         )
@@ -591,13 +657,57 @@ class Engine:
                 incoming.undo()
             self._device.close()
             raise
+        self._bind_buffers()
+        self._planning.limit_device()  # the model itself may have been on the device
+
+    def _bind_buffers(self) -> None:
+        """Let the code around the layers see buffers on the device."""
         self._carved.skeleton.bind(
             {
                 owner: buffer.detach().to(self._device.torch_device, copy=True)
                 for owner, buffer in self._carved.outer_tensors.buffers.items()
             }
         )
-        self._planning.limit_device()  # the model itself may have been on the device
+
+    def _change_layers(self, layout: Layout) -> None:
+        """Become an engine with other layers; if that cannot be, nothing has changed."""
+        self._refuse_if_unusable()
+        self._depth.check(len(layout))
+        if self._world.share.number > 1 and any(place.frozen is not None for place in layout):
+            raise ValueError(
+                "several ranks hold the layers together, cut where nothing was frozen. Freeze "
+                "them before the engine is made."
+            )
+        for position, place in enumerate(layout):
+            if place.module is not None:
+                self._rehearsal.refuse_layer(place.module, position)
+        self._persistence.finish()
+        self._finish_step()
+        self._leave_device()
+        self._give_back_buffers()
+        old, optimizer = self._carved, self._server.optimizer
+        with changed_model(self._model, old.list_name, layout):
+            carved = CarvedModel(self._model, layers=old.list_name, like=old)
+            members = self.optimizer.members_of(self._model, models_for(layout, old, carved))
+            forms = forms_of(
+                carved,
+                optimizer=optimizer,
+                settings=self.optimizer.settings(members),
+                precision=self._precision,
+                num_shares=self._world.share.number,
+            )
+            self._host_budget.check(
+                host_bytes([form.held(self._world.share) for form in forms], self._policy),
+                alternatives={},
+            )
+            self._transfer.let_go_of_staging()
+            self._server.rearrange(moves_for(layout, old, carved, forms))
+        self.optimizer.regroup(members)
+        self._layers.origins = tuple(place.origin for place in layout)
+        self._carved = carved
+        self._make_parts()
+        self._bind_buffers()
+        self._planning.adapt(carved, {form.name: form for form in forms})
 
     def _give_back_buffers(self) -> None:
         for owner, buffer in self._rehearsal.present_buffers().items():
@@ -607,7 +717,13 @@ class Engine:
                 target.copy_(buffer)
 
     def _prepare(
-        self, batch: Batches, *, training: bool, needs_loss: bool, keep_outputs: bool
+        self,
+        batch: Batches,
+        choice: Choice,
+        *,
+        training: bool,
+        needs_loss: bool,
+        keep_outputs: bool,
     ) -> _Cut:
         """Check the engine and the batch, cut it, and rehearse if this is the first."""
         self._refuse_if_unusable()
@@ -622,7 +738,13 @@ class Engine:
         own = split_batch(batch, microbatch_size=rows) if batch is given else []
         counted = total_count(rule, own) if own and not keep_outputs else 0
         tokens = sum(num_rows(one) * token_length(one) for one in own)
-        facts = self._world.gather_facts((len(own), counted, tokens))
+        facts = self._world.gather_facts((len(own), counted, tokens, choice.layers))
+        for rank, fact in enumerate(facts):
+            if fact[3] != facts[0][3]:
+                raise ValueError(
+                    f"rank 0 runs layers {facts[0][3]}, rank {rank} layers {fact[3]}. Expected the "
+                    "same on all ranks."
+                )
         number = max(1, *(fact[0] for fact in facts))
         if not keep_outputs:
             refuse_unknown(rule, sum(fact[0] for fact in facts))
@@ -653,9 +775,14 @@ class Engine:
         offered = self._world.gather_facts(None if is_empty else own)
         return next((one for one in offered if one is not None), batch) if is_empty else batch
 
+    def _chosen(self, layers: Sequence[int] | None) -> Choice:
+        number = self._carved.num_layers
+        return Choice(tuple(range(number)) if layers is None else checked_layers(layers, number))
+
     def _perform(
         self,
         batch: Batches,
+        choice: Choice,
         *,
         settings: Mapping[str, Mapping[str, Any]] | None,
         needs_loss: bool = True,
@@ -663,15 +790,18 @@ class Engine:
     ) -> tuple[Step, list[Microbatch]]:
         """Run a batch; with less memory in use if the device had too little for the plan."""
         training = settings is not None
+        if len(choice.layers) < self._carved.num_layers:
+            self._refuse_if_unusable()
+            self._planning.restrict(STATE_ON_HOST)
         while True:
             cut = self._prepare(
-                batch, training=training, needs_loss=needs_loss, keep_outputs=keep_outputs
+                batch, choice, training=training, needs_loss=needs_loss, keep_outputs=keep_outputs
             )
             if settings is not None:
                 self._server.check_settings(settings)
-            step = self._new_step(cut, settings=settings, keep_outputs=keep_outputs)
+            step = self._new_step(cut, choice, settings=settings, keep_outputs=keep_outputs)
             try:
-                self._run(self._schedule(len(cut.microbatches), training=training), step)
+                self._run(self._schedule(len(cut.microbatches), choice, training=training), step)
             except torch.OutOfMemoryError as error:
                 alone = not self._world.is_parallel  # others are in the middle of the step
                 if self._state != "open" or not alone or not self._planning.tighten(str(error)):
@@ -749,6 +879,7 @@ class Engine:
     def _new_step(
         self,
         cut: _Cut,
+        choice: Choice,
         *,
         settings: Mapping[str, Mapping[str, Any]] | None,
         keep_outputs: bool = False,
@@ -761,6 +892,8 @@ class Engine:
             names = {name: unit.form.trained.names for name, unit in self._server.units.items()}
         return Step(
             number=self._step_number,
+            layers=choice.layers,
+            survival=choice.survival,
             microbatches=list(cut.microbatches),
             rule=cut.rule,
             total=cut.total,
@@ -803,16 +936,21 @@ class Engine:
             parallel=self._world.is_parallel,
         )
 
-    def _schedule(self, num_microbatches: int, *, training: bool) -> Schedule:
+    def _schedule(self, num_microbatches: int, choice: Choice, *, training: bool) -> Schedule:
         shape = self._shape(num_microbatches, training=training)
+        if choice.layers != shape.layers:
+            shape = shape.only(choice.layers)
         if shape not in self._schedules:
+            if len(self._schedules) == MOST_SCHEDULES:
+                del self._schedules[next(iter(self._schedules))]  # the oldest
             self._schedules[shape] = make_schedule(shape)
         return self._schedules[shape]
 
     def _run(self, schedule: Schedule, step: Step) -> None:
         if len(self._step_ends) == MOST_STEPS_AHEAD:
             self._step_ends.popleft().synchronize()
-            self._planning.mark(training=step.training)
+            whole = len(step.layers) == self._carved.num_layers
+            self._planning.mark(training=step.training and whole)
         try:
             self._relay.run(schedule, step)
         except BaseException as error:

@@ -102,6 +102,11 @@ class Arena:
         self.count(name, nbytes)
         return self._device.host_empty(nbytes, registered=registered).view(dtype)
 
+    def give_back(self, name: str, memory: Tensor) -> None:
+        """Let go of memory that `take` gave."""
+        self.count(name, -memory.nbytes)
+        self._device.forget(memory)
+
     def count(self, name: str, nbytes: int) -> None:
         """Note that so many bytes more, or fewer, are taken for something."""
         self.bytes_by_name[name] = self.bytes_by_name.get(name, 0) + nbytes

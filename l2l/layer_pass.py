@@ -19,8 +19,8 @@ skipped as torch would skip it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -128,14 +128,31 @@ def walk_layer(inputs: LayerInputs) -> Walked:
     return Walked(output, inputs.wanted(hidden, recorded, bound))
 
 
-def unwind_layer(inputs: LayerInputs, walked: Walked, *, gradient: Tensor) -> BackwardResult:
+def unwind_layer(inputs: LayerInputs, walked: Walked, gradient: Tensor) -> BackwardResult:
     """Take the gradients of a pass with graph."""
     return inputs.result(take_gradients([walked.output], [gradient], walked.wanted))
 
 
-def backward_layer(inputs: LayerInputs, *, gradient: Tensor) -> BackwardResult:
+def backward_layer(inputs: LayerInputs, gradient: Tensor) -> BackwardResult:
     """Run the layer again with graph and take its gradients."""
     return unwind_layer(inputs, walk_layer(inputs), gradient=gradient)
+
+
+def weighed(hidden: Tensor, output: Tensor, survival: float | None) -> Tensor:
+    """What a layer hands on that might have been left out ([Note: survival] in depth.py)."""
+    return output if survival is None else hidden + (output - hidden) / survival
+
+
+def weigh_gradient(
+    gradient: Tensor, survival: float | None, backward: Callable[[Tensor], BackwardResult]
+) -> BackwardResult:
+    """The gradients of `weighed`, from those of the layer."""
+    if survival is None:
+        return backward(gradient)
+    of_layer = gradient / survival
+    result, passed = backward(of_layer), gradient - of_layer
+    hidden = passed if result.hidden is None else passed + result.hidden
+    return replace(result, hidden=hidden)
 
 
 def take_gradients(

@@ -195,11 +195,11 @@ class Persistence:
 
     # ----------------------------------------------------------------------------------------------
 
-    def check(self, checkpoint: Checkpoint) -> None:
-        """Refuse a checkpoint that is damaged, or not of this model and optimizer.
+    def check_files(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint that is damaged.
 
         Raises:
-            CheckpointError: with the file, and what does not fit.
+            CheckpointError: with the file.
         """
         world = self._server.world
         failure: CheckpointError | None = None
@@ -213,6 +213,13 @@ class Persistence:
         for rank, reason in enumerate(reasons):
             if reason is not None:
                 raise CheckpointError(f"rank {rank}: {reason}")
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint that is not of this model and optimizer.
+
+        Raises:
+            CheckpointError: with the file, and what does not fit.
+        """
         state, folder = checkpoint.manifest.state, checkpoint.folder
         mine = (type(self._description).__name__, getattr(self._description, "moments", None))
         found = (state["optimizer"], state["moments"])

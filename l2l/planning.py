@@ -29,7 +29,7 @@ from l2l.parameter_server import (
     host_bytes,
 )
 from l2l.planner import (
-    TOGETHER,
+    STATE_ON_HOST,
     Candidate,
     CostModel,
     Decisions,
@@ -129,6 +129,20 @@ class Planning:
         self._adopted = {k: v for k, v in choices.items() if k not in self._overrides}
         self.decisions = self.decisions.override(self._adopted)
         self._candidate, self._most_tokens = None, 0  # plan anew
+
+    def adapt(self, carved: CarvedModel, forms: Mapping[str, UnitForm]) -> None:
+        """Plan for other layers from here on."""
+        self._carved, self._forms = carved, forms
+        self._candidate, self._most_tokens = None, 0
+        self._marks.clear()
+
+    def restrict(self, choices: Mapping[str, Any]) -> None:
+        """Make these choices from here on, whatever else would be chosen."""
+        if any(self._overrides.get(name) != value for name, value in choices.items()):
+            self._overrides |= choices
+            self._adopted = {k: v for k, v in self._adopted.items() if k not in choices}
+            self.decisions = self.decisions.override(choices)
+            self._candidate, self._most_tokens = None, 0  # plan anew
 
     def step_seconds(self) -> float | None:
         """How long a step takes, measured or else predicted."""
@@ -241,7 +255,7 @@ class Planning:
             has_halves=isinstance(self._optimizer, HostOptimizer) and self._optimizer.has_halves,
             may_update_on_device=device_update.supports(self._optimizer),
             is_single=hidden.dtype is torch.float32,
-            buffer_bytes=buffer_bytes,
+            buffer_bytes=buffer_bytes + (self._device.growth_bytes if self._device else 0),
             server_bytes=host_bytes(list(forms.values()), self._policy),
             host_limit_bytes=self._host_limit,
         )
@@ -264,7 +278,7 @@ class Planning:
             own = problem if world.num_ranks == 1 else replace(problem, outer=outer)
             own = replace(own, together=world)
             decisions = (
-                found.decisions if world.num_ranks == 1 else found.decisions.override(TOGETHER)
+                found.decisions if world.num_ranks == 1 else found.decisions.override(STATE_ON_HOST)
             )
             run = CostModel(own, self._hardware).simulate(decisions, found.rows)
             points.append(

@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l2l.batch import Microbatch, take_rows
-from l2l.carving import CarvedModel, Recording
+from l2l.carving import CarvedModel, Recording, Returns
 from l2l.compiled_layer import Compiler
 from l2l.device import Device
 from l2l.interception import Head, Readers, Reading
@@ -77,6 +77,7 @@ class Rehearsal:
         self.usage: dict[str, Usage] = {}
         self.alone = False
         self.done = False
+        self.trial: Microbatch | None = None  # a few rows, on the host, once there were any
         self.rule: Rule | None = None
         self.rule_is_final = False
 
@@ -86,6 +87,10 @@ class Rehearsal:
         if self.done and not wants_rule:
             return
         self._server.settle_all()
+        self.trial = {
+            k: v.cpu() if isinstance(v, Tensor) else v
+            for k, v in trial_batch(microbatch, cut=False).items()
+        }
         if self._server.world.is_parallel:  # all ranks learn the same: from rows of the first
             rows = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in microbatch.items()}
             microbatch = self._server.world.gather_facts(take_rows(rows, 0, 2))[0]
@@ -113,6 +118,38 @@ class Rehearsal:
         """Units around the layers, with the tables for which `looked_up` says so on the host."""
         forms = {name: unit.form for name, unit in self._server.units.items()}
         return outer_units(forms, self.usage, looked_up)
+
+    def refuse_layer(self, module: nn.Module, position: int) -> None:
+        """Refuse a module that does not run where a layer runs; nothing is known before a step.
+
+        Raises:
+            ValueError: it fails there, or returns something else than a hidden state.
+        """
+        if self.trial is None:
+            return
+        recording = self.record(self.trial)
+        index = min(position, self._carved.num_layers - 1)
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+
+        def given(tensor: Tensor) -> Tensor:
+            return tensor.cpu().to(dtype) if tensor.is_floating_point() else tensor.cpu()
+
+        assert recording.hidden is not None
+        hidden, recorded = given(recording.hidden), [given(one) for one in recording.tensors]
+        args, kwargs = recording.calls[index].arguments(hidden, recorded)
+        try:
+            with self._device.private_random_state(), torch.no_grad():
+                output = Returns.unwrap(module(*args, **kwargs))
+        except Exception as error:
+            raise ValueError(
+                f"{type(module).__name__} does not run in the place of layer {index}, whose hidden "
+                f"state is {list(hidden.shape)}: {error}"
+            ) from error
+        if output.shape != hidden.shape:
+            raise ValueError(
+                f"{type(module).__name__} returns {list(output.shape)} where layer {index} is "
+                f"given {list(hidden.shape)}. Expected the same shape."
+            )
 
     def present_buffers(self) -> dict[str, Tensor]:
         """Buffers on the device, as training has left them."""

@@ -33,6 +33,8 @@ from l2l.layer_pass import (
     take_gradients,
     unwind_layer,
     walk_layer,
+    weigh_gradient,
+    weighed,
 )
 from l2l.outer_pass import OuterPass
 from l2l.parameter_server import ParameterServer
@@ -266,7 +268,8 @@ class Relay:
         walks = list[tuple[LayerInputs, Handed | Walked]]()
         for layer in self._shape.tail:
             inputs = self._tail_inputs(step, layer, m, recorded, hidden, requires=below)
-            walked, hidden = self._walk(layer, inputs, step, m)
+            walked, output = self._walk(layer, inputs, step, m)
+            hidden = weighed(hidden, output, step.survival.get(layer))
             walks.append((inputs, walked))
             below = below or self._adds_gradient(step, layer, m)
         bound = self._outer.bind(slots)
@@ -290,7 +293,8 @@ class Relay:
         for layer, (inputs, walked) in zip(self._shape.tail[::-1], walks[::-1], strict=True):
             if gradient is None:
                 break
-            result = self._unwind(layer, inputs, walked, gradient)
+            unwind = partial(self._unwind, layer, inputs, walked)
+            result = weigh_gradient(gradient, step.survival.get(layer), unwind)
             if self._trained(f"L{layer}"):
                 add = self._compiler.gradient_sum(self._carved.structures[layer])
                 self._updates.accumulate(step, f"L{layer}", f"GL{layer}", result.parameters, add)
@@ -391,6 +395,7 @@ class Relay:
         if output is None:
             self._device.seed(mix_seed(self._seed, step.number, index, m))
             output = forward_layer(inputs)
+        output = weighed(inputs.hidden, output, step.survival.get(index))
         if kept != NOTHING:
             self._stash.put(kept, f"k{index} {microbatch}", [] if handed is None else handed.kept)
         if handed is not None:
@@ -459,12 +464,13 @@ class Relay:
         inputs = self._streamed_inputs(step, index, m, slot, recorded, before, changing)
         handed = step.handed.pop((index, m), None)
         if handed is None or not self._compiler.compiles(self._carved.structures[index]):
-            result = backward_layer(inputs, gradient=gradient)
+            backward = partial(backward_layer, inputs)
         else:
             if kept != NOTHING:
                 handed.kept = self._stash.get(kept, f"k{index} {microbatch}")
             anchors = self._anchors(slot, recorded, before)
-            result = self._compiled_backward(step, index, m, inputs, handed, gradient, anchors)
+            backward = partial(self._compiled_backward, step, index, m, inputs, handed, anchors)
+        result = weigh_gradient(gradient, step.survival.get(index), backward)
         add = self._compiler.gradient_sum(self._carved.structures[index])
         self._updates.accumulate(step, layer, gradient_slot, result.parameters, add)
         if to != NOTHING:
@@ -479,8 +485,8 @@ class Relay:
         m: int,
         inputs: LayerInputs,
         handed: Handed,
-        gradient: Tensor,
         anchors: Mapping[str, Tensor],
+        gradient: Tensor,
     ) -> BackwardResult:
         structure = self._carved.structures[index]
         program = self._compiler.program_of(handed)

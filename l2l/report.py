@@ -34,6 +34,29 @@ class StepReport:
         return self._step.gradient_norm() if self._has_gradients else 0.0
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that ran."""
+        return self._step.layers
+
+    @property
+    def layer_norms(self) -> dict[int, float]:
+        """The norm of the gradient of every layer that ran and is trained, before clipping.
+
+        Empty if no gradient left the device: the optimizer is there.
+        """
+        self._synchronize()
+        return self._step.layer_norms() if self._has_gradients else {}
+
+    @property
+    def update_norms(self) -> dict[int, float]:
+        """How far this step has moved the weights of every layer: the norm of the change.
+
+        Of updates on the host that are done; with clipping they are done in the next step.
+        """
+        found = dict(self._step.changes)
+        return {int(u[1:]): math.sqrt(found[u]) for u in sorted(found) if u.startswith("L")}
+
+    @property
     def num_tokens(self) -> int:
         """Positions that passed the layers, padding included."""
         return self._step.num_tokens + self._step.num_tokens_elsewhere

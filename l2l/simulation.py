@@ -27,11 +27,11 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from l2l.schedule import Action, Lane, Schedule, Wait
+from l2l.schedule import Action, Lane, Line, Schedule, Wait
 from l2l.trace import Span, Trace
 
 Direction = Literal["in", "out"]
@@ -49,18 +49,33 @@ class Cost:
     nbytes: int = 0
 
 
+FREE: Final = Cost()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
     """How a step goes once steps follow each other."""
 
     seconds: float
     """From the beginning of a step to that of the next."""
-    trace: Trace
-    """Its lines; seconds since it began."""
     bound: str
     """What is busiest: "compute", "link" or "host"."""
     busy: dict[str, float]
     """Share of the step in which each of them is busy."""
+    began: float
+    """When it began, in seconds since the first step did."""
+    passed: Sequence[tuple[Lane, Line, float, float]] = field(repr=False)
+    """Its lines, in the order of their ends; from when to when, in seconds since then."""
+
+    @property
+    def trace(self) -> Trace:
+        """Its lines; seconds since it began."""
+        return Trace(
+            [
+                Span(lane.value, str(line), start - self.began, end - self.began)
+                for lane, line, start, end in self.passed
+            ]
+        )
 
 
 def simulate(
@@ -88,7 +103,8 @@ def simulate(
     run = _Run(
         schedule,
         cost,
-        alone={"in": fetch_rate, "out": drain_rate},
+        fetch_rate=fetch_rate,
+        drain_rate=drain_rate,
         both_ways_rate=both_ways_rate,
         num_steps=num_steps,
     )
@@ -96,24 +112,26 @@ def simulate(
     return run.result()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Program:
     """What one lane does in every step: waits for lines of this step or an earlier, and lines."""
 
-    items: list[tuple[int, int | None]] = field(default_factory=list)
-    """A line, and how many steps ago it was to be awaited; None: the line is to be done."""
+    lane: Lane
+    items: list[tuple[int, int | None, Cost]] = field(default_factory=list)
+    """A line, how many steps ago it was to be awaited (None: it is to be done), and its cost."""
     position: int = 0
     step: int = 0
     began: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Server:
     """One direction of the link."""
 
     alone_rate: float
-    queue: deque[Lane] = field(default_factory=deque)
-    current: Lane | None = None
+    both_ways_rate: float
+    queue: deque[_Program] = field(default_factory=deque)
+    current: _Program | None = None
     remaining_bytes: float = 0.0
     rate: float = 0.0
     since: float = 0.0
@@ -130,59 +148,60 @@ class _Run:
         schedule: Schedule,
         cost: Callable[[Action], Cost],
         *,
-        alone: dict[Direction, float],
+        fetch_rate: float,
+        drain_rate: float,
         both_ways_rate: float,
         num_steps: int,
     ) -> None:
         self._lines = schedule.lines
+        self._num_lines = len(self._lines)
         self._num_steps = num_steps
-        self._costs = [cost(line) if isinstance(line, Action) else Cost() for line in self._lines]
-        self._programs = {lane: _Program() for lane in LANES}
+        costs = [cost(line) if isinstance(line, Action) else FREE for line in self._lines]
+        self._programs = [_Program(lane) for lane in LANES]
         for lane, line, steps_ago in _programs(schedule):
-            self._programs[lane].items.append((line, steps_ago))
-        self._servers = {way: _Server(rate) for way, rate in alone.items()}
-        self._both_ways_rate = both_ways_rate
+            self._programs[lane.number].items.append((line, steps_ago, costs[line]))
+        self._inwards = _Server(fetch_rate, min(fetch_rate, both_ways_rate))
+        self._outwards = _Server(drain_rate, min(drain_rate, both_ways_rate))
         self._now = 0.0
-        self._events: list[tuple[float, int, Lane | None, Direction | None, int]] = []
+        self._events: list[tuple[float, int, _Program | None, _Server | None, int]] = []
         self._num_events = 0
-        self._done = bytearray(len(self._lines) * num_steps)
-        self._waiting: dict[int, list[Lane]] = {}  # line of some step -> lanes it holds
-        self._runnable = deque(LANES)
+        self._done = bytearray(self._num_lines * num_steps)
+        self._waiting: dict[int, list[_Program]] = {}  # line of some step -> lanes it holds
+        self._runnable = deque(self._programs)
         self._arrived = [0] * num_steps  # lanes at the end of each step
         self._ends: list[float] = []  # of the steps
-        self._spans: list[Span] = []
+        self._passed: list[tuple[Lane, Line, float, float]] = []  # of the last step
 
     def go(self) -> None:
         """Run to the end."""
         self._advance_all()
         while self._events:
-            self._now, _, lane, way, version = heapq.heappop(self._events)
-            if lane is not None:
-                self._worked(lane)
-            elif way is not None and self._servers[way].version == version:
-                self._copied(way)
+            self._now, _, program, server, version = heapq.heappop(self._events)
+            if program is not None:
+                self._worked(program)
+            elif server is not None and server.version == version:
+                self._copied(server)
             self._advance_all()
-        assert all(program.step == self._num_steps for program in self._programs.values())
+        assert all(program.step == self._num_steps for program in self._programs)
 
     def result(self) -> Simulation:
         """The last step."""
-        start = self._ends[-2] if self._num_steps > 1 else 0.0
-        length = self._ends[-1] - start
-        trace = Trace(
-            [Span(s.lane, s.text, s.start - start, s.end - start) for s in self._spans],
-        )
-        seconds = dict.fromkeys(LANES, 0.0)
-        for span in self._spans:
-            seconds[Lane(span.lane)] += span.end - span.start
-        copying = [seconds[lane] for lane in LANES if lane not in (Lane.COMPUTE, Lane.UPDATE)]
-        copying += [server.busy_seconds for server in self._servers.values()]
-        totals = (seconds[Lane.COMPUTE], max(copying), seconds[Lane.UPDATE])
+        began = self._ends[-2] if self._num_steps > 1 else 0.0
+        length = self._ends[-1] - began
+        seconds = [0.0] * len(LANES)
+        for lane, _, start, end in self._passed:
+            seconds[lane.number] += end - start
+        copying = [
+            seconds[lane.number] for lane in LANES if lane not in (Lane.COMPUTE, Lane.UPDATE)
+        ]
+        copying += [self._inwards.busy_seconds, self._outwards.busy_seconds]
+        totals = (seconds[Lane.COMPUTE.number], max(copying), seconds[Lane.UPDATE.number])
         busy = {
             name: total / length if length > 0 else 0.0
             for name, total in zip(BOUNDS, totals, strict=True)
         }
         bound = max(BOUNDS, key=lambda name: busy[name])
-        return Simulation(seconds=length, trace=trace, bound=bound, busy=busy)
+        return Simulation(seconds=length, bound=bound, busy=busy, began=began, passed=self._passed)
 
     # ----------------------------------------------------------------------------------------------
     # Lanes
@@ -191,94 +210,87 @@ class _Run:
         while self._runnable:
             self._advance(self._runnable.popleft())
 
-    def _advance(self, lane: Lane) -> None:
+    def _advance(self, program: _Program) -> None:
         """Let a lane go on to its next action, or to what holds it."""
-        program = self._programs[lane]
+        items, done, num_lines = program.items, self._done, self._num_lines
         while program.step < self._num_steps:
-            if program.position == len(program.items):
-                if not self._end_step(lane, program):
+            if program.position == len(items):
+                if not self._end_step(program):
                     return
                 continue
-            line, steps_ago = program.items[program.position]
+            line, steps_ago, cost = items[program.position]
             if steps_ago is None:
-                if self._begin(lane, program, self._costs[line]):
+                if self._begin(program, cost):
                     return
                 continue
             step = program.step - steps_ago
-            occurrence = step * len(self._lines) + line
-            if step >= 0 and not self._done[occurrence]:
-                self._waiting.setdefault(occurrence, []).append(lane)
+            if step >= 0 and not done[step * num_lines + line]:
+                self._waiting.setdefault(step * num_lines + line, []).append(program)
                 return
             program.position += 1
 
-    def _end_step(self, lane: Lane, program: _Program) -> bool:
+    def _end_step(self, program: _Program) -> bool:
         """A lane has done a step; whether it may go on with the next."""
         program.position = 0
         program.step += 1
-        if lane is Lane.UPDATE:
+        if program.lane is Lane.UPDATE:
             return True
         step = program.step - 1
         self._arrived[step] += 1
         if self._arrived[step] < len(LANES) - 1:
             return False
         self._ends.append(self._now)
-        self._runnable.extend(one for one in LANES if one not in (lane, Lane.UPDATE))
+        self._runnable.extend(
+            one for one in self._programs if one is not program and one.lane is not Lane.UPDATE
+        )
         return True
 
-    def _begin(self, lane: Lane, program: _Program, cost: Cost) -> bool:
+    def _begin(self, program: _Program, cost: Cost) -> bool:
         """Begin an action; False if it is done at once."""
         program.began = self._now
         if cost.seconds > 0:
-            self._foresee(self._now + cost.seconds, lane=lane)
+            self._num_events += 1
+            event = (self._now + cost.seconds, self._num_events, program, None, 0)
+            heapq.heappush(self._events, event)
             return True
         if cost.link is not None and cost.nbytes > 0:
-            self._ask(cost.link, lane)
+            self._ask(cost.link, program)
             return True
-        self._finish(lane, program)
+        self._finish(program)
         return False
 
-    def _worked(self, lane: Lane) -> None:
+    def _worked(self, program: _Program) -> None:
         """The time on the lane is over; bytes may follow."""
-        program = self._programs[lane]
-        cost = self._costs[program.items[program.position][0]]
+        cost = program.items[program.position][2]
         if cost.link is not None and cost.nbytes > 0:
-            self._ask(cost.link, lane)
+            self._ask(cost.link, program)
         else:
-            self._finish(lane, program)
-            self._runnable.append(lane)
+            self._finish(program)
+            self._runnable.append(program)
 
-    def _finish(self, lane: Lane, program: _Program) -> None:
+    def _finish(self, program: _Program) -> None:
         line = program.items[program.position][0]
-        occurrence = program.step * len(self._lines) + line
+        occurrence = program.step * self._num_lines + line
         self._done[occurrence] = 1
-        self._runnable.extend(self._waiting.pop(occurrence, ()))
+        if occurrence in self._waiting:
+            self._runnable.extend(self._waiting.pop(occurrence))
         if program.step == self._num_steps - 1:
-            text = str(self._lines[line])
-            self._spans.append(Span(lane.value, text, program.began, self._now))
+            self._passed.append((program.lane, self._lines[line], program.began, self._now))
         program.position += 1
-
-    def _foresee(
-        self, time: float, *, lane: Lane | None = None, way: Direction | None = None
-    ) -> None:
-        self._num_events += 1
-        version = self._servers[way].version if way is not None else 0
-        heapq.heappush(self._events, (time, self._num_events, lane, way, version))
 
     # ----------------------------------------------------------------------------------------------
     # Link
 
-    def _ask(self, way: Direction, lane: Lane) -> None:
-        server = self._servers[way]
-        server.queue.append(lane)
+    def _ask(self, way: Direction, program: _Program) -> None:
+        server = self._inwards if way == "in" else self._outwards
+        server.queue.append(program)
         if server.current is None:
-            self._serve_next(way)
+            self._serve_next(server)
 
-    def _serve_next(self, way: Direction) -> None:
-        server = self._servers[way]
-        server.current = server.queue.popleft() if server.queue else None
-        if server.current is not None:
-            program = self._programs[server.current]
-            cost = self._costs[program.items[program.position][0]]
+    def _serve_next(self, server: _Server) -> None:
+        program = server.current = server.queue.popleft() if server.queue else None
+        if program is not None:
+            cost = program.items[program.position][2]
             server.remaining_bytes = cost.nbytes
             server.rate, server.since, server.began = 0.0, self._now, self._now
             if cost.seconds <= 0:
@@ -287,27 +299,27 @@ class _Run:
 
     def _set_rates(self) -> None:
         """Foresee the ends of the copies under way, at the rates from now on."""
-        both = all(server.current is not None for server in self._servers.values())
-        for way, server in self._servers.items():
-            rate = min(server.alone_rate, self._both_ways_rate) if both else server.alone_rate
+        both = self._inwards.current is not None and self._outwards.current is not None
+        for server in (self._inwards, self._outwards):
+            rate = server.both_ways_rate if both else server.alone_rate
             if server.current is None or rate == server.rate:
                 continue
             server.remaining_bytes -= server.rate * (self._now - server.since)
             server.rate, server.since = rate, self._now
             server.version += 1
-            self._foresee(self._now + max(0.0, server.remaining_bytes) / rate, way=way)
+            end = self._now + max(0.0, server.remaining_bytes) / rate
+            self._num_events += 1
+            heapq.heappush(self._events, (end, self._num_events, None, server, server.version))
 
-    def _copied(self, way: Direction) -> None:
-        server = self._servers[way]
-        assert server.current is not None
-        lane = server.current
-        program = self._programs[lane]
+    def _copied(self, server: _Server) -> None:
+        program = server.current
+        assert program is not None
         if program.step == self._num_steps - 1:
             server.busy_seconds += self._now - server.began
         server.version += 1
-        self._finish(lane, program)
-        self._runnable.append(lane)
-        self._serve_next(way)
+        self._finish(program)
+        self._runnable.append(program)
+        self._serve_next(server)
 
 
 def _programs(schedule: Schedule) -> Iterator[tuple[Lane, int, int | None]]:

@@ -24,6 +24,7 @@ class Step:
     """Everything that belongs to one run of a schedule and to nothing after it."""
 
     number: int
+    layers: tuple[int, ...]  # that run
     microbatches: list[Microbatch]  # on the host
     rule: Rule
     total: int  # what the loss of the whole batch averages over
@@ -34,6 +35,10 @@ class Step:
     """Of several ranks: per unit, on the host, how many had a gradient of each parameter."""
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of these parameters
     reduced: dict[str, Tensor] = field(default_factory=dict)  # the same on the device, and norms
+    survival: Mapping[int, float] = field(default_factory=dict)
+    """Of layers that might have been left out ([Note: survival] in depth.py)."""
+    changes: dict[str, float] = field(default_factory=dict)
+    """Per unit, the sum of squares of what its update has changed; of updates that are done."""
     num_own: int | None = None  # microbatches that are not there for the sake of other ranks
     settings: Mapping[str, Mapping[str, Any]] | None = None  # of the optimizer; None: no training
     clip_norm: float | None = None
@@ -100,6 +105,15 @@ class Step:
             norm = math.sqrt(max(0.0, norm**2 + sum(self.grown.values())))
         return norm * self.plain_factor(scaled=True)
 
+    def layer_norms(self) -> dict[int, float]:
+        """The norm of every layer's gradient, before clipping."""
+        factor = self.plain_factor(scaled=True)
+        return {
+            layer: float(torch.linalg.vector_norm(self.norms[f"L{layer}"])) * factor
+            for layer in self.layers
+            if f"L{layer}" in self.received
+        }
+
     def is_finite(self) -> bool:
         """Whether the step counts; if not, nothing is updated."""
         if not math.isfinite(self.loss()):
@@ -120,7 +134,9 @@ class Step:
             flags = self.flags[unit].tolist()
             found = (name for name, flag in zip(self.names[unit], flags, strict=True) if flag)
             received = frozenset(found)
-        return UpdateOrder(settings=self.settings, received=received, factor=factor)
+        return UpdateOrder(
+            settings=self.settings, received=received, factor=factor, changes=self.changes
+        )
 
     def _factor(self) -> float | None:
         """What gradients are multiplied with, or None if the step is skipped."""

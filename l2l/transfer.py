@@ -324,6 +324,12 @@ class Transfer:
         self._zero.clear()  # an update may have been dropped that would have made them zero again
         self._rounding = None
 
+    def let_go_of_staging(self) -> None:
+        """Give staging buffers back: units may have another size. None may wait there."""
+        for buffer in self.staging.values():
+            self._arena.give_back("staging", buffer)
+        self.staging.clear()
+
     def close(self) -> None:
         """Give all memory back."""
         self.clear()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from l2l.carving import CarvedModel, UnitTensors
-from l2l.parameter_server import Optimizer, ParameterServer, UnitForm
+from l2l.layers import Layout
+from l2l.parameter_server import Move, Optimizer, ParameterServer, UnitForm
 from l2l.precision import PrecisionPolicy
 from l2l.schedule import OUTER
 
@@ -44,3 +47,42 @@ def forms_of(
         )
         for name, tensors in units_of(carved)
     ]
+
+
+def moves_for(
+    layout: Layout, old: CarvedModel, new: CarvedModel, forms: Sequence[UnitForm]
+) -> list[Move]:
+    """What becomes of the layers' units when the layers change."""
+    moves = []
+    for place, tensors, form in zip(layout, new.layer_tensors, forms, strict=False):
+        names: dict[str, str] = {}
+        if place.source is not None:
+            theirs = old.layer_tensors[place.source]
+            names = dict(zip(tensors.parameters, theirs.parameters, strict=True))
+            names |= zip(tensors.buffers, theirs.buffers, strict=True)
+        moves.append(
+            Move(
+                form=form,
+                source=None if place.source is None else f"L{place.source}",
+                is_copy=place.is_copy,
+                keeps_state=place.keeps_state,
+                names=names,
+                parameters=tensors.parameters,
+                buffers=tensors.buffers,
+            )
+        )
+    return moves
+
+
+def models_for(
+    layout: Layout, old: CarvedModel, new: CarvedModel
+) -> dict[nn.Parameter, nn.Parameter | None]:
+    """For the parameters of the new layers, those that they are alike, if any."""
+    found: dict[nn.Parameter, nn.Parameter | None] = {}
+    for place, tensors in zip(layout, new.layer_tensors, strict=True):
+        if place.source is None:
+            found |= dict.fromkeys(tensors.parameters.values())
+        else:
+            theirs = old.layer_tensors[place.source].parameters.values()
+            found |= zip(tensors.parameters.values(), theirs, strict=True)
+    return found

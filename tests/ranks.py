@@ -25,7 +25,7 @@ import l2l
 ROWS = 8
 STEPS = 20
 ADAMW = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}
-SMALLER = ("eager", "eight_bit", "adafactor", "float16_overflow", "outputs")
+SMALLER = ("eager", "eight_bit", "adafactor", "changing_depth", "float16_overflow", "outputs")
 """Scenarios that need not be tried with more than two ranks."""
 SCENARIOS: dict[str, Callable[["Rank"], Any]] = {}
 
@@ -155,6 +155,32 @@ def eight_bit(rank: Rank) -> Any:
 def adafactor(rank: Rank) -> Any:
     settings = {"optimizer": l2l.Adafactor(lr=1e-3), "precision": "float32"}
     return trained(rank, FAMILIES["llama_tied"], **settings)
+
+
+@scenario
+def changing_depth(rank: Rank) -> Any:
+    """Layers that are left out by chance, by name, and layers that come and go."""
+    family, model = FAMILIES["llama_tied"], FAMILIES["llama_tied"].build()
+    policy = l2l.StochasticDepth(last=0.3)
+    settings = {"optimizer": l2l.AdamW(**ADAMW), "clip_norm": 0.5, "depth": policy}
+    found: dict[str, Any] = {"layers": [], "losses": []}
+
+    def step(engine: l2l.Engine, number: int, layers: Any = None) -> None:
+        report = engine.step(rank.rows(family.batch(ROWS, seed=number)), layers=layers)
+        found["layers"].append(report.layers)
+        found["losses"].append(report.loss)
+
+    with rank.engine(family, model, **settings) as engine:
+        for number in range(6):
+            step(engine, number)
+        step(engine, 6, [0, 2])
+        engine.layers.grow(2)
+        engine.layers.insert(1, copy_of=4, moments="fresh")
+        engine.layers.remove(0)
+        for number in range(7, 11):
+            step(engine, number)
+        found["evaluated"] = engine.evaluate(rank.rows(family.batch(ROWS, seed=99)))
+    return {**found, "state": model.state_dict()}
 
 
 @scenario

@@ -27,7 +27,8 @@ MAY_IMPORT = {
     "host_memory": "byte_size device",
     "distributed": "layout",
     "parameter_server": "device distributed host_memory layout precision",
-    "units": "carving parameter_server precision schedule",
+    "layers": "carving",
+    "units": "carving layers parameter_server precision schedule",
     "stash": "device host_memory layout",
     "lookup": "host_memory layout parameter_server stash",
     "transfer": "device host_memory layout parameter_server schedule",
@@ -66,10 +67,11 @@ MAY_IMPORT = {
     "export": "hugging_face precision tensor_file",
     "persistence": "byte_size carving checkpoint layout parameter_server precision",
     "weights": "hugging_face initialization parameter_server tensor_file",
+    "depth": "",
     "engine": (
-        "batch carving checkpoint compiled_layer device distributed export host_memory lookup "
-        "loss outer_pass parameter_server persistence planner planning precision rehearsal relay "
-        "report schedule stash step trace transfer units updates weights"
+        "batch carving checkpoint compiled_layer depth device distributed export host_memory "
+        "layers lookup loss outer_pass parameter_server persistence planner planning precision "
+        "rehearsal relay report schedule stash step trace transfer units updates weights"
     ),
     "preview": (
         "batch byte_size carving device hardware hollow host_memory interception loss outer_pass "
@@ -83,7 +85,7 @@ MAY_IMPORT = {
     "data": "loss",
     "metrics": "",
     "progress": "byte_size",
-    "settings": "byte_size data parameter_server",
+    "settings": "byte_size data depth parameter_server",
     "training": (
         "byte_size checkpoint data distributed engine hugging_face loss metrics planner preview "
         "progress settings weights"
@@ -168,6 +170,7 @@ def test_imports_follow_the_table(source: Path) -> None:
     if module == "__init__":
         shown = {
             "checkpoint",
+            "depth",
             "engine",
             "parameter_server",
             "planner",

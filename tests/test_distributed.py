@@ -67,7 +67,16 @@ def test_gradients_are_those_of_one_rank(results: Results, scenario: str, size: 
             assert one[scenario][key] == pytest.approx(expected[scenario][key], rel=1e-6)
 
 
-TRAINED = ("tied_clipped", "eager", "frozen_half", "experts", "copies", "uneven", "adafactor")
+TRAINED = (
+    "tied_clipped",
+    "eager",
+    "frozen_half",
+    "experts",
+    "copies",
+    "uneven",
+    "adafactor",
+    "changing_depth",
+)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +91,12 @@ def test_twenty_steps_are_those_of_one_rank(results: Results, scenario: str, siz
         assert_close(one[scenario]["state"], alone[scenario]["state"], bound=1e-5)
         for name, value in together[0][scenario]["state"].items():
             assert torch.equal(one[scenario]["state"][name], value), "ranks must agree bit by bit"
+
+
+def test_ranks_choose_the_same_layers(results: Results):
+    chosen = {tuple(one["changing_depth"]["layers"]) for size in (1, 2) for one in results[size]}
+    assert len(chosen) == 1
+    assert len(set(next(iter(chosen)))) > 3
 
 
 def test_8_bit_moments_are_cut_at_their_blocks(results: Results):

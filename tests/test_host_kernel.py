@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,7 @@ from l2l.parameter_server.operands import (
 )
 from l2l.parameter_server.optimizer import HostOptimizer, Update
 from l2l.parameter_server.store import UpdateOrder, WaitingUpdate
-from l2l.precision import PrecisionPolicy
+from l2l.precision import PrecisionPolicy, join_master
 
 SIZES = [0, 1, 127, 129, 1025, 100_003]  # around blocks, tiles and chunks, and none a multiple
 GRADIENT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -103,6 +104,10 @@ def tensors_of(*holders: object) -> list[Tensor]:
     return [tensor.clone().view(integers[tensor.element_size()]) for tensor in found]
 
 
+def sum_of_squares(values: Tensor) -> float:
+    return float(values.double().square().sum())
+
+
 Steps = Callable[[HostKernel, str, torch.dtype, int, int], list[Tensor]]
 
 
@@ -111,10 +116,12 @@ def steps_of(
     *,
     parts: Sequence[Tensor | None] = (None,),
     halves: Sequence[Half | None] = (None,),
+    sizes: list[tuple[float, float]] | None = None,
 ) -> Steps:
     """Three updates of some optimizer: (kernel, form, gradient dtype, numel, threads) -> state.
 
-    Each is made in halves, and these in parts, given as ranges.
+    Each is made in halves, and these in parts, given as ranges. To `sizes` is added what each part
+    found as the size of its change, and what that is.
     """
 
     def steps(
@@ -134,17 +141,22 @@ def steps_of(
             adamw = AdamWUpdate(step=step, factor=0.7, **NUMBERS)
             sgd = {"lr": 0.1, "weight_decay": 0.1, "step": step, "factor": 0.7}
             lion = LionUpdate(lr=0.1, betas=(0.9, 0.99), weight_decay=0.1, factor=0.7)
-            match optimizer:
-                case "adamw":
-                    kernel.adamw(adamw, moments=moments, half=half, **common)
-                case "8-bit adamw":
-                    kernel.adamw(adamw, moments=eight_bit, half=half, **common)
-                case "sgd":
-                    kernel.sgd(SGDUpdate(**sgd), **common)
-                case "momentum sgd":
-                    kernel.sgd(SGDUpdate(momentum=0.9, **sgd), momentum=momentum, **common)
-                case "lion":
-                    kernel.lion(lion, momentum=momentum, **common)
+            before = master_of(kernel, weight)
+            with contextlib.nullcontext() if sizes is None else kernel.preparing() as prepared:
+                match optimizer:
+                    case "adamw":
+                        kernel.adamw(adamw, moments=moments, half=half, **common)
+                    case "8-bit adamw":
+                        kernel.adamw(adamw, moments=eight_bit, half=half, **common)
+                    case "sgd":
+                        kernel.sgd(SGDUpdate(**sgd), **common)
+                    case "momentum sgd":
+                        kernel.sgd(SGDUpdate(momentum=0.9, **sgd), momentum=momentum, **common)
+                    case "lion":
+                        kernel.lion(lion, momentum=momentum, **common)
+            if sizes is not None and prepared is not None:
+                found = prepared.perform(num_threads=num_threads)
+                sizes.append((found, sum_of_squares(master_of(kernel, weight) - before)))
         return tensors_of(weight, moments, eight_bit, momentum)
 
     return steps
@@ -1054,6 +1066,116 @@ def test_optimizers_of_one_pass_have_no_halves(optimizer: HostOptimizer) -> None
     assert not optimizer.has_halves
 
 
+# Sizes of changes
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("optimizer", "halves"),
+    [
+        *itertools.product(OPTIMIZERS, [(None,)]),
+        *itertools.product(WITH_HALVES, [("weights", "moments")]),
+    ],
+)
+def test_an_update_finds_the_size_of_its_change(
+    kernel: HostKernel, optimizer: str, form: str, halves: Sequence[Half | None]
+) -> None:
+    """In the same bits at any level and for any threads; and measured or not, it changes alike."""
+    for dtype, numel in itertools.product(GRADIENT_DTYPES, SIZES):
+        whole = steps_of(optimizer)(kernel, form, dtype, numel, 1)
+        blocks = blocks_of(numel)
+        for parts in ((None,), (ranges_of(blocks, numel), ranges_of(~blocks, numel))):
+            found = []
+            for level, num_threads in itertools.product(kernel.available_levels, (1, 2, 5)):
+                kernel.set_level(level)
+                sizes: list[tuple[float, float]] = []
+                steps = steps_of(optimizer, parts=parts, halves=halves, sizes=sizes)
+                assert_same_bits(steps(kernel, form, dtype, numel, num_threads), whole)
+                found.append([size for size, _ in sizes])
+            assert all(other == found[0] for other in found)
+            for number, (size, expected) in enumerate(sizes):
+                half = halves[number // len(parts) % len(halves)]
+                assert size == pytest.approx(expected, rel=1e-6, abs=0)
+                assert half != "moments" or size == 0.0
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
+def test_the_size_of_many_changes_is_as_exact_as_that_of_few(
+    kernel: HostKernel, scale: float
+) -> None:
+    weight, gradient = torch.zeros(3_000_001), random(3_000_001, seed=1, scale=scale)
+    with kernel.preparing() as prepared:
+        _sgd(kernel, [weight], [gradient], lr=1.0)
+    assert prepared.perform(num_threads=2) == pytest.approx(sum_of_squares(gradient), rel=1e-7)
+
+
+def test_the_size_of_a_change_that_is_no_number_is_none(kernel: HostKernel) -> None:
+    for gradient, expected in ((math.inf, math.inf), (math.nan, math.nan)):
+        weight, gradients = torch.ones(300), torch.ones(300)
+        gradients[200] = gradient
+        with kernel.preparing() as prepared:
+            _sgd(kernel, [weight], [gradients], lr=1.0)
+        assert prepared.perform(num_threads=1) == pytest.approx(expected, nan_ok=True)
+
+
+def test_several_updates_find_the_size_of_all_their_changes(kernel: HostKernel) -> None:
+    weights = [torch.ones(numel) for numel in (300, 70_001)]
+    gradients = [torch.full((300,), 2.0), torch.full((70_001,), 3.0)]
+    with kernel.preparing() as prepared:
+        _sgd(kernel, weights, gradients, lr=0.5)
+    expected = 300 + 70_001 * 1.5**2
+    assert prepared.perform(num_threads=2) == pytest.approx(expected, rel=1e-7)
+    with kernel.preparing() as nothing:
+        pass
+    assert nothing.perform(num_threads=2) == 0.0
+
+
+@pytest.mark.parametrize("path", ["readable", "native"])
+def test_the_parameter_server_adds_the_sizes_of_changes(kernel: HostKernel, path: str) -> None:
+    shapes: Shapes = {"table": (50, 41), "norm": (41,)}
+    blocks = torch.arange(operands.num_blocks(50 * 41)) % 2 == 0
+    chosen, others = ranges_of(blocks, 50 * 41), ranges_of(~blocks, 50 * 41)
+    server = make_server(kernel if path == "native" else None, shapes)
+
+    def masters() -> Tensor:
+        unit = server.units["outer"]
+        owned = [(unit.weight_of(name), unit.companion_of(name)) for name in shapes]
+        return torch.cat([join_master(*pair).view(-1) for pair in owned])
+
+    for step in (1, 2):
+        changes = {"another": 3.0}
+        order = dataclasses.replace(order_of(shapes), changes=changes)
+        only_table = dataclasses.replace(order, received=frozenset({"table"}))
+        staged, before = staged_gradient(server, seed=step), masters()
+        server.update("outer", staged, order, {"table": chosen}, half="weights")
+        chosen_size = changes["outer"]
+        assert chosen_size == pytest.approx(sum_of_squares(masters() - before), rel=1e-6)
+        server.update("outer", staged, order, {"table": chosen}, count_step=False, half="moments")
+        assert changes["outer"] == chosen_size
+        server.update("outer", staged, only_table, {"table": others}, count_step=False)
+        size = sum_of_squares(masters() - before)
+        assert size > 1.5 * chosen_size > 0
+        assert changes == {"another": 3.0, "outer": pytest.approx(size, rel=1e-6)}
+
+
+@pytest.mark.parametrize("path", ["readable", "native"])
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
+def test_the_master_of_an_update_is_what_changes(
+    kernel: HostKernel, dtype: torch.dtype, path: str
+) -> None:
+    update = update_of(l2l.SGD(lr=1e-4), dtype, step=1, ranges=None)
+    before = update.master()
+    gradient = update.gradient.float() * 0.7
+    if path == "native":
+        l2l.SGD().native(kernel, update, num_threads=1)
+    else:
+        l2l.SGD().readable(update)
+    assert update.master().dtype is torch.float32
+    torch.testing.assert_close(update.master(), before - 1e-4 * gradient, rtol=1e-6, atol=1e-9)
+    without = dataclasses.replace(update, companion=None)
+    assert torch.equal(without.master(), update.weight.float())
+
+
 # Rows of tables
 
 
@@ -1395,3 +1517,18 @@ def _sgd_with_threads(kernel: HostKernel, weight: Tensor, gradient: Tensor) -> N
         gradient=gradient,
         num_threads=4,
     )
+
+
+def test_a_library_of_another_version_is_refused(tmp_path: Path):
+    source = tmp_path / "other.cpp"
+    names = ("level", "highest_level", "set_level", "updates", "sum_of_squares", "split", "join")
+    names += ("check_split", "copy", "gather", "add_rows", "job_bytes", "call_bytes")
+    source.write_text(
+        'extern "C" {\n'
+        + "".join(f"long host_kernel_{name}() {{ return 1; }}\n" for name in names)
+        + "}\n"
+    )
+    library = tmp_path / "other.so"
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    with pytest.raises(OSError, match=r"of another version\. Build it again"):
+        host_kernel.load(library)

@@ -20,7 +20,7 @@ from l2l.hardware import H200
 from l2l.parameter_server import UpdatePolicy
 from l2l.planner import (
     ALWAYS,
-    TOGETHER,
+    STATE_ON_HOST,
     Candidate,
     Decisions,
     DoesNotFitError,
@@ -173,8 +173,9 @@ def test_too_small_a_budget_is_refused_with_one_that_fits(name: str) -> None:
 
 def test_a_given_microbatch_is_kept_and_may_be_what_does_not_fit() -> None:
     problem = problem_of("exact")
+    few = replace(problem, num_rows=8)
     for rows in (1, 3, 8):
-        made = find_plan(problem, H200, budget_bytes=6 * GIB, rows=rows)
+        made = find_plan(few, H200, budget_bytes=6 * GIB, rows=rows)
         assert made.rows == rows
         assert made.decisions.microbatch_tokens == rows * problem.length
     with pytest.raises(DoesNotFitError, match=r"microbatches of 32 row"):
@@ -208,8 +209,9 @@ def test_more_memory_is_never_slower(name: str) -> None:
     plans = all_found(name)
     assert len(plans) >= 5
     assert_never_slower(plans)
-    # With Adafactor weights cross the link both ways in every step, whatever the budget.
-    assert plans[-1].seconds < (0.83 if name == "Adafactor" else 0.8) * plans[0].seconds
+    # With Adafactor weights cross the link both ways, and are updated on the device (by what was
+    # measured with 50 billion parameters, a sixth of a step), whatever the budget.
+    assert plans[-1].seconds < (0.85 if name == "Adafactor" else 0.8) * plans[0].seconds
 
 
 def test_more_memory_is_never_slower_for_a_larger_model() -> None:
@@ -472,7 +474,7 @@ def test_a_share_of_a_rank_and_what_it_says_to_others() -> None:
 def test_devices_that_share_everything_are_as_fast_as_what_joins_them() -> None:
     problem = replace(problem_of("exact"), outer=())
     made = find_plan(problem, H200, budget_bytes=8 * GIB, rows=None)
-    decisions = made.decisions.override(TOGETHER)
+    decisions = made.decisions.override(STATE_ON_HOST)
 
     def seconds(**world: float) -> float:
         own = replace(problem, together=Together(**world))

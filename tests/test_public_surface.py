@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 
 import l2l
+from l2l.layers import Layers
 from l2l.schedule import VERBS, Lane
 
 
@@ -11,15 +12,21 @@ def test_public_names() -> None:
     assert sorted(l2l.__all__) == [
         "Adafactor",
         "AdamW",
+        "AllLayers",
         "CheckpointError",
         "CheckpointFolder",
+        "Choice",
+        "Depth",
         "Engine",
         "Lion",
         "Plan",
+        "ProgressiveLayerDropping",
         "RandomInit",
         "RecordGradients",
         "SGD",
+        "SampledArchitecture",
         "StepReport",
+        "StochasticDepth",
         "plan",
     ]
     for name in l2l.__all__:
@@ -33,9 +40,11 @@ def public_members(kind: type) -> list[str]:
 def test_members_of_the_engine() -> None:
     assert public_members(l2l.Engine) == [
         "close",
+        "depth",
         "device",
         "evaluate",
         "export",
+        "layers",
         "load",
         "plan",
         "predict",
@@ -67,6 +76,7 @@ def test_arguments_of_the_engine() -> None:
         "embedding": None,
         "kernel": "native",
         "seed": None,
+        "depth": None,
         "overrides": None,
         "group_size": None,
     }
@@ -115,16 +125,33 @@ def test_members_of_a_plan() -> None:
 
 def test_arguments_of_its_methods() -> None:
     for method in (l2l.Engine.step, l2l.Engine.evaluate, l2l.Engine.predict):
-        assert list(inspect.signature(method).parameters) == ["self", "batch"]
+        parameters = inspect.signature(method).parameters
+        assert list(parameters) == ["self", "batch", "layers"]
+        assert parameters["layers"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_members_of_the_layers() -> None:
+    assert public_members(Layers) == [
+        "follow",
+        "freeze",
+        "frozen",
+        "grow",
+        "insert",
+        "remove",
+        "thaw",
+    ]
 
 
 def test_members_of_a_report() -> None:
     assert public_members(l2l.StepReport) == [
         "gradient_norm",
+        "layer_norms",
+        "layers",
         "loss",
         "loss_scale",
         "num_tokens",
         "skipped",
+        "update_norms",
     ]
 
 

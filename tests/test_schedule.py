@@ -989,8 +989,7 @@ def test_a_refusal_names_the_line_and_its_number() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"layers": ()}, "at least one layer"),
-        ({"num_microbatches": 0}, "at least one layer and one microbatch"),
+        ({"num_microbatches": 0}, "at least one microbatch"),
         ({"layers": (0, 2, 1)}, "strictly increasing"),
         ({"layers": (0, 1, 1)}, "strictly increasing"),
         ({"layers": (-1, 0)}, "strictly increasing"),
@@ -1014,3 +1013,37 @@ def test_a_refusal_names_the_line_and_its_number() -> None:
 def test_a_shape_that_cannot_be_is_refused(settings: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Shape(**{"layers": (0, 1), "num_microbatches": 1, **settings})
+
+
+def test_a_step_may_leave_all_layers_out() -> None:
+    for training in (True, False):
+        schedule = make_schedule(Shape(layers=(), num_microbatches=2, training=training))
+        computed = [a.verb for a in schedule.actions if a.lane is Lane.COMPUTE]
+        after = ["epilogue", "epilogue"] if training else ["score", "score"]
+        last = ["regress", "regress"] if training else []
+        assert [v for v in computed if v != "release"] == ["prologue"] * 2 + after + last
+        assert schedule.count("fetch") == 1
+
+
+LATE = {"num_late": 3, "num_tail": 2, "shared": frozenset({0, 2}), "num_slots": 3}
+
+
+@pytest.mark.parametrize("layers", [(0, 2, 3, 5), (4,), (0, 1), (), (0, 1, 2, 3, 4, 5)])
+def test_fewer_layers_leave_the_same_of_the_others_as_it_was(layers: tuple[int, ...]) -> None:
+    """What is late, lent or in the tail is so with any layers: memory was taken for that."""
+    whole = Shape(layers=tuple(range(6)), num_microbatches=2, **LATE)
+    fewer = whole.only(layers)
+    chosen = {f"L{layer}" for layer in layers}
+    assert fewer.layers == layers
+    assert fewer.tail == tuple(layer for layer in whole.tail if layer in layers)
+    assert fewer.shared == whole.shared & set(layers)
+    outer = {unit for unit in whole.late_units if not unit.startswith("L")}
+    assert set(fewer.late_units) == (set(whole.late_units) & chosen) | outer
+    pending = whole.late_units  # also of layers that this step leaves out
+    schedule = make_schedule(dataclasses.replace(fewer, pending=pending))
+    fetched = [a.operands[0] for a in schedule.actions if a.verb == "fetch"]
+    assert {unit for unit in fetched if unit.startswith("L")} == chosen
+    settled = {a.operands[0] for a in schedule.actions if a.verb in ("settle", "order")}
+    assert settled == set(pending)
+    if layers == whole.layers:
+        assert fewer == whole

@@ -1,5 +1,6 @@
-"""The demo and the scripts beside the package: each starts, and the demo runs to its end."""
+"""The demo and the scripts beside the package: each starts, and the examples run to their end."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -40,3 +41,23 @@ def test_the_demo_trains_and_leaves_its_results(tmp_path: Path) -> None:
     assert "held-out loss" in found.stdout
     left = {path.name for path in (tmp_path / "demo").iterdir()}
     assert {"metrics.jsonl", "plan.txt", "model.safetensors"} <= left
+
+
+EXAMPLES = {  # what each leaves behind, and what its last line tells
+    "progressive_stacking": ({"stacking.svg"}, {"12 layers", "3, 6, 12 layers", "3 layers"}),
+    "layer_dropping": ({"dropping.svg"}, {"all layers", "stochastic depth"}),
+    "search": ({"search.svg", "model"}, {"chosen", "held_out", "exported"}),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_of_depth_runs_to_its_end(name: str, tmp_path: Path) -> None:
+    files, keys = EXAMPLES[name]
+    words = ("--steps", "4", "--seed", "3", "--output", tmp_path / "found")
+    found = run(ROOT / "examples" / f"{name}.py", *words, folder=tmp_path)
+    assert found.returncode == 0, found.stderr
+    last = json.loads(found.stdout.splitlines()[-1])
+    assert keys <= last.keys()
+    assert files | {"results.json"} <= {path.name for path in (tmp_path / "found").iterdir()}
+    if name == "search":
+        assert last["exported"] == pytest.approx(last["held_out"], rel=1e-5)

@@ -322,6 +322,24 @@ def test_a_run_that_is_stopped_and_goes_on_equals_the_uninterrupted_one(
     assert_equal_runs(tmp_path, uninterrupted)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_layers_that_are_left_out_are_the_same_when_a_run_goes_on(
+    decay: float, tiny: Path, tmp_path: Path
+) -> None:
+    folders = [tmp_path / name for name in ("straight", "stopped", "whole")]
+    for folder in folders:
+        folder.mkdir()
+    survival = {"survival": 0.4, "survival_decay": decay}
+    assert train(write_settings(tiny, folders[0], training=survival))
+    settings = write_settings(tiny, folders[1], training=survival)
+    train_until(settings, 5)
+    assert train(settings)
+    assert_equal_runs(folders[1], folders[0])
+    assert train(write_settings(tiny, folders[2]))
+    losses = [[one["loss"] for one in metrics_of(folder, "step")] for folder in folders]
+    assert losses[0] == losses[1] != losses[2]
+
+
 def test_a_run_that_dies_goes_on_from_its_last_checkpoint(
     tiny: Path, tmp_path: Path, uninterrupted: Path
 ) -> None:

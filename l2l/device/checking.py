@@ -184,6 +184,10 @@ class CheckingDevice(Device):
         pass
 
     @override
+    def forget(self, buffer: Tensor) -> None:
+        pass
+
+    @override
     def host_record(self, *shape: int) -> Tensor:
         return torch.full(shape, torch.nan)
 

@@ -162,6 +162,7 @@ def _driver_function(name: str) -> Any:
 class CudaDevice(Device):
     """Streams of one CUDA device."""
 
+    growth_bytes = SEGMENT_GROWTH
     sums_products = True
 
     def __init__(self, torch_device: torch.device) -> None:
@@ -345,6 +346,13 @@ class CudaDevice(Device):
         known = {address for address, _ in self._host_buffers}
         if buffer.nbytes and buffer.data_ptr() not in known:
             self._register(buffer, buffer)
+
+    @override
+    def forget(self, buffer: Tensor) -> None:
+        kept = [one for one in self._host_buffers if one[0] != buffer.data_ptr()]
+        if len(kept) < len(self._host_buffers):
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+            self._host_buffers[:] = kept  # the list that is given back at the end
 
     def _register(self, buffer: Tensor, owner: object) -> None:
         error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)

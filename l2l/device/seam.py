@@ -33,6 +33,8 @@ class Event(ABC):
 class Device(ABC):
     """Lanes, waits, memory and random numbers of one device."""
 
+    growth_bytes = 0
+    """Bytes of a budget that its allocator cannot give: it grows by so much at a time."""
     sums_products = False  # whether a product of 16-bit matrices can be added to a float32 one
 
     def __init__(self, torch_device: torch.device) -> None:
@@ -69,6 +71,10 @@ class Device(ABC):
     @abstractmethod
     def register(self, buffer: Tensor) -> None:
         """Let lanes copy from and to memory of `host_empty` that was not registered."""
+
+    @abstractmethod
+    def forget(self, buffer: Tensor) -> None:
+        """Nobody copies from or to memory of `host_empty` any more, and it may go."""
 
     @abstractmethod
     def host_record(self, *shape: int) -> Tensor:

@@ -7,6 +7,7 @@ from l2l.parameter_server.adafactor import Adafactor as Adafactor
 from l2l.parameter_server.device_update import FlatUnit as FlatUnit
 from l2l.parameter_server.host_kernel import HostKernel as HostKernel
 from l2l.parameter_server.host_kernel import load as load_kernel
+from l2l.parameter_server.moving import Move as Move
 from l2l.parameter_server.optimizer import SGD as SGD
 from l2l.parameter_server.optimizer import AdamW as AdamW
 from l2l.parameter_server.optimizer import HostOptimizer as HostOptimizer
@@ -42,6 +43,7 @@ __all__ = [
     "HostOptimizer",
     "Image",
     "Lion",
+    "Move",
     "Optimizer",
     "ParameterServer",
     "RecordGradients",

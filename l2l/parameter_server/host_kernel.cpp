@@ -110,7 +110,7 @@ struct Coefficients {
 };
 
 struct Job;
-using ChunkFunction = void (*)(const Job&, int64_t begin, int64_t end);
+using ChunkFunction = double (*)(const Job&, int64_t begin, int64_t end);  // its sum, if it has one
 using LoadFunction = void (*)(const Job&, int64_t start, int64_t count, float* values);
 
 // What one call works on. A pointer that the operation does not use may be null.
@@ -122,7 +122,6 @@ struct Job {
   void* second;
   float* first_unit;
   float* second_unit;
-  double* partial_sums;        // one per chunk
   LoadFunction load_gradient;  // a tile of it, in float32
   int64_t first_block;         // of element 0, in its flat buffer: for the random numbers
   Coefficients coefficients;
@@ -255,7 +254,52 @@ struct Float16Weight {  // the master is the companion
   }
 };
 
-// Optimizers: one tile, in torch's order of arithmetic.
+// [Note: changes] An update also finds the sum of squares of what it changes: new master minus old.
+// No memory is read for that. The tile of gradients, which is in cache and not needed any more,
+// becomes the tile of changes, and is summed when the tile is done. A reduction inside the loop of
+// an update would save that store, but it keeps the compiler from making vectors of some of them.
+//
+// A tile is summed in float32, always in the same 32 running sums of at most 16 squares, and tiles
+// in float64: to about 1e-7 of the sum (all in float64 costs Lion a fifth of its speed). Chunks are
+// the same whatever the threads, and are added in their order. So it is the same bits at any level,
+// for any number of threads. A change below 1e-19 may count as none, as its square has no float32.
+class SumOfChanges {
+ public:
+  // Overwrites what is beyond `count` in a tile that has less.
+  INLINE void add_tile(float* changes, int64_t count) {
+    alignas(64) float squares[lanes] = {};
+    for (int64_t j = count; j % lanes; ++j) changes[j] = 0.0f;
+    for (int64_t j = 0; j < count; j += lanes) {
+#pragma omp simd
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        squares[lane] += changes[j + lane] * changes[j + lane];
+      }
+    }
+#pragma omp simd
+    for (int64_t lane = 0; lane < lanes; ++lane) sums[lane] += double(squares[lane]);
+  }
+
+  INLINE double sum() const {
+    double sum = 0.0;
+    for (const double lane_sum : sums) sum += lane_sum;
+    return sum;
+  }
+
+ private:
+  static constexpr int64_t lanes = 32;
+  static_assert(tile_size % lanes == 0, "padding stays in the tile");
+  double sums[lanes] = {};
+};
+
+// Optimizers: one tile, in torch's order of arithmetic. Those that change weights leave the changes
+// where the gradients were.
+
+// Stores a weight, and returns its change.
+template <class Weight>
+INLINE float replace_weight(const Job& job, int64_t i, float before, float after) {
+  Weight::store(job, i, after);
+  return after - before;
+}
 
 // [Note: halves] An update can be done in two passes: weights from the old moments first, the
 // moments later, from the same gradient. Together they read more than one pass does, but whoever
@@ -263,7 +307,8 @@ struct Float16Weight {  // the master is the companion
 // whole update, so the bits are the same.
 template <class Weight, bool weights, bool moments>
 struct AdamWPass {
-  static INLINE void update(const Job& job, int64_t start, int64_t count, const float* gradients) {
+  static constexpr bool changes_weights = weights;
+  static INLINE void update(const Job& job, int64_t start, int64_t count, float* gradients) {
     const Coefficients c = job.coefficients;
     float* const first = static_cast<float*>(job.first);
     float* const second = static_cast<float*>(job.second);
@@ -279,7 +324,9 @@ struct AdamWPass {
       }
       if (weights) {
         const float denominator = __builtin_sqrtf(v) / c.root_correction + c.epsilon;
-        Weight::store(job, i, Weight::load(job, i) * c.decay - c.rate * m / denominator);
+        const float weight = Weight::load(job, i);
+        const float step = c.rate * m / denominator;
+        gradients[j] = replace_weight<Weight>(job, i, weight, weight * c.decay - step);
       }
     }
   }
@@ -299,21 +346,23 @@ INLINE float decayed_gradient(float gradient, float weight, const Coefficients& 
 
 template <class Weight>
 struct SGD {
-  static INLINE void update(const Job& job, int64_t start, int64_t count, const float* gradients) {
+  static constexpr bool changes_weights = true;
+  static INLINE void update(const Job& job, int64_t start, int64_t count, float* gradients) {
     const Coefficients c = job.coefficients;
 #pragma omp simd
     for (int64_t j = 0; j < count; ++j) {
       const int64_t i = start + j;
       const float weight = Weight::load(job, i);
       const float gradient = decayed_gradient(gradients[j], weight, c);
-      Weight::store(job, i, weight - c.rate * gradient);
+      gradients[j] = replace_weight<Weight>(job, i, weight, weight - c.rate * gradient);
     }
   }
 };
 
 template <class Weight>
 struct MomentumSGD {
-  static INLINE void update(const Job& job, int64_t start, int64_t count, const float* gradients) {
+  static constexpr bool changes_weights = true;
+  static INLINE void update(const Job& job, int64_t start, int64_t count, float* gradients) {
     const Coefficients c = job.coefficients;
     float* const first = static_cast<float*>(job.first);
 #pragma omp simd
@@ -324,14 +373,16 @@ struct MomentumSGD {
       const float later = first[i] * c.keep_first + c.blend_first * gradient;
       const float m = c.first_step ? gradient : later;
       first[i] = without_subnormals(m);
-      Weight::store(job, i, weight - c.rate * (c.nesterov ? gradient + c.keep_first * m : m));
+      const float direction = c.nesterov ? gradient + c.keep_first * m : m;
+      gradients[j] = replace_weight<Weight>(job, i, weight, weight - c.rate * direction);
     }
   }
 };
 
 template <class Weight>
 struct Lion {
-  static INLINE void update(const Job& job, int64_t start, int64_t count, const float* gradients) {
+  static constexpr bool changes_weights = true;
+  static INLINE void update(const Job& job, int64_t start, int64_t count, float* gradients) {
     const Coefficients c = job.coefficients;
     float* const first = static_cast<float*>(job.first);
 #pragma omp simd
@@ -342,7 +393,8 @@ struct Lion {
       // Zero and NaN are their own sign.
       const float sign = direction > 0.0f ? 1.0f : (direction < 0.0f ? -1.0f : direction);
       first[i] = without_subnormals(c.keep_second * first[i] + c.blend_second * gradient);
-      Weight::store(job, i, Weight::load(job, i) * c.decay - c.rate * sign);
+      const float weight = Weight::load(job, i);
+      gradients[j] = replace_weight<Weight>(job, i, weight, weight * c.decay - c.rate * sign);
     }
   }
 };
@@ -487,7 +539,8 @@ INLINE void encode_tile(const Job& job, int64_t start, int64_t count, Tile& tile
 // Constants are multiplied with each other first, and bias_correction2 enters them, not the root.
 template <class Weight, bool weights, bool moments>
 struct EightBitAdamWPass {
-  static INLINE void update(const Job& job, int64_t start, int64_t count, const float* gradients) {
+  static constexpr bool changes_weights = weights;
+  static INLINE void update(const Job& job, int64_t start, int64_t count, float* gradients) {
     const Coefficients c = job.coefficients;
     const float first_factor = c.factor * c.blend_first;
     const float root_factor = c.factor * __builtin_sqrtf(c.blend_second);
@@ -502,7 +555,9 @@ struct EightBitAdamWPass {
       const float new_root = gradients[j] * root_factor;
       const float root = __builtin_sqrtf(tile.root[j] * tile.root[j] + new_root * new_root);
       if (weights) {
-        Weight::store(job, i, Weight::load(job, i) * c.decay - rate * m / (root + epsilon));
+        const float weight = Weight::load(job, i);
+        const float step = rate * m / (root + epsilon);
+        gradients[j] = replace_weight<Weight>(job, i, weight, weight * c.decay - step);
       }
       tile.first[j] = m;
       tile.root[j] = root;
@@ -525,23 +580,26 @@ using EightBitAdamWWeights = EightBitAdamWPass<Weight, true, false>;
 template <class Weight>
 using EightBitAdamWMoments = EightBitAdamWPass<Weight, false, true>;
 
-// An optimizer on a chunk, tile by tile.
+// An optimizer on a chunk, tile by tile; see [Note: changes].
 template <class Optimizer>
 struct Update {
-  static INLINE void run(const Job& shared, int64_t begin, int64_t end) {
+  static INLINE double run(const Job& shared, int64_t begin, int64_t end) {
     const Job job = shared;  // a local copy, which stores cannot alias
     alignas(64) float gradients[tile_size];
+    SumOfChanges changes;
     for (int64_t start = begin; start < end; start += tile_size) {
       const int64_t count = smaller(tile_size, end - start);
       job.load_gradient(job, start, count, gradients);
       Optimizer::update(job, start, count, gradients);
+      if (Optimizer::changes_weights) changes.add_tile(gradients, count);
     }
+    return changes.sum();
   }
 };
 
 // Sixteen running sums, always the same ones: any level, any number of threads, the same bits.
 struct SumOfSquares {
-  static INLINE void run(const Job& job, int64_t begin, int64_t end) {
+  static INLINE double run(const Job& job, int64_t begin, int64_t end) {
     constexpr int64_t lanes = 16;
     double sums[lanes] = {};
     alignas(64) float gradients[tile_size];
@@ -558,7 +616,7 @@ struct SumOfSquares {
     }
     double sum = 0.0;
     for (const double lane_sum : sums) sum += lane_sum;
-    job.partial_sums[begin / chunk_size] = sum;
+    return sum;
   }
 };
 
@@ -585,8 +643,7 @@ struct Piece {
 // that the target gains, before it is rounded, in running sums as above.
 template <class Target>
 struct AddRows {
-  static INLINE void run(const Job& shared, const RowGroups* groups, const Piece* piece,
-                         double* gain) {
+  static INLINE double run(const Job& shared, const RowGroups* groups, const Piece* piece) {
     constexpr int64_t lanes = 16;
     const Job job = shared;
     const RowGroups g = *groups;
@@ -628,8 +685,9 @@ struct AddRows {
         }
       }
     }
-    *gain = 0.0;
-    for (const double lane_gain : gains) *gain += lane_gain;
+    double gain = 0.0;
+    for (const double lane_gain : gains) gain += lane_gain;
+    return gain;
   }
 };
 
@@ -659,7 +717,7 @@ std::vector<Piece> pieces_of(const RowGroups& groups) {
 }
 
 struct Split {
-  static INLINE void run(const Job& shared, int64_t begin, int64_t end) {
+  static INLINE double run(const Job& shared, int64_t begin, int64_t end) {
     const Job job = shared;
     const uint32_t* const master = static_cast<const uint32_t*>(job.gradient);
     uint16_t* const weight = static_cast<uint16_t*>(job.weight);
@@ -669,24 +727,26 @@ struct Split {
       weight[i] = split_weight(master[i]);
       remainder[i] = split_remainder(master[i]);
     }
+    return 0.0;
   }
 };
 
 struct Join {
-  static INLINE void run(const Job& shared, int64_t begin, int64_t end) {
+  static INLINE double run(const Job& shared, int64_t begin, int64_t end) {
     const Job job = shared;
     const uint16_t* const weight = static_cast<const uint16_t*>(job.weight);
     const int16_t* const remainder = static_cast<const int16_t*>(job.companion);
     uint32_t* const master = static_cast<uint32_t*>(job.first);
 #pragma omp simd
     for (int64_t i = begin; i < end; ++i) master[i] = join_bits(weight[i], remainder[i]);
+    return 0.0;
   }
 };
 
 // Elements are bit patterns here. Each must come back, be rounded to nearest (except that ties go
 // up), and, if it is a NaN, be one as a weight once an update has stored it.
 struct CheckSplit {
-  static INLINE void run(const Job& job, int64_t begin, int64_t end) {
+  static INLINE double run(const Job&, int64_t begin, int64_t end) {
     int32_t failures = 0;
 #pragma omp simd reduction(+ : failures)
     for (int32_t j = 0; j < int32_t(end - begin); ++j) {
@@ -700,27 +760,27 @@ struct CheckSplit {
       const uint32_t not_kept = (bits & 0x7fffffffu) > 0x7f800000u ? not_nan : stored ^ bits;
       failures += (lost | not_nearest | not_kept) != 0u ? 1 : 0;
     }
-    job.partial_sums[begin / chunk_size] = double(failures);
+    return double(failures);
   }
 };
 
 // See [Note: levels].
 
 template <class Operation, class... Arguments>
-void run_portable(const Job& job, Arguments... arguments) {
-  Operation::run(job, arguments...);
+auto run_portable(const Job& job, Arguments... arguments) {
+  return Operation::run(job, arguments...);
 }
 
 #if defined(__x86_64__)
 template <class Operation, class... Arguments>
-__attribute__((target("avx2"))) void run_avx2(const Job& job, Arguments... arguments) {
-  Operation::run(job, arguments...);
+__attribute__((target("avx2"))) auto run_avx2(const Job& job, Arguments... arguments) {
+  return Operation::run(job, arguments...);
 }
 
 template <class Operation, class... Arguments>
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) auto
 run_avx512(const Job& job, Arguments... arguments) {
-  Operation::run(job, arguments...);
+  return Operation::run(job, arguments...);
 }
 
 int32_t highest_level() {
@@ -738,7 +798,7 @@ int32_t highest_level() { return 0; }
 int32_t level = highest_level();
 
 template <class Operation, class... Arguments>
-auto at_level() -> void (*)(const Job&, Arguments...) {
+auto at_level() {
 #if defined(__x86_64__)
   if (level == 2) return run_avx512<Operation, Arguments...>;
   if (level == 1) return run_avx2<Operation, Arguments...>;
@@ -887,10 +947,23 @@ void run_pieces(int64_t num_pieces, int32_t num_threads, const Function& functio
   Team::current().run(num_pieces, num_threads, function);
 }
 
-void run_chunks(ChunkFunction function, const Job& job, int64_t num_elements, int32_t num_threads) {
+// The sum of a function of pieces: in their order, so that it does not depend on threads.
+template <class Function>
+double sum_of_pieces(int64_t num_pieces, int32_t num_threads, const Function& function) {
+  std::vector<double> found(size_t(num_pieces), 0.0);
+  run_pieces(num_pieces, num_threads, [&](int64_t piece) {
+    found[size_t(piece)] = function(piece);
+  });
+  double sum = 0.0;
+  for (const double one : found) sum += one;
+  return sum;
+}
+
+double run_chunks(ChunkFunction function, const Job& job, int64_t num_elements,
+                  int32_t num_threads) {
   const int64_t num_chunks = (num_elements + chunk_size - 1) / chunk_size;
-  run_pieces(num_chunks, num_threads, [&](int64_t chunk) {
-    function(job, chunk * chunk_size, smaller((chunk + 1) * chunk_size, num_elements));
+  return sum_of_pieces(num_chunks, num_threads, [&](int64_t chunk) {
+    return function(job, chunk * chunk_size, smaller((chunk + 1) * chunk_size, num_elements));
   });
 }
 
@@ -911,16 +984,18 @@ class ChunksOfRanges {
 
   int64_t num_chunks() const { return (starts.back() + blocks_per_chunk - 1) / blocks_per_chunk; }
 
-  void run(int64_t chunk) const {
+  double run(int64_t chunk) const {
     const int64_t first = chunk * blocks_per_chunk;
     const int64_t last = smaller(first + blocks_per_chunk, starts.back());
     int64_t range = std::upper_bound(starts.begin(), starts.end(), first) - starts.begin() - 1;
+    double sum = 0.0;
     for (; range < num_ranges && starts[range] < last; ++range) {
       const int64_t skipped = first > starts[range] ? first - starts[range] : 0;
       const int64_t begin = ranges[2 * range] + skipped * block_size;
       const int64_t end = ranges[2 * range] + (last - starts[range]) * block_size;
-      function(job, begin, smaller(end, ranges[2 * range + 1]));
+      sum += function(job, begin, smaller(end, ranges[2 * range + 1]));
     }
+    return sum;
   }
 
  private:
@@ -931,15 +1006,6 @@ class ChunksOfRanges {
   int64_t num_ranges;
   std::vector<int64_t> starts = {0};  // of each range, laid end to end, and their end; in blocks
 };
-
-double sum_of_chunks(ChunkFunction function, Job job, int64_t num_elements, int32_t num_threads) {
-  std::vector<double> partial_sums((num_elements + chunk_size - 1) / chunk_size);
-  job.partial_sums = partial_sums.data();
-  run_chunks(function, job, num_elements, num_threads);
-  double sum = 0.0;
-  for (const double partial_sum : partial_sums) sum += partial_sum;
-  return sum;
-}
 
 // One contiguous range of whole pages per thread: long enough for the C library to bypass caches.
 template <class Function>
@@ -973,8 +1039,8 @@ struct Call {
 
 // Several updates at once, in no order, so no two may touch the same memory: whoever calls from
 // Python gives its lock up once, threads are woken once, and what is small is done beside what is
-// large.
-void host_kernel_updates(const Call* calls, int64_t num_calls, int32_t num_threads) {
+// large. Returns the sum of squares of all changes of weights (see [Note: changes]).
+double host_kernel_updates(const Call* calls, int64_t num_calls, int32_t num_threads) {
   std::vector<ChunksOfRanges> updates;
   std::vector<int64_t> starts = {0};  // of each update among all chunks, and their end
   for (const Call* call = calls; call < calls + num_calls; ++call) {
@@ -984,10 +1050,10 @@ void host_kernel_updates(const Call* calls, int64_t num_calls, int32_t num_threa
                          call->num_ranges);
     starts.push_back(starts.back() + updates.back().num_chunks());
   }
-  run_pieces(starts.back(), num_threads, [&](int64_t piece) {
+  return sum_of_pieces(starts.back(), num_threads, [&](int64_t piece) {
     const auto after = std::upper_bound(starts.begin(), starts.end(), piece);
     const size_t number = size_t(after - starts.begin()) - 1;
-    updates[number].run(piece - starts[number]);
+    return updates[number].run(piece - starts[number]);
   });
 }
 
@@ -996,7 +1062,7 @@ double host_kernel_sum_of_squares(int32_t gradient_form, const void* gradient,
   Job job = {};
   job.gradient = gradient;
   job.load_gradient = load_function(gradient_form);
-  return sum_of_chunks(chunk_function<SumOfSquares>(), job, num_elements, num_threads);
+  return run_chunks(chunk_function<SumOfSquares>(), job, num_elements, num_threads);
 }
 
 void host_kernel_split(const void* master, void* weight, void* remainder, int64_t num_elements,
@@ -1018,7 +1084,7 @@ void host_kernel_join(void* weight, void* remainder, void* master, int64_t num_e
 }
 
 int64_t host_kernel_check_split(int32_t num_threads) {
-  return int64_t(sum_of_chunks(chunk_function<CheckSplit>(), Job{}, int64_t(1) << 32, num_threads));
+  return int64_t(run_chunks(chunk_function<CheckSplit>(), Job{}, int64_t(1) << 32, num_threads));
 }
 
 void host_kernel_copy(void* to, const void* from, int64_t num_bytes, int32_t num_threads) {
@@ -1056,17 +1122,17 @@ double host_kernel_add_rows(int32_t target_form, int32_t source_form, void* targ
   const RowGroups groups = {rows,  starts,       positions,   num_groups,
                             width, source_bytes, target_bytes};
   const std::vector<Piece> pieces = pieces_of(groups);
-  std::vector<double> gains(pieces.size());
   const auto function =
       target_form == 0
-          ? at_level<AddRows<Float32Weight>, const RowGroups*, const Piece*, double*>()
-          : at_level<AddRows<BFloat16Weight>, const RowGroups*, const Piece*, double*>();
-  run_pieces(int64_t(pieces.size()), num_threads, [&](int64_t piece) {
-    function(job, &groups, &pieces[size_t(piece)], &gains[size_t(piece)]);
+          ? at_level<AddRows<Float32Weight>, const RowGroups*, const Piece*>()
+          : at_level<AddRows<BFloat16Weight>, const RowGroups*, const Piece*>();
+  return sum_of_pieces(int64_t(pieces.size()), num_threads, [&](int64_t piece) {
+    return function(job, &groups, &pieces[size_t(piece)]);
   });
-  double gain = 0.0;
-  for (const double piece_gain : gains) gain += piece_gain;
-  return gain;
 }
+
+// Whoever calls must mean the same by a job and a call.
+int64_t host_kernel_job_bytes() { return sizeof(Job); }
+int64_t host_kernel_call_bytes() { return sizeof(Call); }
 
 }  // extern "C"

@@ -66,6 +66,13 @@ class Update:
             return operands.SplitWeight(weight=self.weight, remainder=self.companion)
         return operands.Float16Weight(weight=self.weight, master=self.companion)
 
+    def master(self) -> Tensor:
+        """A copy of the weight as it is known in float32."""
+        if self.weight.dtype is torch.bfloat16 and self.companion is not None:
+            return join_master(self.weight, self.companion)
+        known = self.weight if self.companion is None else self.companion
+        return known.to(torch.float32, copy=True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(ABC):
@@ -99,7 +106,10 @@ class HostOptimizer(Optimizer):
 
     @abstractmethod
     def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
-        """The same update with the native kernel, which may do it later: give it no new tensors."""
+        """The same update with the native kernel, which may do it later: give it no new tensors.
+
+        The size of a change is known only where the kernel makes it.
+        """
 
     def numbers(
         self, settings: Settings, *, step: int, factor: float, seed: int

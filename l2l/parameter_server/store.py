@@ -39,6 +39,7 @@ from l2l.device import Device, Event
 from l2l.distributed import Alone, World
 from l2l.host_memory import Arena, SparePages
 from l2l.layout import ALIGNMENT_BYTES, ALIGNMENT_ELEMENTS, FlatLayout, Share, round_up
+from l2l.parameter_server import moving
 from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.host_kernel import (
     Half,
@@ -46,6 +47,7 @@ from l2l.parameter_server.host_kernel import (
     Numbers,
     working_threads,
 )
+from l2l.parameter_server.moving import Move
 from l2l.parameter_server.operands import SplitWeight
 from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind, Update
 from l2l.parameter_server.snapshot import NUM_WRITERS, Image, Snapshot
@@ -73,6 +75,8 @@ class UpdateOrder:
     settings: Mapping[str, Settings]  # by parameter name
     received: frozenset[str]  # parameters that got a gradient in this step
     factor: float = 1.0  # what gradients are multiplied with
+    changes: dict[str, float] | None = None
+    """By unit, the sum of squares of what updates have changed: they add to it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -196,29 +200,17 @@ class ParameterServer:
         is on the meta device has nothing to copy: `set_weight` follows, and `give_back` leaves it
         on the CPU.
         """
-        held = form.held(self.world.share)
-        take, numel = self._arena.take, held.trained.padded_numel
-        unit = Unit(
-            form=form,
-            held=held,
-            share=self.world.share,
-            weights=take("weights", held.weight_layout.nbytes, torch.uint8, registered=True),
-            companion=None
-            if held.companion_dtype is None
-            else take(held.companion_name, numel, held.companion_dtype, registered=False),
-            state={
-                name: take(name, held.state_numel(kind), kind.dtype, registered=False)
-                for name, kind in held.state_kinds.items()
-            },
-            steps=dict.fromkeys(form.trained.names, 0),
-        )
-        unit.weights.zero_()
+        unit = moving.empty_unit(form, self.world.share, self._arena)
         # Nothing of the model has been touched so far; from here on nothing can fail for memory.
         self.units[form.name] = unit
         self._unit_of.update(dict.fromkeys(parameters, unit))
-        for key, value in buffers.items():
-            if key in held.weight_layout.names:
-                unit.weight_of(key).copy_(unit.piece_of(key, value))
+        self._fill(unit, parameters, buffers)
+
+    def _fill(
+        self, unit: Unit, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]
+    ) -> None:
+        """Copy tensors into a unit, and hollow out the parameters."""
+        self._set_buffers(unit, buffers)
         for owner, parameter in parameters.items():
             if not parameter.is_meta:
                 self.set_weight(owner, parameter.data)
@@ -226,6 +218,53 @@ class ParameterServer:
             device = torch.device("cpu") if parameter.is_meta else parameter.device
             nothing = torch.full((), torch.nan, device=device).to(parameter.dtype)
             exchange(parameter, nothing.expand(parameter.shape))
+
+    @staticmethod
+    def _set_buffers(unit: Unit, buffers: Mapping[str, Tensor]) -> None:
+        for key, value in buffers.items():
+            if key in unit.held.weight_layout.names:
+                unit.weight_of(key).copy_(unit.piece_of(key, value))
+
+    def rearrange(self, moves: Sequence[Move]) -> None:
+        """Let the layers be these, in this order; units around them stay.
+
+        All updates must have been done, and nobody may read a unit meanwhile. A unit that only gets
+        another name keeps its memory. If memory is short nothing has changed.
+        """
+        made: dict[str, Unit] = {}
+        taken: list[Unit] = []
+        try:
+            for move in moves:
+                source = None if move.source is None else self.units[move.source]
+                if source is not None and not move.is_copy and moving.is_alike(source, move.form):
+                    made[move.form.name] = moving.renamed(source, move)
+                    continue
+                if source is None:
+                    unit = moving.empty_unit(move.form, self.world.share, self._arena)
+                else:
+                    unit = moving.copied(source, move, self._arena)
+                taken.append(unit)
+                made[move.form.name] = unit
+        except BaseException:
+            for unit in taken:
+                moving.let_go(unit, self._arena)
+            raise
+        kept = {unit.weights.data_ptr() for unit in made.values()}
+        for name, unit in self.units.items():
+            if not name.startswith("L"):
+                made[name] = unit
+            elif unit.weights.data_ptr() not in kept:
+                moving.let_go(unit, self._arena)
+        old, self.units = self.units, made
+        gone = {id(unit) for name, unit in old.items() if name.startswith("L")}
+        self._unit_of = {o: u for o, u in self._unit_of.items() if id(u) not in gone}
+        for move in moves:
+            unit = made[move.form.name]
+            self._unit_of.update(dict.fromkeys(move.parameters, unit))
+            if move.source is None:
+                self._fill(unit, move.parameters, move.buffers)
+            else:
+                self._set_buffers(unit, move.buffers)
 
     def give_back(self, parameters: Mapping[str, nn.Parameter], name: str) -> None:
         """Move a unit's weights into the parameters again and drop its host memory.
@@ -379,38 +418,68 @@ class ParameterServer:
         Args:
             name: The unit.
             gradient: Staging bytes.
-            order: The numbers of the step.
+            order: The numbers of the step. The size of the change is added to its `changes`.
             ranges: By parameter, the only elements to update (`operands.checked_ranges`). A
                 parameter that is not named is updated whole.
             count_step: Whether this is a step of its own, not another part of the last one.
             half: What alone is to change.
         """
         self.before_change(name)
-        unit, optimizer = self.units[name], self.optimizer
-        assert isinstance(optimizer, HostOptimizer)
+        unit = self.units[name]
         if count_step:
             for owner in order.received:
                 unit.steps[owner] += 1
         owners = [owner for owner in unit.held.trained.names if owner in order.received]
-        if self._kernel is None:
-            for update in self._updates_of(unit, owners, gradient, order, half):
-                own = None if ranges is None else ranges.get(update.name)
-                optimizer.readable(replace(update, ranges=own))
-            return
-        num_threads = working_threads()
+        given = [None if ranges is None else ranges.get(owner) for owner in owners]
+        perform = self._update_readably if self._kernel is None else self._update_natively
+        change = perform(unit, owners, gradient, order, given, half)
+        if order.changes is not None:
+            order.changes[name] = order.changes.get(name, 0.0) + change
+
+    def _update_readably(
+        self,
+        unit: Unit,
+        owners: Sequence[str],
+        gradient: Tensor,
+        order: UpdateOrder,
+        ranges: Sequence[Tensor | None],
+        half: Half | None,
+    ) -> float:
+        """`update` in PyTorch; the sum of squares of the changes of the float32 masters."""
+        optimizer, change = self.optimizer, 0.0
+        assert isinstance(optimizer, HostOptimizer)
+        updates = self._updates_of(unit, owners, gradient, order, half)
+        for update, own in zip(updates, ranges, strict=True):
+            before = update.master()
+            optimizer.readable(replace(update, ranges=own))
+            change += float((update.master() - before).double().square().sum())
+        return change
+
+    def _update_natively(
+        self,
+        unit: Unit,
+        owners: Sequence[str],
+        gradient: Tensor,
+        order: UpdateOrder,
+        ranges: Sequence[Tensor | None],
+        half: Half | None,
+    ) -> float:
+        """The same with the native kernel."""
+        optimizer, kernel, num_threads = self.optimizer, self._kernel, working_threads()
+        assert isinstance(optimizer, HostOptimizer)
+        assert kernel is not None
         if self.snapshot is not None:  # whose writers need cores, and would take them in the middle
             num_threads = max(1, num_threads - NUM_WRITERS)
         key = (half, order.received, gradient.data_ptr(), gradient.numel(), *unit.addresses())
         prepared, numbers = unit.prepared.get(key), self._numbers_of(unit, owners, order)
         if prepared is None:
-            with self._kernel.preparing() as prepared:
+            with kernel.preparing() as prepared:
                 for update in self._updates_of(unit, owners, gradient, order, half):
-                    optimizer.native(self._kernel, update, num_threads=num_threads)
+                    optimizer.native(kernel, update, num_threads=num_threads)
             if numbers is not None:
                 kept = unit.prepared if len(unit.prepared) < MOST_PREPARED else {}
                 unit.prepared = {**kept, key: prepared}
-        given = None if ranges is None else [ranges.get(owner) for owner in owners]
-        prepared.perform(numbers, ranges=given, num_threads=num_threads)
+        return prepared.perform(numbers, ranges=ranges, num_threads=num_threads)
 
     def _numbers_of(
         self, unit: Unit, owners: Sequence[str], order: UpdateOrder

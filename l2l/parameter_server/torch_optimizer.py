@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -89,6 +90,14 @@ def make_groups(
     ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """Which parameters are in which group, and what they are called."""
+
+    groups: list[list[nn.Parameter]]
+    names: Mapping[nn.Parameter, str]
+
+
 @final
 class ServerOptimizer(torch.optim.Optimizer):
     """The parameter server's optimizer as PyTorch sees it.
@@ -113,17 +122,49 @@ class ServerOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Called by `engine.step`, so that schedulers see steps in the order they expect."""
 
-    def settings(self) -> dict[str, Settings]:
-        """The numbers of every parameter's group, by name, as they are now."""
+    def settings(self, members: Members | None = None) -> dict[str, Settings]:
+        """The numbers of every parameter's group, by name, as they are now; or of other members."""
         found: dict[str, Settings] = {}
-        for group in self.param_groups:
+        given = [group["params"] for group in self.param_groups]
+        names, lists = (self._names, given) if members is None else (members.names, members.groups)
+        for group, parameters in zip(self.param_groups, lists, strict=True):
             numbers = {
                 key: float(value) if isinstance(value, Tensor) else value
                 for key, value in group.items()
                 if key != "params"
             }
-            found.update({self._names[parameter]: numbers for parameter in group["params"]})
+            found.update({names[parameter]: numbers for parameter in parameters})
         return found
+
+    def members_of(
+        self, model: nn.Module, like: Mapping[nn.Parameter, nn.Parameter | None]
+    ) -> Members:
+        """The groups of a model whose layers have changed.
+
+        Args:
+            model: with its new layers.
+            like: for parameters that are in no group, one whose group they join; None: the first.
+
+        Raises:
+            ValueError: nothing would be trained.
+        """
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        groups: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
+        for parameter in names:
+            if parameter.requires_grad and (parameter in group_of or parameter in like):
+                other = parameter if parameter in group_of else like[parameter]
+                groups[group_of.get(other, 0) if other is not None else 0].append(parameter)
+        if not any(groups):
+            raise ValueError("no parameter of the model would be trained any more.")
+        return Members(groups=groups, names=names)
+
+    def regroup(self, members: Members) -> None:
+        """Take over the groups of a model whose layers have changed."""
+        self._names = members.names
+        for group, parameters in zip(self.param_groups, members.groups, strict=True):
+            group["params"] = parameters
+        self.state.clear()
 
     def numbers(self) -> list[dict[str, Any]]:
         """What every group has besides its parameters, as JSON."""

@@ -2,7 +2,7 @@
 
 from l2l.planner.cost_model import CostModel as CostModel
 from l2l.planner.plan import ALWAYS as ALWAYS
-from l2l.planner.plan import TOGETHER as TOGETHER
+from l2l.planner.plan import STATE_ON_HOST as STATE_ON_HOST
 from l2l.planner.plan import Decisions as Decisions
 from l2l.planner.plan import LedgerLine as LedgerLine
 from l2l.planner.plan import Plan as Plan
@@ -18,7 +18,7 @@ from l2l.planner.search import find_plan as find_plan
 
 __all__ = [
     "ALWAYS",
-    "TOGETHER",
+    "STATE_ON_HOST",
     "Candidate",
     "CostLine",
     "CostModel",

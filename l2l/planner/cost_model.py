@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Final, Literal
 
 from l2l.hardware import Hardware
@@ -19,11 +20,12 @@ from l2l.parameter_server import ROUNDING_BYTES, UpdatePolicy
 from l2l.parameter_server.adafactor import REVISED_BYTES, REVISED_PIECE
 from l2l.planner.plan import ALWAYS, Decisions, LedgerLine
 from l2l.planner.problem import CostLine, Problem, UnitSize
-from l2l.schedule import NUM_LENT, Action, Lane, OuterUnit, make_schedule
+from l2l.schedule import NUM_LENT, Action, Lane, OuterUnit, Schedule, Shape, make_schedule
 from l2l.simulation import Cost, Simulation, simulate
 
 MOST_LINES = 4000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
-LIBRARY_BYTES = 116 << 20  # workspaces of matrix libraries, small tensors, what segments grow by
+NUM_REMEMBERED = 32  # schedules
+LIBRARY_BYTES = 96 << 20  # workspaces of matrix libraries, and small tensors
 HEAD_EFFICIENCY = 0.85
 ACCUMULATE_BYTES = 10.0  # to add a parameter's gradient to its sum
 DEVICE_UPDATE_BYTES = 34.0  # of AdamW there, a parameter
@@ -58,15 +60,56 @@ def _spared(keep: float) -> float:
     return 1.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cut:
+    """Layers, cut into those that are streamed and the tail, with what is asked of either."""
+
+    streamed: tuple[UnitSize, ...]
+    tail: tuple[UnitSize, ...]
+    streamed_weights: int = field(init=False)
+    largest_weight: int = field(init=False)  # of those that are streamed, as the following
+    largest_gradient: int = field(init=False)
+    largest_lent: int = field(init=False)
+    num_trained: int = field(init=False)
+    num_training: int = field(init=False)
+    tail_weights: int = field(init=False)
+    tail_gradients: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        streamed, tail = self.streamed, self.tail
+        training = [unit for unit in streamed if unit.num_trained]
+        for name, value in (
+            ("streamed_weights", sum(unit.weight_bytes for unit in streamed)),
+            ("largest_weight", max((unit.weight_bytes for unit in streamed), default=0)),
+            ("largest_gradient", max((unit.gradient_bytes for unit in training), default=0)),
+            ("largest_lent", max((CostModel.lent_bytes(unit) for unit in streamed), default=0)),
+            ("num_trained", sum(unit.num_trained for unit in streamed)),
+            ("num_training", len(training)),
+            ("tail_weights", sum(unit.weight_bytes for unit in tail)),
+            ("tail_gradients", sum(unit.gradient_bytes for unit in tail)),
+        ):
+            object.__setattr__(self, name, value)
+
+
 class CostModel:
-    """Bytes and seconds of choices."""
+    """Bytes and seconds of choices.
+
+    Thousands of them are compared: what depends on few choices is reckoned once for each of these.
+    """
 
     def __init__(self, problem: Problem, hardware: Hardware) -> None:
         self.problem = problem
         if problem.is_single:
             hardware = replace(hardware, matrix_rate=hardware.single_rate)
         self.hardware = hardware
-        self._memory: dict[tuple[Decisions, int], int] = {}
+        self._cuts: dict[int, _Cut] = {}  # by length of the tail
+        states = (unit.state_bytes for unit in reversed(problem.layers))
+        self._states = list(accumulate(states, initial=0))  # of so many layers, the last of them
+        self._largest: dict[tuple[str, range, int], PassCost] = {}
+        self._kept: dict[tuple[range, int], tuple[int, int]] = {}
+        self._sums: dict[tuple[str, range, float, float], float] = {}
+        self._epilogues: dict[tuple[int | None, int, float], float] = {}
+        self._rows: dict[str | None, float] = {}
         self._costs: dict[tuple[int, str, float], PassCost] = {}
         self._passes: dict[tuple[int, str, float], float] = {}
 
@@ -75,15 +118,11 @@ class CostModel:
 
     def peak_bytes(self, decisions: Decisions, rows: int) -> int:
         """Device memory in the phase that takes most."""
-        key = (replace(decisions, num_late=0), rows)
-        if key not in self._memory:
-            phases: dict[str, int] = {}
-            for line in self.ledger(decisions, rows):
-                if line.place == "device":
-                    phases[line.phase] = phases.get(line.phase, 0) + line.nbytes
-            always = phases.pop(ALWAYS, 0)
-            self._memory[key] = always + max(phases.values(), default=0)
-        return self._memory[key]
+        phases: dict[str, int] = {}
+        for phase, _, nbytes in self._device_lines(decisions, rows):
+            phases[phase] = phases.get(phase, 0) + nbytes
+        always = phases.pop(ALWAYS, 0)
+        return always + max(phases.values(), default=0)
 
     def most_states(self, decisions: Decisions, rows: int, limit: float) -> int:
         """How many layers of the tail may have their optimizer state on the device."""
@@ -115,22 +154,20 @@ class CostModel:
     def _of_layers(self, decisions: Decisions, rows: int) -> Iterator[tuple[str, str, int]]:
         """What layers and the values between them take in every phase."""
         problem = self.problem
-        streamed, tail = self._split(decisions)
-        slots = min(decisions.num_slots, len(streamed))
-        yield ALWAYS, "weight slots", slots * max((u.weight_bytes for u in streamed), default=0)
-        yield ALWAYS, "tail: weights", sum(unit.weight_bytes for unit in tail)
-        yield ALWAYS, "tail: gradients", sum(unit.gradient_bytes for unit in tail)
-        states = problem.layers[len(problem.layers) - decisions.num_device_states :]
-        yield ALWAYS, "tail: optimizer state", sum(unit.state_bytes for unit in states)
+        cut = self._cut(decisions)
+        slots = min(decisions.num_slots, len(cut.streamed))
+        yield ALWAYS, "weight slots", slots * cut.largest_weight
+        yield ALWAYS, "tail: weights", cut.tail_weights
+        yield ALWAYS, "tail: gradients", cut.tail_gradients
+        yield ALWAYS, "tail: optimizer state", self._state_bytes(decisions)
         cell = max(problem.hidden_bytes, problem.looked_up_bytes) * rows
         yield ALWAYS, "boundary cells", decisions.num_cells * cell
         yield ALWAYS, "recorded arguments", 2 * problem.recorded_bytes * rows
         kept = self.kept_bytes_of(decisions, rows)
         yield ALWAYS, "kept results", decisions.num_kept_cells * kept
         if decisions.num_shared:
-            lent = max((self.lent_bytes(unit) for unit in streamed), default=0)
-            phase = "forward" if decisions.shares_memory else ALWAYS
-            yield phase, "lent optimizer state", NUM_LENT * lent // decisions.num_pieces
+            lent = NUM_LENT * cut.largest_lent // decisions.num_pieces
+            yield "forward" if decisions.shares_memory else ALWAYS, "lent optimizer state", lent
         yield ALWAYS, "buffers, libraries", problem.buffer_bytes + LIBRARY_BYTES + ROUNDING_BYTES
 
     def _of_outer(self, decisions: Decisions) -> Iterator[tuple[str, str, int]]:
@@ -149,11 +186,10 @@ class CostModel:
     def _of_phases(self, decisions: Decisions, rows: int) -> Iterator[tuple[str, str, int]]:
         """What comes and goes."""
         problem = self.problem
-        streamed, tail = self._split(decisions)
+        cut = self._cut(decisions)
         passing = [size for unit, size in problem.outer if self._passes_by(unit, decisions)]
-        trains = [unit for unit in streamed if unit.num_trained]
-        number = min(decisions.num_gradient_slots, len(trains))
-        gradients = number * max((unit.gradient_bytes for unit in trains), default=0)
+        number = min(decisions.num_gradient_slots, cut.num_training)
+        gradients = number * cut.largest_gradient
         head_weights = sum(size.weight_bytes for size in passing)
         head_gradients = sum(size.gradient_bytes for size in passing)
         shares = decisions.shares_memory
@@ -162,25 +198,33 @@ class CostModel:
             yield "forward", "head: weights, arriving", head_weights
         yield "epilogue" if shares else ALWAYS, "head: weights", head_weights
         yield "epilogue" if shares else ALWAYS, "head: gradients", head_gradients
-        if streamed:
-            forward = self._most("forward", range(len(streamed)), rows).working_bytes
+        if cut.streamed:
+            indices = range(len(cut.streamed))
+            forward = self._most("forward", indices, rows).working_bytes
             yield "forward", "one layer at work", forward + self.kept_bytes_of(decisions, rows)
-            backward = self._most("backward", range(len(streamed)), rows).working_bytes
+            backward = self._most("backward", indices, rows).working_bytes
             if problem.policy is UpdatePolicy.ON_DEVICE:
-                most = max(unit.num_trained for unit in streamed)
+                most = max(unit.num_trained for unit in cut.streamed)
                 backward = max(backward, REVISED_BYTES * min(REVISED_PIECE, most))
             yield "backward", "one layer at work", backward
         piece = min(decisions.piece_tokens or 2**62, rows * problem.length)
         logits = int(piece * problem.head_width * problem.logit_bytes)
         working = logits + NUM_HEAD_VALUES * problem.hidden_bytes * rows
-        if tail:
-            indices = range(len(streamed), len(problem.layers))
-            kept = [self._at("kept_forward", index, rows) for index in indices]
-            held = sum(cost.kept_bytes + cost.output_bytes for cost in kept)
+        if cut.tail:
+            held, last = self._held(range(len(cut.streamed), len(problem.layers)), rows)
             yield "epilogue", "tail: kept for backward", held
-            last = self._most("kept_backward", indices, rows).working_bytes
-            working = max(working, last - kept[-1].kept_bytes)
+            working = max(working, last)
         yield "epilogue", "a piece at work", working
+
+    def _held(self, layers: range, rows: int) -> tuple[int, int]:
+        """What a tail keeps for its backward passes, and what these need beside it."""
+        key = (layers, rows)
+        if key not in self._kept:
+            kept = [self._at("kept_forward", index, rows) for index in layers]
+            held = sum(cost.kept_bytes + cost.output_bytes for cost in kept)
+            last = self._most("kept_backward", layers, rows).working_bytes
+            self._kept[key] = held, last - kept[-1].kept_bytes
+        return self._kept[key]
 
     def _at(self, kind: str, layer: int, rows: float) -> PassCost:
         """The cost of a pass of a layer."""
@@ -193,21 +237,22 @@ class CostModel:
 
     def _most(self, kind: str, layers: range, rows: int) -> PassCost:
         """The pass that takes most memory, of those of some layers."""
-        distinct = {id(self.problem.costs[index]): index for index in layers}
-        found = (self._at(kind, index, rows) for index in distinct.values())
-        return max(found, key=lambda cost: cost.working_bytes)
+        key = (kind, layers, rows)
+        if key not in self._largest:
+            distinct = {id(self.problem.costs[index]): index for index in layers}
+            found = (self._at(kind, index, rows) for index in distinct.values())
+            self._largest[key] = max(found, key=lambda cost: cost.working_bytes)
+        return self._largest[key]
 
     def _host_lines(self, decisions: Decisions, rows: int) -> Iterator[tuple[str, int]]:
         problem = self.problem
-        streamed, _ = self._split(decisions)
-        states = problem.layers[len(problem.layers) - decisions.num_device_states :]
-        moved = sum(unit.state_bytes for unit in states)
-        yield "parameter server", problem.server_bytes - moved
+        num_streamed = len(problem.layers) - decisions.num_tail
+        yield "parameter server", problem.server_bytes - self._state_bytes(decisions)
         number = self.num_microbatches(rows)
-        values = len(streamed) + 1 if streamed else 0
+        values = num_streamed + 1 if num_streamed else 0
         yield "stash", values * number * problem.hidden_bytes * rows
         kept = self.kept_bytes_of(decisions, rows)
-        yield "stash: kept results", len(streamed) * number * kept
+        yield "stash: kept results", num_streamed * number * kept
         yield "looked-up rows", 4 * problem.num_rows * problem.looked_up_bytes
 
     def may_keep(self, decisions: Decisions, rows: int) -> bool:
@@ -217,9 +262,16 @@ class CostModel:
         taken = sum(nbytes for _, nbytes in self._host_lines(decisions, rows))
         return taken <= self.problem.host_limit_bytes
 
-    def _split(self, decisions: Decisions) -> tuple[tuple[UnitSize, ...], tuple[UnitSize, ...]]:
-        number = len(self.problem.layers) - decisions.num_tail
-        return self.problem.layers[:number], self.problem.layers[number:]
+    def _cut(self, decisions: Decisions) -> _Cut:
+        if decisions.num_tail not in self._cuts:
+            layers = self.problem.layers
+            number = len(layers) - decisions.num_tail
+            self._cuts[decisions.num_tail] = _Cut(layers[:number], layers[number:])
+        return self._cuts[decisions.num_tail]
+
+    def _state_bytes(self, decisions: Decisions) -> int:
+        """Of layers whose optimizer state is on the device."""
+        return self._states[min(decisions.num_device_states, len(self.problem.layers))]
 
     @staticmethod
     def _passes_by(unit: OuterUnit, decisions: Decisions) -> bool:
@@ -259,8 +311,28 @@ class CostModel:
         recomputed -= saved * (recomputed - kept)
         return recomputed + self._accumulate(self.problem.layers[layer])
 
+    def _streamed_seconds(self, kind: str, decisions: Decisions, rows: float) -> float:
+        """Of one microbatch through all streamed layers, forward or backward."""
+        layers = range(len(self.problem.layers) - decisions.num_tail)
+        keep = decisions.keep if decisions.num_kept_cells else 0.0
+        key = (kind, layers, keep, rows)
+        if key not in self._sums:
+            self._sums[key] = sum(
+                self.pass_seconds(layer, kind, rows)
+                if kind == "forward"
+                else self.backward_seconds(layer, decisions, rows)
+                for layer in layers
+            )
+        return self._sums[key]
+
     def epilogue_seconds(self, decisions: Decisions, rows: float) -> float:
         """Of the tail and the epilogue for one microbatch."""
+        key = (decisions.piece_tokens, decisions.num_tail, rows)
+        if key not in self._epilogues:
+            self._epilogues[key] = self._find_epilogue_seconds(decisions, rows)
+        return self._epilogues[key]
+
+    def _find_epilogue_seconds(self, decisions: Decisions, rows: float) -> float:
         problem, hardware = self.problem, self.hardware
         tokens = rows * problem.length
         piece = min(decisions.piece_tokens or tokens, tokens)
@@ -297,7 +369,7 @@ class CostModel:
 
     def beside_forward(self, decisions: Decisions, rows: int) -> float:
         """Bytes that the link moves while one streamed layer runs forward."""
-        streamed, _ = self._split(decisions)
+        streamed = self._cut(decisions).streamed
         if not streamed:
             return 0.0
         number = self.num_microbatches(rows)
@@ -316,10 +388,10 @@ class CostModel:
         """Seconds of a step, by formula."""
         problem = self.problem
         number, mean = self.num_microbatches(rows), problem.num_rows / self.num_microbatches(rows)
-        streamed, tail = self._split(decisions)
-        indices = range(len(streamed))
-        forward = number * sum(self.pass_seconds(i, "forward", mean) for i in indices)
-        backward = number * sum(self.backward_seconds(i, decisions, mean) for i in indices)
+        cut = self._cut(decisions)
+        streamed, tail = cut.streamed, cut.tail
+        forward = number * self._streamed_seconds("forward", decisions, mean)
+        backward = number * self._streamed_seconds("backward", decisions, mean)
         middle = number * self.epilogue_seconds(decisions, mean)
         ends = number * 2 * PROLOGUE_SECONDS
         shared = decisions.shared_layers(len(problem.layers))
@@ -328,7 +400,7 @@ class CostModel:
         half = "advance" if decisions.halves else None
         host, later = self._host_seconds(decisions, rows)
         rows_first = 0.0 if decisions.outer_state else self._rows_seconds(half=half)
-        weights = sum(unit.weight_bytes for unit in streamed)
+        weights = cut.streamed_weights
         values = len(streamed) * number * mean * problem.hidden_bytes
         kept = len(streamed) * number * self.kept_bytes_of(decisions, rows)
         again = 0.0 if self._stays(decisions, rows) else values
@@ -348,16 +420,18 @@ class CostModel:
         problem = self.problem
         if problem.policy is UpdatePolicy.ON_DEVICE:
             return 0.0, 0.0
-        streamed, tail = self._split(decisions)
+        cut = self._cut(decisions)
+        streamed, tail = cut.streamed, cut.tail
         shared = decisions.shared_layers(len(problem.layers))
-        on_host = [unit for index, unit in enumerate(streamed) if index not in shared]
         back = tail[: len(tail) - decisions.num_device_states]
         outer = [] if decisions.outer_state else [size for _, size in problem.outer]
-        whole = self._whole(decisions, on_host)
-        in_two = sum(unit.num_trained for unit in [*on_host, *back, *outer]) - whole
+        whole = self._whole(decisions, streamed, shared)
+        in_two = cut.num_trained - sum(streamed[index].num_trained for index in shared) - whole
+        in_two += sum(unit.num_trained for unit in [*back, *outer])
         at_once = self.update_seconds(whole)
         if problem.policy is UpdatePolicy.JUST_IN_TIME:
-            beside = len(on_host) * self.beside_forward(decisions, rows)
+            num_on_host = len(streamed) - len(shared)
+            beside = num_on_host * self.beside_forward(decisions, rows)
             half = "advance" if decisions.halves else None
             later = self.update_seconds(in_two, half="complete") if half else 0.0
             return at_once + self.update_seconds(in_two, half=half, beside=beside), later
@@ -375,9 +449,12 @@ class CostModel:
         return at_once + weights + moments + rest, 0.0
 
     @staticmethod
-    def _whole(decisions: Decisions, on_host: Sequence[UnitSize]) -> int:
+    def _whole(decisions: Decisions, streamed: Sequence[UnitSize], shared: frozenset[int]) -> int:
         """Parameters of layers that are updated at once where others are updated in two."""
-        number = min(decisions.num_whole, len(on_host)) if decisions.halves else 0
+        if not decisions.halves or not decisions.num_whole:
+            return 0
+        on_host = [unit for index, unit in enumerate(streamed) if index not in shared]
+        number = min(decisions.num_whole, len(on_host))
         return sum(unit.num_trained for unit in on_host[len(on_host) - number :])
 
     @staticmethod
@@ -387,6 +464,11 @@ class CostModel:
 
     def _rows_seconds(self, *, half: str | None) -> float:
         """What the host does before the first microbatch can begin: rows of tables."""
+        if half not in self._rows:
+            self._rows[half] = self._find_rows_seconds(half=half)
+        return self._rows[half]
+
+    def _find_rows_seconds(self, *, half: str | None) -> float:
         problem = self.problem
         total = 0.0
         for unit, size in problem.outer:
@@ -400,7 +482,7 @@ class CostModel:
         problem = self.problem
         if problem.policy is not UpdatePolicy.EAGER:
             return decisions
-        streamed, _ = self._split(decisions)
+        streamed = self._cut(decisions).streamed
         if not streamed:
             return decisions
         number = self.num_microbatches(rows)
@@ -410,7 +492,10 @@ class CostModel:
         done = len(streamed) if host <= device else int(len(streamed) * device / host)
         late = len(streamed) - done
         before = sum(unit.in_prologue and unit.trained for unit, _ in problem.outer)
-        return replace(decisions, num_late=late + before if late else 0)
+        num_late = late + before if late else 0
+        return (
+            decisions if num_late == decisions.num_late else replace(decisions, num_late=num_late)
+        )
 
     def simulate(self, decisions: Decisions, rows: int) -> Simulation:
         """A step, line by line, in the middle of a run."""
@@ -430,12 +515,18 @@ class CostModel:
         scale = number / fewer
         costs = _Costs(self, decisions, rows, scale=scale)
         return simulate(
-            make_schedule(shape),
+            _schedule_of(shape),
             costs,
             fetch_rate=hardware.fetch_rate,
             drain_rate=hardware.drain_rate,
             both_ways_rate=hardware.both_ways_rate,
         )
+
+
+@lru_cache(maxsize=NUM_REMEMBERED)
+def _schedule_of(shape: Shape) -> Schedule:
+    """Many choices are not in the shape, and plans for other budgets meet the same shapes."""
+    return make_schedule(shape)
 
 
 class _Costs:

@@ -76,18 +76,19 @@ class Decisions:
         """
         num_layers = len(trains)
         just_in_time = update is UpdatePolicy.JUST_IN_TIME
-        first = num_layers - self.num_device_states
+        num_tail = min(self.num_tail, num_layers)  # it may have been chosen for more
+        first = num_layers - min(self.num_device_states, num_tail)
         return Shape(
             layers=tuple(range(num_layers)),
             num_microbatches=num_microbatches,
-            num_slots=max(1, min(self.num_slots, num_layers - self.num_tail)),
+            num_slots=max(1, min(self.num_slots, num_layers - num_tail)),
             num_cells=self.num_cells,
             num_kept_cells=self.num_kept_cells,
             num_gradient_slots=self.num_gradient_slots,
             num_staging=NUM_STAGING,
             frozen_layers=frozenset(i for i, one in enumerate(trains) if not one),
             outer=outer,
-            num_tail=self.num_tail,
+            num_tail=num_tail,
             device_state=frozenset(i for i in range(first, num_layers) if trains[i]),
             num_late=num_layers + len(outer) if just_in_time else self.num_late,
             device_updates=update is UpdatePolicy.ON_DEVICE,
@@ -113,8 +114,9 @@ class Decisions:
         return replace(self, **choices)
 
 
-TOGETHER: Final = {"num_device_states": 0, "num_shared": 0, "outer_state": False}
-"""Choices that are made where several ranks hold the model: its state is in their host memory."""
+STATE_ON_HOST: Final = {"num_device_states": 0, "num_shared": 0, "outer_state": False}
+"""Choices where all optimizer state stays in host memory: several ranks hold it together, or layers
+may be left out of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

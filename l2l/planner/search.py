@@ -84,7 +84,7 @@ def find_plan(
     fitting: dict[tuple[Decisions, int], float] = {}
     least: tuple[int, Decisions, int] | None = None
     for candidate, number in _candidates(model, budget_bytes, rows):
-        decisions = replace(candidate, **chosen)
+        decisions = replace(candidate, **chosen) if chosen else candidate
         if decisions.num_device_states > decisions.num_tail:
             continue  # chosen by the user for a longer tail
         taken = model.peak_bytes(decisions, number)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 OUTER: Final = "O"
 NOTHING: Final = "-"
+MOST_REMEMBERED: Final = 2**14  # actions, by what they touch
 
 
 class Lane(enum.Enum):
@@ -34,6 +36,9 @@ class Lane(enum.Enum):
     """Weights that other ranks hold, device to device."""
     REDUCE = "reduce"
     """Gradients and losses, summed over ranks."""
+
+    def __init__(self, _: object) -> None:
+        self.number: Final[int] = len(type(self).__members__)  # from 0, as listed here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,26 +111,36 @@ class Action:
         """The lane the action runs on."""
         return VERBS[self.verb].lane
 
-    def accesses(self) -> Iterator[tuple[str, bool]]:
+    def accesses(self) -> tuple[tuple[str, bool], ...]:
         """Places the action touches, each with whether it writes ([Note: places])."""
-        verb = VERBS[self.verb]
-        for operand, kind in zip(self.operands, verb.operands, strict=True):
-            if kind[-1] in "<>" and operand != NOTHING:
-                for place in operand.split(","):
-                    yield place, kind[-1] == ">"
-        for place in verb.also:
-            yield place[:-1], place[-1] == ">"
-        if self.verb in ("stash", "unstash"):
-            yield " ".join(self.operands[:2]), self.verb == "stash"
-        elif self.verb == "collect":  # what earlier microbatches have left to this one, too
-            for number in range(int(self.operands[1][1:]) + 1):
-                yield f"x m{number}", False
-        elif self.verb == "lookup":
-            yield f"e {self.operands[0]}", True
-        elif self.verb in ("order", "renew", "rework"):
-            yield f"numbers {self.operands[0]}", self.verb == "order"
-        elif self.verb in ("fetch", "update", "settle", "advance", "return", "mirror", "repay"):
-            yield f"weights {self.operands[0]}", self.verb != "fetch"
+        return _accesses(self.verb, self.operands)
+
+
+@lru_cache(maxsize=MOST_REMEMBERED)
+def _accesses(verb: str, operands: tuple[str, ...]) -> tuple[tuple[str, bool], ...]:
+    """`Action.accesses`, which is asked for over and over, in one schedule after the other."""
+    return tuple(_find_accesses(verb, operands))
+
+
+def _find_accesses(verb: str, operands: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
+    kinds, also = VERBS[verb].operands, VERBS[verb].also
+    for operand, kind in zip(operands, kinds, strict=True):
+        if kind[-1] in "<>" and operand != NOTHING:
+            for place in operand.split(","):
+                yield place, kind[-1] == ">"
+    for place in also:
+        yield place[:-1], place[-1] == ">"
+    if verb in ("stash", "unstash"):
+        yield " ".join(operands[:2]), verb == "stash"
+    elif verb == "collect":  # what earlier microbatches have left to this one, too
+        for number in range(int(operands[1][1:]) + 1):
+            yield f"x m{number}", False
+    elif verb == "lookup":
+        yield f"e {operands[0]}", True
+    elif verb in ("order", "renew", "rework"):
+        yield f"numbers {operands[0]}", verb == "order"
+    elif verb in ("fetch", "update", "settle", "advance", "return", "mirror", "repay"):
+        yield f"weights {operands[0]}", verb != "fetch"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 
 from l2l.schedule.lines import NOTHING, OUTER, Action
@@ -96,9 +96,9 @@ class Shape:
     """Whether several ranks hold the units together."""
 
     def __post_init__(self) -> None:
-        if not self.layers or self.num_microbatches < 1:
-            raise ValueError("a schedule needs at least one layer and one microbatch")
-        if list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
+        if self.num_microbatches < 1:
+            raise ValueError("a schedule needs at least one microbatch")
+        if list(self.layers) != sorted(set(self.layers)) or min(self.layers, default=0) < 0:
             raise ValueError(f"layers must be strictly increasing, found {self.layers}")
         for name, least in (
             ("num_slots", 1),
@@ -123,6 +123,20 @@ class Shape:
             raise ValueError("device_updates leave nothing: no device_state, no trained lookups")
         if self.parallel and (self.on_device or self.shared or rows):
             raise ValueError("ranks share everything: no device_state, no lookups, nothing lent")
+
+    def only(self, layers: tuple[int, ...]) -> Shape:
+        """The same step with some of its layers; those of the tail are walked there."""
+        num_tail = len({*self.tail} & {*layers})
+        fewer = replace(
+            self,
+            layers=layers,
+            num_tail=num_tail,
+            num_slots=max(1, min(self.num_slots, len(layers) - num_tail)),
+            device_state=self.device_state & {*layers},
+            shared=self.shared & {*layers},
+        )
+        late = {*self.late_units}  # the same are late: they have staging of their own
+        return replace(fewer, num_late=sum(unit in late for unit in fewer.drained_units))
 
     @property
     def streamed(self) -> tuple[int, ...]:

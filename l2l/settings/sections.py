@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from torch import nn
 
 from l2l.data import DOCUMENTS, TASKS
+from l2l.depth import Depth, ProgressiveLayerDropping, StochasticDepth
 from l2l.parameter_server import SGD, Adafactor, AdamW, Lion, Optimizer
 from l2l.settings.values import About
 
@@ -127,6 +128,18 @@ class TrainingSettings:
         float, About("Clip the gradient by its global norm; 0: do not. Adafactor cannot.", least=0)
     ] = 1.0
     seed: Annotated[int, About("Of random weights, shuffling and dropout.", least=0)] = 0
+    survival: Annotated[
+        float,
+        About(
+            "How probable it is that the last layer runs in a step, the others linear in depth.",
+            above=0,
+            most=1,
+        ),
+    ] = 1.0
+    survival_decay: Annotated[
+        float,
+        About("How fast that falls from 1, for each step; 0: it is so from the first.", least=0),
+    ] = 0.0
     microbatch_size: Annotated[
         int | None, About("Rows that pass a layer at once. Default: planned.", least=1)
     ] = None
@@ -139,6 +152,14 @@ class TrainingSettings:
             "Such as cuda:1 or cpu. Default: the accelerator if there is one.", changes_result=False
         ),
     ] = None
+
+    def depth(self) -> Depth | None:
+        """Which layers every step runs; None: all."""
+        if self.survival == 1.0:
+            return None
+        if self.survival_decay:
+            return ProgressiveLayerDropping(final=self.survival, rate=self.survival_decay)
+        return StochasticDepth(last=self.survival)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,6 +82,7 @@ def make_engine(settings: Settings, model: nn.Module) -> Engine:
         device_memory=memory.device_memory,
         host_memory=memory.host_memory,
         microbatch_size=training.microbatch_size,
+        depth=training.depth(),
         precision=training.precision,
         clip_norm=training.clip_norm or None,
         layers=settings.model.layer_list,
