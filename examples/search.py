@@ -9,8 +9,8 @@ one who writes text with the model must keep, and that has a price. The cheapest
 the other candidates are removed, it is trained on, and exported. The kinds are such as one Hugging
 Face config can describe, so `AutoModelForCausalLM` loads the folder.
 
-At the end the chosen architecture and the last in the ranking are trained from nothing, alone, as
-a check of whether shared layers rank as layers of one's own do.
+At the end the chosen architecture, the last in the ranking and the ordinary one (full everywhere)
+are trained from nothing, alone: do shared layers rank as layers of one's own do?
 
     python examples/search.py [--steps 800] [--price 0.05] [--output runs/search]
 
@@ -221,7 +221,7 @@ def main() -> None:
     print(f"exported and loaded with from_pretrained: {exported:.6f}\n")
 
     alone, total = {}, max(1, arguments.steps // 3)
-    for name, one in (("first", first), ("last", last)):
+    for name, one in (("first", first), ("last", last), ("ordinary", ("full",) * NUM_POSITIONS)):
         with make_engine(one, arguments) as engine:
             stream = batches(text[:cut], rows=ROWS, seed=arguments.seed)
             for _ in train(engine, stream, until=total, total=total, peak=arguments.learning_rate):
@@ -229,7 +229,7 @@ def main() -> None:
             alone[name] = engine.evaluate(held_out)
         with_price = alone[name] + arguments.price * cache_share(one)
         print(
-            f"{name} of the ranking, from nothing, {total} steps: held out {alone[name]:.4f}, "
+            f"from nothing, {total} steps: {name} ({' '.join(one)}), held out {alone[name]:.4f}, "
             f"{with_price:.4f} with its price"
         )
     results = {"seed": arguments.seed, "steps": arguments.steps, **found}

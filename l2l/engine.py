@@ -313,7 +313,7 @@ class Engine:
             state={
                 "seed": self._seed,
                 "choices": self._choices(),
-                "layers": {"origins": self._layers.origins, "frozen": self._layers.frozen},
+                "layers": self._layers.state(),
             },
             buffers=self._rehearsal.present_buffers(),
             order=self._order_of_change(),
@@ -373,12 +373,9 @@ class Engine:
         found = checkpoint.manifest.state.get("layers")
         if found is None or self._state != "open" or self._server.is_torn:
             return
-        origins, frozen = found["origins"], found["frozen"]
-        if len(origins) == len(self._layers) and list(self._layers.frozen) == list(frozen):
-            return
-        logger.info("%s has %d layers: the engine gets these.", checkpoint.folder, len(origins))
         try:
-            self._layers.follow(origins, frozen)
+            if self._layers.follow(found):
+                logger.info("%s: the engine now has %s.", checkpoint.folder, self._layers)
         except ValueError as error:
             raise CheckpointError(f"{checkpoint.folder}: {error}") from error
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -65,6 +65,7 @@ class Layers:
         self._modules = modules
         self._change = change
         self.origins: tuple[int | None, ...] = tuple(range(len(self)))
+        self._given = [len(self), list(self.frozen)]
 
     def __len__(self) -> int:
         return len(list(self._modules().children()))
@@ -157,12 +158,23 @@ class Layers:
         """
         self._set_frozen(layers, frozen=False)
 
-    def follow(self, origins: Sequence[int | None], frozen: Sequence[int]) -> None:
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: see [Note: origins]."""
+        return {"origins": list(self.origins), "frozen": list(self.frozen), "given": self._given}
+
+    def follow(self, state: Mapping[str, Any]) -> bool:
         """Become what a checkpoint has: copies of layers whose contents will be loaded.
+
+        Returns:
+            False: there is nothing to do, or the checkpoint began with another model.
 
         Raises:
             ValueError: a layer has no origin here ([Note: origins]).
         """
+        origins, frozen = state["origins"], state["frozen"]
+        is_here = len(origins) == len(self) and list(frozen) == list(self.frozen)
+        if is_here or list(state["given"]) != self._given:
+            return False
         present = {origin: index for index, origin in reversed(list(enumerate(self.origins)))}
         unknown = [i for i, origin in enumerate(origins) if origin is None or origin not in present]
         if unknown:
@@ -182,6 +194,7 @@ class Layers:
                 for index, source in enumerate(sources)
             )
         )
+        return True
 
     def _set_frozen(self, layers: int | Iterable[int], *, frozen: bool) -> None:
         given = [layers] if isinstance(layers, int) else list(layers)

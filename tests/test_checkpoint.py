@@ -1764,6 +1764,7 @@ def test_the_manifest_says_what_the_files_are(whole: Path):
     assert set(body["state"]) == {
         "seed",
         "choices",
+        "layers",
         "link",
         "optimizer",
         "moments",

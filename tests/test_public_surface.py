@@ -138,6 +138,7 @@ def test_members_of_the_layers() -> None:
         "grow",
         "insert",
         "remove",
+        "state",
         "thaw",
     ]
 
