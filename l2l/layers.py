@@ -33,6 +33,8 @@ from l2l.carving import own_numbers
 
 COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "decoder_layers")
 """What configs call the number of layers."""
+NUMBERS = ("idx", "index", "layer_id", "number", "depth")
+"""What is in the names of attributes in which layers keep their own number."""
 
 
 @final
@@ -302,8 +304,9 @@ def _hollow(parameter: nn.Parameter) -> nn.Parameter:
 
 def _number(modules: list[nn.Module], numbering: Iterable[tuple[str, str]]) -> None:
     """Tell every layer its number, where layers know it."""
+    named = [(path, name) for path, name in numbering if any(word in name for word in NUMBERS)]
     for index, module in enumerate(modules):
-        for path, name in numbering:
+        for path, name in named:
             with contextlib.suppress(AttributeError):  # a module of another kind
                 owner = module.get_submodule(path)
                 if name in vars(owner):
@@ -311,24 +314,43 @@ def _number(modules: list[nn.Module], numbering: Iterable[tuple[str, str]]) -> N
 
 
 def _changed_config(model: nn.Module, number: int, layout: Layout) -> Callable[[], None]:
-    """Let the config have the new number of layers, and lists with an entry for each; undoes it."""
-    before: list[tuple[Any, str, Any]] = []
-    nearest, sources = 0, list[int]()
-    for place in layout:
-        nearest = nearest if place.source is None else place.source
-        sources.append(nearest)
+    """Let the config have the new number of layers, and lists with an entry for each; undoes it.
+
+    Raises:
+        ValueError: a list has different entries, and it is not known which is a new module's.
+    """
+    changes: list[tuple[Any, str, Any]] = []
     found = {id(one): one for module in model.modules() if (one := getattr(module, "config", None))}
     for config in found.values():
-        for name, value in list(vars(config).items()):
+        for name, value in vars(config).items():
             if name in COUNTS and value == number:
-                before.append((config, name, value))
-                setattr(config, name, len(layout))
+                changes.append((config, name, len(layout)))
             elif isinstance(value, list) and len(value) == number and not name.startswith("_"):
-                before.append((config, name, value))
-                setattr(config, name, [value[source] for source in sources])
+                entries = [_entry(name, value, place) for place in layout]
+                changes.append((config, name, entries))
+    before = [(config, name, getattr(config, name)) for config, name, _ in changes]
+    _set(changes)
+    return lambda: _set(before)
 
-    def restore() -> None:
-        for config, name, value in before:
-            setattr(config, name, value)
 
-    return restore
+def _set(values: Iterable[tuple[Any, str, Any]]) -> None:
+    for owner, name, value in values:
+        setattr(owner, name, value)
+
+
+def _entry(name: str, entries: list[Any], place: Place) -> Any:
+    """What a config's list says of a layer."""
+    if place.source is not None:
+        return entries[place.source]
+    assert place.module is not None
+    known = [vars(child) for child in place.module.modules()] if name == "layer_types" else []
+    for own in known:
+        for key in ("layer_type", "attention_type"):
+            if key in own:
+                return own[key]
+    if any(one != entries[0] for one in entries):
+        raise ValueError(
+            f"config.{name} differs from layer to layer, and it is not known what it is for "
+            f"{type(place.module).__name__}. Expected a copy of a layer: copy_of=."
+        )
+    return entries[0]

@@ -25,7 +25,15 @@ import l2l
 ROWS = 8
 STEPS = 20
 ADAMW = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}
-SMALLER = ("eager", "eight_bit", "adafactor", "changing_depth", "float16_overflow", "outputs")
+SMALLER = (
+    "eager",
+    "eight_bit",
+    "adafactor",
+    "changing_depth",
+    "float16_overflow",
+    "outputs",
+    "uneven",
+)
 """Scenarios that need not be tried with more than two ranks."""
 SCENARIOS: dict[str, Callable[["Rank"], Any]] = {}
 

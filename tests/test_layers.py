@@ -15,7 +15,7 @@ import torch
 from families import FAMILIES, Family
 from reference import accumulate, counts, split
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
 import l2l
 from l2l.layer_list import find_layers
@@ -156,7 +156,7 @@ def host_bytes(engine: l2l.Engine) -> dict[str, int]:
     return {k: v for k, v in engine._arena.bytes_by_name.items() if k in kinds and v}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("plan", PLANS)
 def test_any_changes_give_the_engine_that_would_have_been_made_so(plan: str, seed: int):
     family, draw = FAMILIES["llama_untied"], random.Random(f"{plan} {seed}")
@@ -352,6 +352,63 @@ def test_exports_have_the_present_depth(tmp_path: Path):
     with torch.no_grad():
         found = loaded.eval()(**batch, use_cache=False).logits
     assert torch.equal(found, expected)
+
+
+def smol(types: list[str], rope: list[int]) -> SmolLM3ForCausalLM:
+    torch.manual_seed(0)
+    special = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    config = SmolLM3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=len(types),
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        no_rope_layers=rope,
+        use_sliding_window=True,
+        sliding_window=4,
+        layer_types=types,
+        **special,
+    )
+    return SmolLM3ForCausalLM(config)
+
+
+def test_a_number_that_is_not_the_layers_own_is_left_alone():
+    """With two layers, a flag that is 0 and 1 looks like a number of layers."""
+    model = smol(["full_attention"] * 2, [0, 1])
+    with l2l.Engine(model, device="cpu", precision="float32") as engine:
+        engine.layers.grow(2)
+        assert [one.self_attn.use_rope for one in model.model.layers] == [0, 1, 0, 1]
+        assert [one.self_attn.layer_idx for one in model.model.layers] == [0, 1, 2, 3]
+        assert model.config.no_rope_layers == [0, 1, 0, 1]
+
+
+def test_lists_of_the_config_have_the_entry_of_an_inserted_module():
+    family = FAMILIES["gemma3"]
+    model = family.build()
+    types = list(model.config.layer_types)
+    with make(family, model) as engine:
+        engine.layers.insert(1, copy.deepcopy(family.build().model.layers[2]))
+        assert model.config.layer_types == [types[0], types[2], *types[1:]]
+        assert math.isfinite(engine.step(family.batch(ROWS)).loss)
+
+
+def test_a_module_that_a_config_cannot_describe_is_refused():
+    full, near = "full_attention", "sliding_attention"
+    ids = torch.randint(64, (2, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    for types, rope, name in (
+        ([full, near], [1, 1], "layer_types"),
+        ([full] * 2, [0, 1], "no_rope"),
+    ):
+        model = smol(types, rope)
+        with l2l.Engine(model, device="cpu", precision="float32") as engine:
+            layer = copy.deepcopy(smol([full, full], [1, 1]).model.layers[0])
+            with pytest.raises(ValueError, match=f"config.{name}.* differs from layer to layer"):
+                engine.layers.insert(1, layer)
+            assert len(engine.layers) == model.config.num_hidden_layers == 2
+            assert math.isfinite(engine.step(batch).loss)
 
 
 def test_groups_of_the_optimizer_follow():
