@@ -8,7 +8,7 @@ DEMO_OPTIONS ?=
 
 KERNEL := l2l/parameter_server/libhost_kernel.so
 
-.PHONY: demo test lint types unit package kernel accelerator clean
+.PHONY: demo test lint types unit package kernel thorough accelerator clean
 
 demo: $(VENV)/ready $(KERNEL)
 	$(BIN)/python examples/demo.py $(DEMO_OPTIONS)
@@ -46,6 +46,10 @@ package: $(VENV)/ready
 		from l2l.parameter_server import load_kernel; \
 		assert os.path.samefile(os.path.dirname(l2l.__file__), 'l2l'); \
 		assert load_kernel() is not None, 'the wheel has no kernel'"
+
+# What takes long and finds what the others seldom miss.
+thorough: $(VENV)/ready $(KERNEL)
+	$(BIN)/python -m pytest -n 2 -m thorough
 
 # On a machine with a CUDA device; uses the python3 that has torch there.
 accelerator: $(KERNEL)

@@ -32,7 +32,13 @@ PLANS: dict[str, dict[str, Any]] = {
     "rows on the host": {"embedding": "host", "clip_norm": 0.5},
     "compiled": {"compile": "aot_eager", "overrides": {"keep": 0.5, "num_kept_cells": 2}},
 }
-every_plan = pytest.mark.parametrize("plan", PLANS)
+every_plan = pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name == "compiled" else ())
+        for name in PLANS
+    ],
+)
 
 
 def make(family: Family, **settings: Any) -> l2l.Engine:

@@ -41,7 +41,8 @@ MICROBATCH_ROWS = 2  # three microbatches, the last with one row
 FEW_ROWS = 3  # two microbatches
 SGD = {"lr": 0.1, "momentum": 0.9}
 GOLDEN = Path(__file__).parent / "schedules" / "four_layers_three_microbatches.txt"
-ORDERS = (None, *Lane)
+UNUSED = (Lane.GATHER, Lane.REDUCE)  # where there is one rank
+ORDERS = (None, *(lane for lane in Lane if lane not in UNUSED))
 
 every_order = pytest.mark.parametrize(
     "first", ORDERS, ids=lambda lane: lane.value if lane else "default"

@@ -50,6 +50,7 @@ EXAMPLES = {  # what each leaves behind, and what its last line tells
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_of_depth_runs_to_its_end(name: str, tmp_path: Path) -> None:
     files, keys = EXAMPLES[name]
