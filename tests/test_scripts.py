@@ -34,6 +34,7 @@ def test_every_script_says_how_it_is_used(path: Path, tmp_path: Path) -> None:
     assert "usage:" in found.stdout
 
 
+@pytest.mark.thorough
 def test_the_demo_trains_and_leaves_its_results(tmp_path: Path) -> None:
     words = ("--steps", "2", "--folder", tmp_path / "demo", "--device", "cpu")
     found = run(ROOT / "examples" / "demo.py", *words, folder=tmp_path)
