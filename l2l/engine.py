@@ -238,10 +238,7 @@ class Engine:
         Raises:
             ValueError: the batch or the layers cannot be; nothing has been changed then.
         """
-        number = self._carved.num_layers
-        choice = self._depth.choose(step=self._step_number, num_layers=number, seed=self._seed)
-        if layers is not None:
-            choice = Choice(checked_layers(layers, number))
+        choice = self._drawn() if layers is None else self._chosen(layers)
         step, _ = self._perform(batch, choice, settings=self.optimizer.settings())
         self.optimizer.step()
         self._step_number += 1
@@ -771,6 +768,14 @@ class Engine:
         }
         offered = self._world.gather_facts(None if is_empty else own)
         return next((one for one in offered if one is not None), batch) if is_empty else batch
+
+    def _drawn(self) -> Choice:
+        """What the policy chooses, which may be no layer at all."""
+        number = self._carved.num_layers
+        found = self._depth.choose(step=self._step_number, num_layers=number, seed=self._seed)
+        if found.layers:
+            checked_layers(found.layers, number)
+        return found
 
     def _chosen(self, layers: Sequence[int] | None) -> Choice:
         number = self._carved.num_layers

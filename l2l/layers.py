@@ -30,6 +30,7 @@ from torch import nn
 from typing_extensions import override
 
 from l2l.carving import own_numbers
+from l2l.parameter_server import nothing_like
 
 COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "decoder_layers")
 """What configs call the number of layers."""
@@ -285,7 +286,10 @@ def _module_for(place: Place, modules: list[nn.Module]) -> nn.Module:
     if not place.is_copy:
         return module
     # Weights are in the server. Configs and the like are one for all layers.
-    memo: dict[int, Any] = {id(one): _hollow(one) for one in module.parameters()}
+    memo: dict[int, Any] = {
+        id(one): nn.Parameter(nothing_like(one), requires_grad=one.requires_grad)
+        for one in module.parameters()
+    }
     shared = [value for child in module.modules() for value in vars(child).values()]
     memo |= {id(value): value for value in shared if _is_shared(value)}
     return copy.deepcopy(module, memo)
@@ -295,11 +299,6 @@ def _is_shared(value: object) -> bool:
     """Whether copies of a layer use the very same object: one of a class that is not torch's."""
     plain = (nn.Module, torch.Tensor, dict, list, tuple, set, str, int, float, type(None))
     return not isinstance(value, plain)
-
-
-def _hollow(parameter: nn.Parameter) -> nn.Parameter:
-    nothing = torch.full((), torch.nan, device=parameter.device).to(parameter.dtype)
-    return nn.Parameter(nothing.expand(parameter.shape), requires_grad=parameter.requires_grad)
 
 
 def _number(modules: list[nn.Module], numbering: Iterable[tuple[str, str]]) -> None:

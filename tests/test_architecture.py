@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "host_memory": "byte_size device",
     "distributed": "layout",
     "parameter_server": "device distributed host_memory layout precision",
-    "layers": "carving",
+    "layers": "carving parameter_server",
     "units": "carving layers parameter_server precision schedule",
     "stash": "device host_memory layout",
     "lookup": "host_memory layout parameter_server stash",

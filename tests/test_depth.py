@@ -484,6 +484,18 @@ def test_policies_that_cannot_be_are_refused(policy: Any, words: str):
 
 
 @pytest.mark.parametrize(
+    ("layers", "words"), [((0, 3), "has 3, but the model"), ((1, 0), "strictly increasing")]
+)
+def test_a_choice_that_cannot_be_is_refused(layers: tuple[int, ...], words: str):
+    """Of a policy that somebody else has written."""
+    family = FAMILIES["llama_tied"]
+    with make(family, depth=Given(Choice(layers))) as engine:
+        with pytest.raises(ValueError, match=words):
+            engine.step(family.batch(ROWS))
+        assert engine.step_number == 0
+
+
+@pytest.mark.parametrize(
     ("policy", "words"),
     [
         (l2l.StochasticDepth(survival=[1.0, 0.5]), "2 probabilities, the model 3 layers"),

@@ -29,6 +29,7 @@ from l2l.parameter_server.torch_optimizer import ServerOptimizer as ServerOptimi
 from l2l.parameter_server.torch_optimizer import groups_of as groups_of
 from l2l.parameter_server.unit import Unit as Unit
 from l2l.parameter_server.unit import UnitForm as UnitForm
+from l2l.parameter_server.unit import nothing_like as nothing_like
 from l2l.parameter_server.unit import refuse_without_weights as refuse_without_weights
 from l2l.parameter_server.unit import state_name as state_name
 
@@ -61,6 +62,7 @@ __all__ = [
     "host_bytes",
     "host_kernel",
     "load_kernel",
+    "nothing_like",
     "operands",
     "refuse_without_weights",
     "state_name",

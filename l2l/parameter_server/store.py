@@ -56,6 +56,7 @@ from l2l.parameter_server.unit import (
     Unit,
     UnitForm,
     exchange,
+    nothing_like,
     other_rows,
     row_ranges,
     shapes_of,
@@ -215,9 +216,7 @@ class ParameterServer:
             if not parameter.is_meta:
                 self.set_weight(owner, parameter.data)
         for parameter in parameters.values():
-            device = torch.device("cpu") if parameter.is_meta else parameter.device
-            nothing = torch.full((), torch.nan, device=device).to(parameter.dtype)
-            exchange(parameter, nothing.expand(parameter.shape))
+            exchange(parameter, nothing_like(parameter))
 
     @staticmethod
     def _set_buffers(unit: Unit, buffers: Mapping[str, Tensor]) -> None:

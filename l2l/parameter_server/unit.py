@@ -212,6 +212,12 @@ def other_rows(rows: Tensor, num_rows: int) -> Tensor:
     return torch.nonzero(others).flatten()
 
 
+def nothing_like(parameter: nn.Parameter) -> Tensor:
+    """What a hollow parameter holds: NaN in its shape, without memory for it."""
+    device = torch.device("cpu") if parameter.is_meta else parameter.device
+    return torch.full((), torch.nan, device=device).to(parameter.dtype).expand(parameter.shape)
+
+
 def exchange(parameter: nn.Parameter, tensor: Tensor) -> None:
     """Let a parameter hold another tensor; it stays the same object, also from or to meta."""
     if parameter.is_meta == tensor.is_meta:
