@@ -18,20 +18,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
-import sysconfig
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from byte_text import LENGTH, divided, draw, set_learning_rate
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l
 
-LENGTH, ROWS, HELD_OUT_ROWS = 128, 4, 32
+ROWS = 4
 DEPTH = 12
 NUM_MARKS = 10  # evaluations of a run
 COLOURS = ("#475569", "#94a3b8", "#c2410c", "#1d4ed8")
@@ -53,22 +52,6 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def standard_library_text(limit_bytes: int = 4 << 20) -> bytes:
-    """Source files of the standard library, in a fixed order."""
-    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    return b"\n".join(path.read_bytes() for path in paths)[:limit_bytes]
-
-
-def batches(text: bytes, *, rows: int, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Random windows of the text, for ever."""
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(len(data) - LENGTH, (rows,), generator=generator).tolist()
-        windows = torch.stack([data[start : start + LENGTH] for start in starts])
-        yield {"input_ids": windows, "labels": windows}
-
-
 @dataclass(slots=True)
 class Run:
     """One of the runs, and what was measured of it."""
@@ -82,8 +65,7 @@ class Run:
     def step(self, batch: dict[str, Tensor], peak: float) -> None:
         """One step, timed to its end; the learning rate goes up, then down to a tenth."""
         progress = self.engine.step_number / self.num_steps
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = peak * min(1.0, 0.05 + progress / 0.05) * (1 - 0.9 * progress)
+        set_learning_rate(self.engine, peak, progress)
         started = time.perf_counter()
         report = self.engine.step(batch)
         _ = report.gradient_norm  # reading waits for the step
@@ -115,10 +97,7 @@ def train(
     policies: Mapping[str, tuple[l2l.Depth | None, int]], arguments: argparse.Namespace
 ) -> dict[str, Run]:
     """All runs, in turns."""
-    text = standard_library_text()
-    cut = len(text) * 9 // 10
-    held_out = next(batches(text[cut:], rows=HELD_OUT_ROWS, seed=10_000))
-    stream = batches(text[:cut], rows=ROWS, seed=arguments.seed)
+    stream, held_out = divided(rows=ROWS, seed=arguments.seed)
     every = max(1, arguments.steps // NUM_MARKS)
     with contextlib.ExitStack() as stack:
         runs = {
@@ -141,43 +120,6 @@ def train(
                 losses = ", ".join(f"{name} {run.curve[-1][2]:.4f}" for name, run in marked.items())
                 print(f"  step {number:5}, held out: {losses}", flush=True)
     return runs
-
-
-def draw(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> str:
-    """Held-out loss over each of several things, side by side, as SVG."""
-    width, top, bottom, gap = 400, 56, 380, 54
-    whole = 20 + len(panels) * (width + gap)
-    heights = [y for curves in panels.values() for one in curves.values() for _, y in one]
-    low, high = math.floor(min(heights) * 10) / 10, math.ceil(max(heights) * 10) / 10
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole} 440" width="{whole}" '
-        'font-family="system-ui, Helvetica, Arial, sans-serif" font-size="12" fill="#1f2937">',
-        f'<rect width="{whole}" height="440" fill="#ffffff"/>',
-    ]
-
-    def write(x: float, y: float, words: str, look: str = 'text-anchor="middle"') -> None:
-        parts.append(f'<text x="{x:.1f}" y="{y:.1f}" {look}>{words}</text>')
-
-    def place(x: float, y: float) -> str:  # shares of the panel, to pixels
-        return f"{left + x * width:.1f},{bottom - y * (bottom - top):.1f}"
-
-    for number, (across, curves) in enumerate(panels.items()):
-        left = gap + number * (width + gap)
-        most = max(x for one in curves.values() for x, _ in one)
-        for share in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
-            y = bottom - share * (bottom - top)
-            parts.append(f'<path d="M{left} {y:.1f}h{width}" stroke="#e5e7eb"/>')
-            write(left - 6, y + 4, f"{low + share * (high - low):.2f}", 'text-anchor="end"')
-            write(left + share * width, bottom + 18, f"{share * most:.0f}")
-        write(left + width / 2, bottom + 40, across)
-        for index, (name, points) in enumerate(curves.items()):
-            path = " ".join(place(x / most, (y - low) / (high - low)) for x, y in points)
-            look = f'fill="none" stroke="{COLOURS[index]}" stroke-width="2"'
-            parts.append(f'<polyline points="{path}" {look}/>')
-            if number == 0:
-                write(gap + 200 * index, 24, name, f'fill="{COLOURS[index]}" font-weight="600"')
-    write(gap, 44, "held-out loss", "")
-    return "\n".join([*parts, "</svg>", ""])
 
 
 def main() -> None:
@@ -228,7 +170,7 @@ def main() -> None:
         "steps": {name: [(n, y) for n, _, y in run.curve] for name, run in runs.items()},
         "seconds": {name: [(x, y) for _, x, y in run.curve] for name, run in runs.items()},
     }
-    (arguments.output / "dropping.svg").write_text(draw(panels))
+    (arguments.output / "dropping.svg").write_text(draw(panels, width=400, colours=COLOURS))
     (arguments.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     brief = {name: {k: v for k, v in one.items() if k != "curve"} for name, one in results.items()}
     print(json.dumps({"seed": arguments.seed, **brief}))

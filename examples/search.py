@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sysconfig
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,12 +31,13 @@ from statistics import mean
 from typing import Any
 
 import torch
+from byte_text import LENGTH, divided, set_learning_rate
 from torch import Tensor
 from transformers import AutoModelForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
 import l2l
 
-LENGTH, ROWS, HELD_OUT_ROWS, WINDOW = 128, 8, 32, 16
+ROWS, WINDOW = 8, 16
 KINDS = {  # whether there are rotary positions, what it attends to, what it must cache
     "full": (1, "full_attention", LENGTH),
     "bare": (0, "full_attention", LENGTH),
@@ -71,22 +71,6 @@ def make_model(kinds: Sequence[str]) -> SmolLM3ForCausalLM:
     return SmolLM3ForCausalLM(config)
 
 
-def standard_library_text(limit_bytes: int = 4 << 20) -> bytes:
-    """Source files of the standard library, in a fixed order."""
-    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    return b"\n".join(path.read_bytes() for path in paths)[:limit_bytes]
-
-
-def batches(text: bytes, *, rows: int, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Random windows of the text, for ever."""
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(len(data) - LENGTH, (rows,), generator=generator).tolist()
-        windows = torch.stack([data[start : start + LENGTH] for start in starts])
-        yield {"input_ids": windows, "labels": windows}
-
-
 def make_engine(
     kinds: Sequence[str], arguments: argparse.Namespace, depth: l2l.Depth | None = None
 ) -> l2l.Engine:
@@ -104,9 +88,7 @@ def train(
 ) -> Iterator[l2l.StepReport]:
     """Steps of a run of `total`; the learning rate goes up, then down to a tenth."""
     for number in range(engine.step_number, until):
-        progress = number / total
-        for group in engine.optimizer.param_groups:
-            group["lr"] = peak * min(1.0, 0.05 + progress / 0.05) * (1 - 0.9 * progress)
+        set_learning_rate(engine, peak, number / total)
         yield engine.step(next(stream))
 
 
@@ -208,10 +190,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # matrices this small gain nothing from more
     arguments.output.mkdir(parents=True, exist_ok=True)
-    text = standard_library_text()
-    cut = len(text) * 9 // 10
-    held_out = next(batches(text[cut:], rows=HELD_OUT_ROWS, seed=10_000))
-    found = search(arguments, batches(text[:cut], rows=ROWS, seed=arguments.seed), held_out)
+    stream, held_out = divided(rows=ROWS, seed=arguments.seed)
+    found = search(arguments, stream, held_out)
     first, last = found["ranking"][0][0], found["ranking"][-1][0]
 
     loaded = AutoModelForCausalLM.from_pretrained(arguments.output / "model").eval()
@@ -223,7 +203,7 @@ def main() -> None:
     alone, total = {}, max(1, arguments.steps // 3)
     for name, one in (("first", first), ("last", last), ("ordinary", ("full",) * NUM_POSITIONS)):
         with make_engine(one, arguments) as engine:
-            stream = batches(text[:cut], rows=ROWS, seed=arguments.seed)
+            stream, _ = divided(rows=ROWS, seed=arguments.seed)
             for _ in train(engine, stream, until=total, total=total, peak=arguments.learning_rate):
                 pass
             alone[name] = engine.evaluate(held_out)

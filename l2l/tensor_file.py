@@ -8,12 +8,17 @@ that a file of any size costs one tensor's memory, or none where the tensor lies
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import mmap
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,7 +43,8 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 ALIGNMENT = 8  # of the first byte after the header
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 4 << 20
+BLOCK_BYTES = 4096  # writes past the page cache are whole blocks
 
 
 class TensorFileError(ValueError):
@@ -95,20 +101,19 @@ def write_tensors(
         offset += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
+    head = bytearray(len(text).to_bytes(8, "little") + text)
     try:
-        with path.open("wb", buffering=0) as file:
-            checksum = _write(file.fileno(), len(text).to_bytes(8, "little") + text, 0)
+        with _Output.opened(path) as output:
+            output.write(torch.frombuffer(head, dtype=torch.uint8))
             for entry in entries:
                 tensor = entry.read()
                 assert tensor.dtype is entry.dtype, entry.name
                 assert tuple(tensor.shape) == entry.shape, entry.name
-                checksum = _write(file.fileno(), _bytes_of(tensor), checksum)
-            os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # nobody reads it soon: leave the memory to others
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                output.write(tensor)
+            output.finish()
     except OSError as error:
         raise TensorFileError(f"cannot write {path}: {error.strerror or error}") from error
-    return Written(nbytes=8 + len(text) + offset, checksum=checksum)
+    return Written(nbytes=len(head) + offset, checksum=output.checksum)
 
 
 def check_file(path: Path, expected: Written) -> None:
@@ -180,20 +185,78 @@ class TensorFile:
             raise TensorFileError(f"cannot read {self.path}: {error}") from error
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return memoryview(flat.numpy().data)
+@final
+class _Output:
+    """A file that is written from its beginning to its end.
 
+    Past the page cache, where the file system can do that: nobody reads it soon, and on its way
+    through the cache every byte would cross host memory twice more while updates need it. What is
+    written past the cache must lie at whole pages, so tensors pass through a piece of memory that
+    is small enough to stay in the processor's cache.
+    """
 
-def _write(descriptor: int, data: bytes | memoryview, checksum: int) -> int:
-    """Write all of it; returns the checksum with it."""
-    view = memoryview(data)
-    for start in range(0, len(view), PIECE_BYTES):
-        piece = view[start : start + PIECE_BYTES]
-        checksum = zlib.crc32(piece, checksum)
-        while piece:
-            piece = piece[os.write(descriptor, piece) :]
-    return checksum
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._memory = mmap.mmap(-1, PIECE_BYTES)
+        self._piece = torch.frombuffer(self._memory, dtype=torch.uint8).numpy()
+        self._num_filled = 0
+        self.checksum = 0
+
+    @classmethod
+    @contextmanager
+    def opened(cls, path: Path) -> Iterator[_Output]:
+        """The file, empty; closed in the end."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            descriptor = os.open(path, flags, 0o666)
+        try:
+            yield cls(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def write(self, tensor: Tensor) -> None:
+        """Write a tensor's bytes."""
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        start = 0
+        while start < len(data):
+            number = min(len(data) - start, len(self._piece) - self._num_filled)
+            # Of the ways to copy, numpy's lets other threads have the interpreter and needs none.
+            filled = self._num_filled + number
+            self._piece[self._num_filled : filled] = data[start : start + number]
+            start, self._num_filled = start + number, filled
+            if filled == len(self._piece):
+                self._write_piece()
+
+    def finish(self) -> None:
+        """Write what is left, through to the disk."""
+        self._write_piece()
+        os.fsync(self._descriptor)
+        if hasattr(os, "posix_fadvise"):  # where it went through the cache: leave it to others
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _write_piece(self) -> None:
+        data = memoryview(self._memory)[: self._num_filled]
+        self.checksum = zlib.crc32(data, self.checksum)
+        self._num_filled = 0
+        if len(data) % BLOCK_BYTES:
+            self._go_through_the_cache()
+        while data:
+            try:
+                data = data[os.write(self._descriptor, data) :]
+            except OSError as error:  # blocks may be larger than we know
+                if error.errno != errno.EINVAL or not self._go_through_the_cache():
+                    raise
+
+    def _go_through_the_cache(self) -> bool:
+        """From now on; False if it did so before."""
+        direct = getattr(os, "O_DIRECT", 0)
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~direct)
+        return bool(flags & direct)
 
 
 def sync_folder(path: Path) -> None:

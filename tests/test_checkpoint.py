@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import l2l
-from l2l import checkpoint
+from l2l import checkpoint, tensor_file
 from l2l.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -988,6 +988,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
         before = contents(tmp_path / "saved")
         train(engine, "lookups", to=SAVED + 1)
         with monkeypatch.context() as patched:
+            patched.setattr(tensor_file, "PIECE_BYTES", 16 << 10)  # several writes for each file
             failing = Failing(patched, function, at=at, code=code)
             if background:
                 act = engine.save(tmp_path / "saved", background=True).wait
@@ -1256,11 +1257,12 @@ class Dead(BaseException):
 class Kill:
     """Counts what is done to the disk, and ends the process before the n-th of it."""
 
-    FUNCTIONS = ("write", "fsync", "rename", "mkdir", "unlink", "rmdir")
+    FUNCTIONS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, before: int | None = None) -> None:
         self.count, self._before = 0, before
         self._lock = threading.Lock()
+        monkeypatch.setattr(tensor_file, "PIECE_BYTES", 64)  # several writes for each file
         for name in self.FUNCTIONS:
             monkeypatch.setattr(os, name, self._wrapped(getattr(os, name)))
         monkeypatch.setattr(Path, "open", self._wrapped(Path.open))

@@ -1,6 +1,7 @@
 """Files of tensors: what the safetensors library reads and writes, whole or refused by name."""
 
 import errno
+import fcntl
 import os
 import zlib
 from collections.abc import Callable
@@ -133,11 +134,11 @@ def test_tensors_are_asked_for_one_by_one_in_their_order(tmp_path: Path):
     }
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 7, 64])
+@pytest.mark.parametrize("piece_bytes", [1, 7, 64, tensor_file.BLOCK_BYTES])
 def test_tensors_larger_than_a_piece_are_written_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ):
-    tensors = {"large": random_bits(torch.float32, 101), "small": random_bits(torch.int8, 3)}
+    tensors = {"large": random_bits(torch.float32, 2101), "small": random_bits(torch.int8, 3)}
     expected = write(tmp_path / "at once", tensors)
     monkeypatch.setattr(tensor_file, "PIECE_BYTES", piece_bytes)
     found = write(tmp_path / "in pieces", tensors)
@@ -162,6 +163,42 @@ def test_a_system_that_writes_less_than_asked_for_is_asked_again(
     monkeypatch.setattr(os, "write", lambda to, data: whole(to, data[: max(1, len(data) // 2)]))
     assert write(tmp_path / "in halves", tensors) == expected
     assert (tmp_path / "in halves").read_bytes() == (tmp_path / "at once").read_bytes()
+
+
+@pytest.mark.parametrize("refused", ["open", "write"])
+def test_a_file_system_that_cannot_write_past_the_page_cache_writes_through_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+):
+    whole, num_refused = getattr(os, refused), 0
+
+    def is_direct(flags: int) -> bool:
+        return bool(flags & os.O_DIRECT)
+
+    def refuse(first: Any, *rest: Any) -> Any:
+        nonlocal num_refused
+        if is_direct(rest[0] if refused == "open" else fcntl.fcntl(first, fcntl.F_GETFL)):
+            num_refused += 1
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return whole(first, *rest)
+
+    tensors = {"one": random_bits(torch.float32, 5000), "two": random_bits(torch.int8, 9000)}
+    expected = write(tmp_path / "past it", tensors)
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 2 * tensor_file.BLOCK_BYTES)
+    monkeypatch.setattr(os, refused, refuse)
+    assert write(tmp_path / "through it", tensors) == expected
+    assert num_refused == 1
+    assert (tmp_path / "through it").read_bytes() == (tmp_path / "past it").read_bytes()
+
+
+def test_an_argument_that_is_wrong_in_other_ways_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "write", refuse)
+    with pytest.raises(TensorFileError, match=r"cannot write .*one: Invalid argument"):
+        write(tmp_path / "one", {"one": torch.ones(3)})
 
 
 def test_size_and_checksum_are_those_of_the_file(tmp_path: Path):

@@ -38,7 +38,8 @@ class ImageState(enum.Enum):
     DONE = "done"
 
 
-NUM_WRITERS = 3  # threads that write; updates leave them cores meanwhile
+NUM_WRITERS = 3  # threads that write, and mostly wait for the disk
+NUM_CORES = 2  # that updates leave to those who write and copy
 
 UNSAFE = (ImageState.READY, ImageState.COPYING, ImageState.BUSY)
 """States in which a unit must not change: somebody reads it, or will."""
