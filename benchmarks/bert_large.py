@@ -20,11 +20,8 @@ import argparse
 import contextlib
 import gc
 import json
-import os
 import resource
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +35,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 import l2l
+from l2l import child_process
 from l2l.byte_size import parse_bytes
 from l2l.planner import DoesNotFitError
 
@@ -393,30 +391,13 @@ def _count_retries() -> int:
 def run_apart(case: Case, time_limit_seconds: float) -> Row:
     """Run a case in a process of its own; whatever happens there, a row comes back."""
     began = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--case", json.dumps(asdict(case))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # compilers that it starts can be ended with it
-    )
-    try:
-        output, errors = process.communicate(timeout=time_limit_seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        note = f"not done after {time_limit_seconds:g} s (--time-limit)"
-        return Row(case=case, status=FAILED, note=note, seconds=time.perf_counter() - began)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
+    command = [sys.executable, __file__, "--case", json.dumps(asdict(case))]
+    output, errors, note = child_process.run(command, time_limit_seconds)
     seconds = time.perf_counter() - began
     with contextlib.suppress(ValueError, IndexError, TypeError, KeyError):
         return replace(Row.of(json.loads(output.splitlines()[-1])), seconds=seconds)
     last = next((line for line in reversed(errors.splitlines()) if line.strip()), "")
-    note = f"exit status {process.returncode}: {last}"[:LONGEST_NOTE]
+    note = (f"{note}: {last}" if last else note)[:LONGEST_NOTE]
     return Row(case=case, status=FAILED, note=note, seconds=seconds)
 
 
@@ -558,7 +539,6 @@ def main() -> None:
     if options.case is not None:
         run_here(options.case)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run in progress ends as well
     began = time.perf_counter()
     rows = read_rows(options.results)
     if options.retry:

@@ -15,6 +15,7 @@ import shutil
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -83,17 +84,19 @@ def save(engine: l2l.Engine, batch: dict[str, torch.Tensor], folder: Path, usual
     before = resident_bytes()
     began = time.perf_counter()
     saving = engine.save(folder, background=True)
-    steps, most = 0, before
-    while not saving.is_done or steps < 2:
+    ends, most = [began], before
+    while not saving.is_done or len(ends) < 3:
         _ = engine.step(batch).loss
-        steps, most = steps + 1, max(most, resident_bytes())
-    seconds = time.perf_counter() - began
+        ends.append(time.perf_counter())
+        most = max(most, resident_bytes())
+    seconds, steps = ends[-1] - began, len(ends) - 1
     saving.wait()
     return {
         "gigabytes": round(saving.num_bytes / 1e9, 2),
         "steps": steps,
         "seconds_a_step": round(seconds / steps, 3),
         "longer": round(seconds / steps / usual - 1, 4),
+        "each": [round(end - start, 2) for start, end in pairwise(ends)],
         "writing_seconds": round(saving.seconds, 2),
         "waited_seconds": round(saving.stall_seconds, 2),
         "lost_seconds": round(seconds - steps * usual, 2),

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from l2l import child_process
 from l2l.byte_size import parse_bytes
 from l2l.peers import PEERS, find_peer
 from l2l.plot import Point
@@ -124,7 +122,7 @@ def compare(
         name = run.label.replace(" ", "-")
         if folder is not None and run.system == ENGINE:
             run = replace(run, trace=str(folder / f"{name}-trace.json"))
-        output, errors, note = _run_process(_command(run), time_limit_seconds)
+        output, errors, note = child_process.run(_command(run), time_limit_seconds)
         if folder is not None:
             (folder / f"{name}.log").write_text(f"{output}\n{errors}")
         yield read_outcome(run, output=output, errors=errors, note=note)
@@ -163,29 +161,6 @@ def _command(run: Run) -> list[str]:
     variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": port}
     variables |= {"MASTER_ADDR": "127.0.0.1"}
     return ["env", *(f"{name}={value}" for name, value in variables.items()), *command]
-
-
-def _run_process(command: list[str], time_limit_seconds: float) -> tuple[str, str, str]:
-    """What it printed, its errors, and how it ended."""
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # what it starts itself can be ended with it
-    )
-    try:
-        output, errors = process.communicate(timeout=time_limit_seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, errors = process.communicate()
-        return output, "", f"not done after {time_limit_seconds:g} s (--time-limit)"
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-    return output, errors, f"exit status {process.returncode}"
 
 
 # ---- the table ----------------------------------------------------------------------------------

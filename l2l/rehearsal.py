@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l2l.batch import Microbatch, take_rows
+from l2l.byte_size import format_bytes
 from l2l.carving import CarvedModel, Recording, Returns
 from l2l.compiled_layer import Compiler
 from l2l.device import Device
@@ -41,6 +42,7 @@ from l2l.schedule import OuterUnit
 
 LARGE_UNIT_BYTES = 16 << 20  # a smaller table is not worth a lookup on the host
 PROOF_TOLERANCE = 0.02  # of 16-bit losses and gradients
+TRIAL_MARGIN = 1.5  # of weights, for what is computed with them
 TRIAL_SCALE = 0.5  # a loss is multiplied with something in every step; so it is in the trial
 
 
@@ -99,10 +101,25 @@ class Rehearsal:
                 self._learn(trial_batch(microbatch, cut=True), wants_rule=wants_rule)
             except CutError:
                 raise
+            except torch.OutOfMemoryError as error:
+                self._outer.bind_only({})
+                raise ValueError(self._needs()) from error
             except Exception:  # a model of fixed length cannot run a few tokens
                 self._learn(trial_batch(microbatch, cut=False), wants_rule=wants_rule)
         self._outer.bind_only({})  # let go of the copies on the device
         self.done = True
+
+    def _needs(self) -> str:
+        """What a device must have room for, of which this one has too little."""
+        sizes = {name: unit.form.weight_layout.nbytes for name, unit in self._server.units.items()}
+        around = sum(nbytes for name, nbytes in sizes.items() if not name.startswith("L"))
+        largest = max(nbytes for name, nbytes in sizes.items() if name.startswith("L"))
+        least = round(TRIAL_MARGIN * (around + largest)) + self._device.growth_bytes
+        return (
+            "the device has too little memory to try the model on a few rows: weights around the "
+            f"layers take {format_bytes(around)}, the largest layer {format_bytes(largest)}. Give "
+            f"device_memory={format_bytes(least)} or more, if the device has it."
+        )
 
     def record(self, microbatch: Microbatch) -> Recording:
         """What a prologue run yields for these rows, on the device."""

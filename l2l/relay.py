@@ -109,7 +109,7 @@ class Relay:
         self._schedule: Schedule | None = None
         self._perform: dict[str, Callable[..., None]] = {
             "take": lambda _, place: self._transfer.take(place),
-            "drop": lambda _, place: self._transfer.drop(place),
+            "drop": self._drop,
             "fetch": lambda _, unit, slot: self._transfer.fetch(unit, slot),
             "gather": lambda _, unit, slot: self._transfer.gather(unit, slot),
             "release": lambda _, unit, slot: self._transfer.release(unit, slot),
@@ -212,6 +212,11 @@ class Relay:
 
     # ----------------------------------------------------------------------------------------------
     # Prologue and epilogue
+
+    def _drop(self, _: Step, place: str) -> None:
+        if place.startswith("S"):
+            self._outer.bind_only({})  # the model's code would keep the memory alive
+        self._transfer.drop(place)
 
     def _prologue(
         self, step: Step, microbatch: str, slots: str, recorded: str, rows: str, cell: str

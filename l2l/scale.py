@@ -33,7 +33,7 @@ from l2l.workload import LANES, SHAPES, Workload, host_peak_bytes
 
 OptimizerName = Literal["adafactor", "adamw", "adamw-8bit"]
 OPTIMIZERS: dict[OptimizerName, Callable[[], Optimizer]] = {
-    "adafactor": lambda: Adafactor(lr=3e-3),
+    "adafactor": lambda: Adafactor(lr=1e-3),
     "adamw": lambda: AdamW(lr=1e-5),
     "adamw-8bit": lambda: AdamW(lr=1e-5, moments="8bit"),
 }

@@ -1,11 +1,12 @@
 """Sizes and costs of a carved model for the planner, counted without running anything.
 
 Layers are counted on the meta device with the arguments that a prologue run has recorded, one layer
-of each structure, for one row and for two: costs are straight lines in between and beyond.
+of each structure, for some numbers of rows: costs are straight lines in between and beyond.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,9 @@ from l2l.carving import CarvedModel, Recording
 from l2l.layer_cost import PassCost, count_kept_pass, count_pass
 from l2l.layer_pass import LayerInputs, Walked, backward_layer, forward_layer, walk_layer
 from l2l.parameter_server import AdamW, HostOptimizer, Optimizer, UnitForm
-from l2l.planner import CostLine, LayerCosts, UnitSize
+from l2l.planner import CostCurve, LayerCosts, UnitSize
+
+COUNTED_TOKENS = (4096, 8192, 65536, 131072)  # besides one row and two
 
 
 def unit_size(form: UnitForm) -> UnitSize:
@@ -45,8 +48,11 @@ def layer_costs(
     for index, structure in enumerate(carved.structures):
         if structure not in known:
             form = forms[f"L{index}"]
-            counted = [_count(carved, index, form, one, fused=fused) for one in recordings]
-            lines = [CostLine(*passes) for passes in zip(*counted, strict=True)]
+            counted = _count_some(carved, index, form, recordings, fused=fused)
+            lines = [
+                CostCurve(tuple((rows, passes[kind]) for rows, passes in counted.items()))
+                for kind in range(4)
+            ]
             known[structure] = LayerCosts(
                 forward=lines[0],
                 backward=lines[1],
@@ -63,6 +69,47 @@ def _count(
         return _count_passes(carved, index, form, recording, fused=fused)
     except Exception:  # a layer whose code looks at values cannot be counted without any
         return _rough_passes(form, recording)
+
+
+def _count_some(
+    carved: CarvedModel,
+    index: int,
+    form: UnitForm,
+    recordings: Sequence[Recording],
+    *,
+    fused: bool,
+) -> dict[int, tuple[PassCost, ...]]:
+    """Costs for one row, for two, and where that can be told for more."""
+    assert recordings[0].hidden is not None
+    length = math.prod(recordings[0].hidden.shape[:-1])
+    found: dict[int, tuple[PassCost, ...]] = {
+        rows: _count(carved, index, form, one, fused=fused)
+        for rows, one in enumerate(recordings, start=1)
+    }
+    more = {-(-tokens // length) for tokens in COUNTED_TOKENS} - found.keys()
+    # Not if the layer looks at values, or is told how many rows there are.
+    with contextlib.suppress(Exception):
+        for rows in sorted(more):
+            larger = _with_rows(recordings, rows)
+            found[rows] = _count_passes(carved, index, form, larger, fused=fused)
+    return found
+
+
+def _with_rows(recordings: Sequence[Recording], number: int) -> Recording:
+    """A recording of so many rows, without data, from those of one row and of two."""
+
+    def grown(one: Tensor, two: Tensor) -> Tensor:
+        sizes = [a if a == b else a * number for a, b in zip(one.shape, two.shape, strict=True)]
+        return torch.empty(sizes, dtype=one.dtype, device="meta")
+
+    first, second = recordings
+    assert first.hidden is not None
+    assert second.hidden is not None
+    return Recording(
+        hidden=grown(first.hidden, second.hidden),
+        tensors=[grown(a, b) for a, b in zip(first.tensors, second.tensors, strict=True)],
+        calls=first.calls,
+    )
 
 
 def _count_passes(

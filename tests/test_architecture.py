@@ -48,8 +48,8 @@ MAY_IMPORT = {
     ),
     "report": "step",
     "rehearsal": (
-        "batch carving compiled_layer device interception layer_list lookup loss outer_pass "
-        "parameter_server relay schedule"
+        "batch byte_size carving compiled_layer device interception layer_list lookup loss "
+        "outer_pass parameter_server relay schedule"
     ),
     "hardware": "device parameter_server schedule",
     "layer_cost": "hardware",
@@ -81,7 +81,8 @@ MAY_IMPORT = {
     "peers": "",
     "plot": "",
     "workload": "byte_size engine parameter_server peers",
-    "comparison": "byte_size peers plot workload",
+    "child_process": "",
+    "comparison": "byte_size child_process peers plot workload",
     "data": "loss",
     "metrics": "",
     "progress": "byte_size",
@@ -92,8 +93,9 @@ MAY_IMPORT = {
     ),
     "scale": "byte_size engine parameter_server preview weights workload",
     "cli": (
-        "benchmark byte_size checkpoint comparison distributed hardware host_memory hugging_face "
-        "parameter_server planner plot preview progress scale settings training workload"
+        "benchmark byte_size checkpoint child_process comparison distributed hardware host_memory "
+        "hugging_face parameter_server planner plot preview progress scale settings training "
+        "workload"
     ),
 }
 

@@ -4,6 +4,7 @@ That a step equals plain PyTorch in float32 is in test_parity.py; here are the o
 training in bfloat16 against a reference that is written out.
 """
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from l2l.byte_size import format_bytes
 from l2l.device import CheckingDevice
 from l2l.engine import Engine
 from l2l.hardware import H200
+from l2l.rehearsal import Rehearsal
 
 ROWS = 8
 ADAMW = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.05}
@@ -553,7 +555,7 @@ def test_what_was_measured_is_in_the_plan_after_some_steps(
 
 @pytest.mark.usefixtures("as_h200")
 @pytest.mark.parametrize("clip_norm", [None, 0.5], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("budget", [150, MOST_MIB])
+@pytest.mark.parametrize("budget", [170, MOST_MIB])
 def test_a_longer_batch_is_planned_anew_and_nothing_is_lost(
     budget: int, clip_norm: float | None
 ) -> None:
@@ -607,6 +609,20 @@ def test_a_step_that_the_device_has_too_little_memory_for_is_done_again(
     assert len(told) == 2
     assert "CUDA out of memory. Tried to allocate 1 MiB)" in told[0]
     assert "leaves 64.00 MiB of the budget free" in told[1]
+
+
+def test_a_device_with_too_little_memory_for_a_trial_says_what_would_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run_out(_: Rehearsal) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with make_engine(build_llama(**BUDGETED)) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(Rehearsal, "_weights", run_out)
+            with pytest.raises(ValueError, match=r"the largest layer .*\. Give device_memory="):
+                engine.step(causal_batch(ROWS))
+        assert math.isfinite(engine.step(causal_batch(ROWS)).loss)
 
 
 @pytest.mark.usefixtures("as_h200")

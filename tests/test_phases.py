@@ -9,6 +9,7 @@ tied tables over several microbatches), to 1e-6 of the largest element of each t
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -46,6 +47,7 @@ from l2l.outer_pass import pieces
 from l2l.rehearsal import Usage
 from l2l.rehearsal import _same as same
 from l2l.schedule import Lane
+from l2l.transfer import Transfer
 
 ROWS, SIZE = 8, 3  # three microbatches, the last one smaller
 EVEN = 6  # rows whose microbatches are all alike, so that compiled layers are compiled once
@@ -320,6 +322,27 @@ def test_an_epilogue_in_pieces(name: str, tokens: int):
     assert max(shapes) == largest
     assert len(shapes) == 2 * num_training
     assert 0 < num_training < number, "a piece without labels is left out"
+
+
+@pytest.mark.parametrize("optimizer", [l2l.AdamW(), l2l.Adafactor()], ids=["host", "device"])
+def test_memory_that_is_dropped_is_free(monkeypatch: pytest.MonkeyPatch, optimizer: Any):
+    family, left = FAMILIES["llama_untied"], list[tuple[str, bool]]()
+    drop = Transfer.drop
+
+    def watched(transfer: Transfer, place: str) -> None:
+        buffer = transfer._memory(place).get(place)
+        storage = None if buffer is None else weakref.ref(buffer.untyped_storage())
+        del buffer
+        drop(transfer, place)
+        left.append((place, storage is not None and storage() is not None))
+
+    monkeypatch.setattr(Transfer, "drop", watched)
+    settings = EXACT["shared memory"] | {"optimizer": optimizer}
+    with make_engine(family.build(), family, **settings) as engine:
+        for _ in range(2):
+            engine.step(family.batch(ROWS))
+    assert {place[0] for place, _ in left} == {"S", "G"}
+    assert not [place for place, is_alive in left if is_alive]
 
 
 def test_pieces_of_rows_where_a_row_has_one_label():

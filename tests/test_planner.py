@@ -13,10 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import l2l
 from l2l.byte_size import parse_bytes
 from l2l.hardware import H200
+from l2l.layer_cost import count_pass
 from l2l.parameter_server import UpdatePolicy
 from l2l.planner import (
     ALWAYS,
@@ -33,6 +35,7 @@ from l2l.planner.cost_model import CostModel
 from l2l.workload import Workload
 
 GIB = 2**30
+META = torch.device("meta")
 NUM_LAYERS = 10
 BUDGETS = (2, 2.5, 3, 5, 10, 20, 48)  # GiB: from one row at a time to everything
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -51,8 +54,7 @@ class CapturedError(Exception):
     """Stops a preview when its problem is known."""
 
 
-@cache
-def problem_of(name: str) -> Problem:
+def problem_for(model: nn.Module, **settings: Any) -> Problem:
     """What a plan is made for, as a preview of a model finds it."""
     found: list[Problem] = []
 
@@ -60,11 +62,16 @@ def problem_of(name: str) -> Problem:
         found.append(problem)
         raise CapturedError
 
-    shape = {"shape": "3.2b"} if name == "large" else {"shape": "1b", "num_layers": NUM_LAYERS}
-    model = Workload(**shape).model(torch.device("meta"))
     with mock.patch("l2l.planning.find_plan", capture), pytest.raises(CapturedError):
-        l2l.plan(model, hardware=H200, **SETTINGS[name])
+        l2l.plan(model, hardware=H200, **settings)
     return found[0]
+
+
+@cache
+def problem_of(name: str) -> Problem:
+    """The same for a setting."""
+    shape = {"shape": "3.2b"} if name == "large" else {"shape": "1b", "num_layers": NUM_LAYERS}
+    return problem_for(Workload(**shape).model(META), **SETTINGS[name])
 
 
 @cache
@@ -113,6 +120,34 @@ def test_the_ledger_adds_up(name: str) -> None:
         first = len(problem.layers) - one.decisions.num_device_states
         moved = sum(unit.state_bytes for unit in problem.layers[first:])
         assert host["parameter server"] == problem.server_bytes - moved
+
+
+@pytest.mark.parametrize(("shape", "width"), [("1b", 2048), ("50b", 8192)])
+def test_a_layer_takes_for_any_number_of_rows_what_counting_them_says(
+    shape: str, width: int
+) -> None:
+    """Few rows: all gradients of weights at the end. Many: the middle of the perceptron."""
+    model = Workload(shape=shape, num_layers=1).model(META)
+    costs = problem_for(model, num_rows=64).costs[0]
+    layer = model.model.layers[0].to(torch.bfloat16)
+    rotary = model.model.rotary_emb
+
+    def working_bytes(rows: int) -> int:
+        hidden = torch.empty(rows, 1024, width, dtype=torch.bfloat16, device=META)
+        positions = rotary(hidden, torch.empty(1, 1024, dtype=torch.int64, device=META))
+        gradient = torch.empty_like(hidden)
+
+        def passes() -> tuple[Tensor, ...]:
+            output = layer(hidden, position_embeddings=positions, attention_mask=None)
+            return torch.autograd.grad([output], [hidden, *layer.parameters()], [gradient])
+
+        hidden.requires_grad_()
+        return count_pass(passes, fused=True).working_bytes
+
+    for rows in (1, 2, 3, 4, 6, 8, 16, 64, 256):
+        expected, found = working_bytes(rows), costs.backward.at(rows).working_bytes
+        assert expected <= found <= 1.1 * expected, rows
+    assert working_bytes(64) > 1.2 * (32 * working_bytes(2) - 31 * working_bytes(1))
 
 
 def test_what_every_choice_takes_is_in_the_ledger() -> None:

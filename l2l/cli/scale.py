@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from l2l import child_process
 from l2l.scale import (
     CONFIRMED,
     OPTIMIZERS,
@@ -101,7 +101,7 @@ def _apart(scales: Sequence[Scale]) -> list[ScaleResult]:
         }
         words = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
         command = [sys.executable, "-m", "l2l", "bench", "scale", *words]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with child_process.started(command) as process:
             assert process.stdout is not None
             last = ""
             for line in process.stdout:

@@ -7,7 +7,7 @@ from l2l.planner.plan import Decisions as Decisions
 from l2l.planner.plan import LedgerLine as LedgerLine
 from l2l.planner.plan import Plan as Plan
 from l2l.planner.plan import ScalingPoint as ScalingPoint
-from l2l.planner.problem import CostLine as CostLine
+from l2l.planner.problem import CostCurve as CostCurve
 from l2l.planner.problem import LayerCosts as LayerCosts
 from l2l.planner.problem import Problem as Problem
 from l2l.planner.problem import Together as Together
@@ -20,7 +20,7 @@ __all__ = [
     "ALWAYS",
     "STATE_ON_HOST",
     "Candidate",
-    "CostLine",
+    "CostCurve",
     "CostModel",
     "Decisions",
     "DoesNotFitError",

@@ -19,7 +19,7 @@ from l2l.layer_cost import PassCost, seconds
 from l2l.parameter_server import ROUNDING_BYTES, UpdatePolicy
 from l2l.parameter_server.adafactor import REVISED_BYTES, REVISED_PIECE
 from l2l.planner.plan import ALWAYS, Decisions, LedgerLine
-from l2l.planner.problem import CostLine, Problem, UnitSize
+from l2l.planner.problem import CostCurve, Problem, UnitSize
 from l2l.schedule import NUM_LENT, Action, Lane, OuterUnit, Schedule, Shape, make_schedule
 from l2l.simulation import Cost, Simulation, simulate
 
@@ -231,7 +231,7 @@ class CostModel:
         costs = self.problem.costs[layer]
         key = (id(costs), kind, rows)
         if key not in self._costs:
-            line: CostLine = getattr(costs, kind)
+            line: CostCurve = getattr(costs, kind)
             self._costs[key] = line.at(rows)
         return self._costs[key]
 

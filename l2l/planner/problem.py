@@ -24,27 +24,35 @@ class UnitSize:
 
 
 @dataclass(frozen=True, slots=True)
-class CostLine:
-    """The cost of a pass for any number of rows, from those for one row and for two."""
+class CostCurve:
+    """The cost of a pass for any number of rows, from those for some.
 
-    one: PassCost
-    two: PassCost
+    Arithmetic and traffic grow by a line. Memory is that of the worst moment, and each moment's
+    grows by a line of its own: for few rows the worst is the end, when all gradients of weights are
+    there, for many some place in the middle. Between two numbers the straight line is not below it.
+    """
+
+    counted: tuple[tuple[int, PassCost], ...]  # for one row, for two, and on
 
     def at(self, rows: float) -> PassCost:
         """The cost for so many rows."""
+        one, two = self.counted[0][1], self.counted[1][1]
+        last = len(self.counted) - 2
+        index = next((i for i in range(last) if rows <= self.counted[i + 1][0]), last)
+        (low, few), (high, many) = self.counted[index : index + 2]
 
-        def line(first: float, second: float) -> float:
-            return max(0.0, first + (second - first) * (rows - 1))
+        def line(first: float, second: float, share: float) -> float:
+            return max(0.0, first + (second - first) * share)
 
-        one, two = self.one, self.two
+        share = (rows - low) / (high - low)
         return replace(
             one,
-            matrix_flops=line(one.matrix_flops, two.matrix_flops),
-            moved_bytes=line(one.moved_bytes, two.moved_bytes),
+            matrix_flops=line(one.matrix_flops, two.matrix_flops, rows - 1),
+            moved_bytes=line(one.moved_bytes, two.moved_bytes, rows - 1),
             num_kernels=max(one.num_kernels, two.num_kernels),
-            working_bytes=int(line(one.working_bytes, two.working_bytes)),
-            output_bytes=int(line(one.output_bytes, two.output_bytes)),
-            kept_bytes=int(line(one.kept_bytes, two.kept_bytes)),
+            working_bytes=int(line(few.working_bytes, many.working_bytes, share)),
+            output_bytes=int(line(few.output_bytes, many.output_bytes, share)),
+            kept_bytes=int(line(few.kept_bytes, many.kept_bytes, share)),
         )
 
 
@@ -52,10 +60,10 @@ class CostLine:
 class LayerCosts:
     """The passes of one layer."""
 
-    forward: CostLine
-    backward: CostLine  # recomputation and backward
-    kept_forward: CostLine  # keeping everything, as layers of the tail do
-    kept_backward: CostLine
+    forward: CostCurve
+    backward: CostCurve  # recomputation and backward
+    kept_forward: CostCurve  # keeping everything, as layers of the tail do
+    kept_backward: CostCurve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
