@@ -1,6 +1,7 @@
-"""One rank of test_distributed.py, in a process of its own: python ranks.py FOLDER RANK SIZE ...
+"""The ranks of test_distributed.py, in processes of their own: python ranks.py FOLDER --sizes 1 2
 
-Runs scenarios and saves what each has found; ranks meet through a file.
+For each number of ranks in turn, so many processes run the scenarios and save what each has found;
+they meet through a file. They are forked once everything is imported, which takes seconds.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,11 +42,11 @@ SCENARIOS: dict[str, Callable[["Rank"], Any]] = {}
 class Rank:
     """Which one this is, and what it does alike in every scenario."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.folder, self.rank, self.size = options.folder, options.rank, options.size
+    def __init__(self, number: int, options: argparse.Namespace, backend: str) -> None:
+        self.folder, self.rank, self.size = options.folder, number, options.size
         self.given = {"device": options.device, "precision": "float32", "compile": False}
         self.given |= {"microbatch_size": 2, "seed": 3}
-        if options.backend and self.size == 1:
+        if backend and self.size == 1:
             self.given["group_size"] = 1  # through the collectives, too
 
     def engine(self, family: Family, model: torch.nn.Module, **settings: Any) -> l2l.Engine:
@@ -264,58 +265,75 @@ def refused(rank: Rank) -> Any:
 
 
 def run(
-    folder: Path, size: int, *, device: str = "cpu", backend: str = "", scenarios: Any = ()
-) -> list[dict[str, Any]]:
-    """What each of so many ranks has found, in processes of their own."""
-    folder.mkdir()
-    words = [sys.executable, __file__, str(folder), "--size", str(size), "--device", device]
-    words += ["--backend", backend or ("gloo" if size > 1 else ""), "--scenarios", *scenarios]
+    folder: Path, *sizes: int, device: str = "cpu", backend: str = "", scenarios: Any = ()
+) -> dict[int, list[dict[str, Any]]]:
+    """For each number of ranks what each of them has found."""
+    words = [sys.executable, __file__, str(folder), "--sizes", *map(str, sizes)]
+    words += ["--device", device, "--backend", backend, "--scenarios", *scenarios]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen([*words, "--rank", str(rank)], env=environment) for rank in range(size)
-    ]
-    codes = [one.wait(timeout=240) for one in running]
-    found = [
-        torch.load(path, weights_only=False) if (path := folder / f"{rank}.pt").exists() else {}
-        for rank in range(size)
-    ]
-    failed = [text for one in found for text in one.values() if isinstance(text, str)]
-    assert not any(codes), failed
+    code = subprocess.run(words, env=environment, timeout=300, check=False).returncode
+    found = {
+        size: [
+            torch.load(path, weights_only=False) if path.exists() else {}
+            for path in (folder / str(size) / f"{rank}.pt" for rank in range(size))
+        ]
+        for size in sizes
+    }
+    every = [one for ranks in found.values() for one in ranks]
+    assert code == 0, [text for one in every for text in one.values() if isinstance(text, str)]
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--size", type=int)
+    parser.add_argument("--sizes", type=int, nargs="+")
     parser.add_argument("--device")
     parser.add_argument("--backend")
     parser.add_argument("--scenarios", nargs="*")
     options = parser.parse_args()
+    for size in options.sizes:
+        folder = options.folder / str(size)
+        folder.mkdir(parents=True)
+        running = []
+        for number in range(size):
+            if (child := os.fork()) == 0:
+                be_rank(
+                    number, argparse.Namespace(**{**vars(options), "folder": folder, "size": size})
+                )
+            running.append(child)
+        if any(os.waitpid(child, 0)[1] for child in running):
+            sys.exit(1)
+
+
+def be_rank(number: int, options: argparse.Namespace) -> NoReturn:
+    """Run the scenarios, and leave the process."""
+    path, results = options.folder / f"{number}.pt", {}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if options.backend:
-        dist.init_process_group(
-            options.backend,
-            f"file://{options.folder / 'store'}",
-            rank=options.rank,
-            world_size=options.size,
-            timeout=timedelta(seconds=60),
-        )
-    rank, results = Rank(options), {}
-    path = options.folder / f"{options.rank}.pt"
+    backend = options.backend or ("gloo" if options.size > 1 else "")
     usual = [one for one in SCENARIOS if options.size < 4 or one not in SMALLER]
-    for name in options.scenarios or usual:
-        torch.manual_seed(0)
-        try:
+    name = "the process group"
+    try:
+        if backend:
+            dist.init_process_group(
+                backend,
+                f"file://{options.folder / 'store'}",
+                rank=number,
+                world_size=options.size,
+                timeout=timedelta(seconds=60),
+            )
+        rank = Rank(number, options, backend)
+        for name in options.scenarios or usual:
+            torch.manual_seed(0)
             results[name] = SCENARIOS[name](rank)
-        except BaseException:
-            torch.save({**results, name: traceback.format_exc()}, path)
-            os._exit(1)  # the others end, too
-    torch.save(results, path)
-    if options.backend:
-        dist.destroy_process_group()
+        torch.save(results, path)
+        if backend:
+            dist.destroy_process_group()
+    except BaseException:
+        torch.save({**results, name: traceback.format_exc()}, path)
+        os._exit(1)  # the others end, too
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -22,18 +22,15 @@ sys.path.insert(0, str(ROOT / "reproduce"))
 import killed  # noqa: E402 (a script, not a package)
 
 SIZES = (1, 4, 2)
-FOUR = pytest.param(4, marks=pytest.mark.thorough)
-several = pytest.mark.parametrize("size", [2, FOUR])
+several = pytest.mark.parametrize("size", [2, 4])
 Results = dict[int, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """By number of ranks, what each rank has found; later worlds load what earlier have saved."""
     root = tmp_path_factory.mktemp("ranks")
-    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    four = any(4 in (one.get("size"), one.get("saved")) for one in asked)
-    return {size: ranks.run(root / str(size), size) for size in SIZES if size < 4 or four}
+    return ranks.run(root, *SIZES)
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], *, bound: float) -> None:
@@ -84,12 +81,7 @@ TRAINED = (
 
 @pytest.mark.parametrize(
     ("scenario", "size"),
-    [
-        pytest.param(one, size, marks=pytest.mark.thorough if size == 4 else ())
-        for one in TRAINED
-        for size in (2, 4)
-        if size < 4 or one not in ranks.SMALLER
-    ],
+    [(one, size) for one in TRAINED for size in (2, 4) if size < 4 or one not in ranks.SMALLER],
 )
 def test_twenty_steps_are_those_of_one_rank(results: Results, scenario: str, size: int):
     [alone], together = results[1], results[size]
@@ -165,8 +157,8 @@ def test_a_run_goes_on_bit_by_bit_with_as_many_ranks(results: Results, size: int
     ("saved", "size"),
     [
         (1, 2),
-        pytest.param(1, 4, marks=pytest.mark.thorough),
-        pytest.param(4, 2, marks=pytest.mark.thorough),
+        (1, 4),
+        (4, 2),
     ],
 )
 def test_a_checkpoint_does_not_depend_on_how_many_have_saved_it(
@@ -177,7 +169,7 @@ def test_a_checkpoint_does_not_depend_on_how_many_have_saved_it(
         assert_close(one["saved"][f"saved-{saved}"], expected, bound=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 2, FOUR])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_what_ranks_export_together_is_the_whole_model(results: Results, size: int):
     found, trained = (results[size][0]["saved"][name] for name in ("exported", "straight on"))
     assert found.keys() == trained.keys() - {"lm_head.weight"}  # tied
@@ -188,7 +180,7 @@ def test_what_ranks_export_together_is_the_whole_model(results: Results, size: i
 def test_one_rank_may_go_through_the_collectives(results: Results, tmp_path: Path):
     """As a world of one, with the schedule of many."""
     names = ("gradients_tied", "tied_clipped", "frozen_half", "outputs")
-    [found] = ranks.run(tmp_path / "one", 1, backend="gloo", scenarios=names)
+    [found] = ranks.run(tmp_path, 1, backend="gloo", scenarios=names)[1]
     [alone] = results[1]
     for name in ("tied_clipped", "frozen_half"):
         assert found[name]["losses"] == alone[name]["losses"]

@@ -27,14 +27,28 @@ def run(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture(scope="module")
+def helps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what each script has said; asking.py loads once what most of them import."""
+    folder = tmp_path_factory.mktemp("helps")
+    found = run(ROOT / "tests" / "asking.py", folder, *SCRIPTS, folder=folder)
+    assert found.returncode == 0, found.stderr
+    return folder
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_every_script_says_how_it_is_used(path: Path, tmp_path: Path) -> None:
-    found = run(path, "--help", folder=tmp_path)
+def test_every_script_says_how_it_is_used(path: Path, helps: Path) -> None:
+    text, _, status = (helps / path.stem).read_text().rstrip().rpartition("\n")
+    assert status == "0", text
+    assert "usage:" in text
+
+
+def test_a_script_as_users_start_it_says_how_it_is_used(tmp_path: Path) -> None:
+    found = run(ROOT / "examples" / "search.py", "--help", folder=tmp_path)
     assert found.returncode == 0, found.stderr
     assert "usage:" in found.stdout
 
 
-@pytest.mark.thorough
 def test_the_demo_trains_and_leaves_its_results(tmp_path: Path) -> None:
     words = ("--steps", "2", "--folder", tmp_path / "demo", "--device", "cpu")
     found = run(ROOT / "examples" / "demo.py", *words, folder=tmp_path)

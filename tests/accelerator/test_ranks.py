@@ -19,7 +19,7 @@ TRAINED = ("tied_clipped", "eager", "frozen_half", "experts", "uneven", "adafact
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("alone") / "1"
-    return ranks.run(folder, 1, device="cuda", scenarios=TRAINED)[0]
+    return ranks.run(folder, 1, device="cuda", scenarios=TRAINED)[1][0]
 
 
 def assert_trained_alike(found: dict[str, Any], expected: dict[str, Any], bound: float) -> None:
@@ -31,7 +31,7 @@ def assert_trained_alike(found: dict[str, Any], expected: dict[str, Any], bound:
 
 
 def test_two_ranks_that_share_a_device_train_as_one(alone: dict[str, Any], tmp_path: Path):
-    found = ranks.run(tmp_path / "2", 2, device="cuda", scenarios=TRAINED)
+    found = ranks.run(tmp_path, 2, device="cuda", scenarios=TRAINED)[2]
     for one in found:
         assert_trained_alike(one, alone, 1e-5)
     for name in TRAINED:
@@ -40,5 +40,5 @@ def test_two_ranks_that_share_a_device_train_as_one(alone: dict[str, Any], tmp_p
 
 
 def test_one_rank_over_nccl_trains_as_one_without(alone: dict[str, Any], tmp_path: Path):
-    [found] = ranks.run(tmp_path / "1", 1, device="cuda", backend="nccl", scenarios=TRAINED)
+    [found] = ranks.run(tmp_path, 1, device="cuda", backend="nccl", scenarios=TRAINED)[1]
     assert_trained_alike(found, alone, 1e-5)
