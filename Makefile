@@ -34,8 +34,9 @@ lint: $(VENV)/ready
 types: $(VENV)/ready
 	$(BIN)/mypy
 
+# Two workers, and processes that tests start: more threads than cores would wait for each other.
 unit: $(VENV)/ready $(KERNEL)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The wheel must import with nothing but its own dependencies beside it.
 package: $(VENV)/ready

@@ -352,7 +352,8 @@ def _programs(schedule: Schedule) -> Iterator[tuple[Lane, int, int | None]]:
             in_this_step = unit in unit_so_far
             last = unit_so_far if in_this_step else last_of_unit
             yield line.lane, last[unit], 0 if in_this_step else 1
-        written.update(place for place, writes in line.accesses() if writes)
+        if any(operand.startswith(STAGING) for operand in line.operands):
+            written.update(place for place, writes in line.accesses() if writes)
         yield line.lane, number, None
 
 
