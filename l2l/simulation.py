@@ -352,9 +352,14 @@ def _programs(schedule: Schedule) -> Iterator[tuple[Lane, int, int | None]]:
             in_this_step = unit in unit_so_far
             last = unit_so_far if in_this_step else last_of_unit
             yield line.lane, last[unit], 0 if in_this_step else 1
-        if any(operand.startswith(STAGING) for operand in line.operands):
-            written.update(place for place, writes in line.accesses() if writes)
+        written.update(_written_staging(line))
         yield line.lane, number, None
+
+
+def _written_staging(action: Action) -> list[str]:
+    if not any(operand.startswith(STAGING) for operand in action.operands):
+        return []  # as nearly all: they need not be looked at closely
+    return [place for place, writes in action.accesses() if writes and place.startswith(STAGING)]
 
 
 def _is_left(action: Action, written: set[str]) -> bool:
