@@ -21,7 +21,7 @@ from l2l.layer_pass import LayerInputs, Walked, backward_layer, forward_layer, w
 from l2l.parameter_server import AdamW, HostOptimizer, Optimizer, UnitForm
 from l2l.planner import CostCurve, LayerCosts, UnitSize
 
-COUNTED_TOKENS = (4096, 8192, 65536, 131072)  # besides one row and two
+COUNTED_TOKENS = (8192, 65536)  # besides one row and two
 
 
 def unit_size(form: UnitForm) -> UnitSize:

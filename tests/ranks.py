@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from families import FAMILIES, Family
 from safetensors.torch import load_file
@@ -292,6 +293,7 @@ def main() -> None:
     parser.add_argument("--backend")
     parser.add_argument("--scenarios", nargs="*")
     options = parser.parse_args()
+    FAMILIES["llama_tied"].build()  # imports more
     for size in options.sizes:
         folder = options.folder / str(size)
         folder.mkdir(parents=True)
