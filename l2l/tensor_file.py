@@ -210,7 +210,7 @@ class _Output:
         try:
             descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             descriptor = os.open(path, flags, 0o666)
         try:
@@ -224,7 +224,8 @@ class _Output:
         start = 0
         while start < len(data):
             number = min(len(data) - start, len(self._piece) - self._num_filled)
-            # Of the ways to copy, numpy's lets other threads have the interpreter and needs none.
+            # Of the ways to copy, numpy's lets other threads have the interpreter's lock, and
+            # starts none.
             filled = self._num_filled + number
             self._piece[self._num_filled : filled] = data[start : start + number]
             start, self._num_filled = start + number, filled

@@ -39,7 +39,7 @@ class ImageState(enum.Enum):
 
 
 NUM_WRITERS = 3  # threads that write, and mostly wait for the disk
-NUM_CORES = 1  # that updates leave to those who write and copy
+WRITING_CORES = 1  # that updates leave to those who write and copy
 
 UNSAFE = (ImageState.READY, ImageState.COPYING, ImageState.BUSY)
 """States in which a unit must not change: somebody reads it, or will."""

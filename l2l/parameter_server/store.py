@@ -50,7 +50,7 @@ from l2l.parameter_server.host_kernel import (
 from l2l.parameter_server.moving import Move
 from l2l.parameter_server.operands import SplitWeight
 from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind, Update
-from l2l.parameter_server.snapshot import NUM_CORES, Image, Snapshot
+from l2l.parameter_server.snapshot import WRITING_CORES, Image, Snapshot
 from l2l.parameter_server.unit import (
     COMPANION,
     Unit,
@@ -468,7 +468,7 @@ class ParameterServer:
         assert isinstance(optimizer, HostOptimizer)
         assert kernel is not None
         if self.snapshot is not None:  # whose writers need cores, and would take them in the middle
-            num_threads = max(1, num_threads - NUM_CORES)
+            num_threads = max(1, num_threads - WRITING_CORES)
         key = (half, order.received, gradient.data_ptr(), gradient.numel(), *unit.addresses())
         prepared, numbers = unit.prepared.get(key), self._numbers_of(unit, owners, order)
         if prepared is None:
