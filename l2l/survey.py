@@ -21,7 +21,7 @@ from l2l.layer_pass import LayerInputs, Walked, backward_layer, forward_layer, w
 from l2l.parameter_server import AdamW, HostOptimizer, Optimizer, UnitForm
 from l2l.planner import CostCurve, LayerCosts, UnitSize
 
-COUNTED_TOKENS = (8192, 65536)  # besides one row and two
+MANY_TOKENS = 8192  # enough for activations to outweigh gradients of weights
 
 
 def unit_size(form: UnitForm) -> UnitSize:
@@ -79,19 +79,19 @@ def _count_some(
     *,
     fused: bool,
 ) -> dict[int, tuple[PassCost, ...]]:
-    """Costs for one row, for two, and where that can be told for more."""
+    """Costs for one row, for two, and where that can be told for many."""
     assert recordings[0].hidden is not None
     length = math.prod(recordings[0].hidden.shape[:-1])
     found: dict[int, tuple[PassCost, ...]] = {
         rows: _count(carved, index, form, one, fused=fused)
         for rows, one in enumerate(recordings, start=1)
     }
-    more = {-(-tokens // length) for tokens in COUNTED_TOKENS} - found.keys()
-    # Not if the layer looks at values, or is told how many rows there are.
-    with contextlib.suppress(Exception):
-        for rows in sorted(more):
-            larger = _with_rows(recordings, rows)
-            found[rows] = _count_passes(carved, index, form, larger, fused=fused)
+    many = -(-MANY_TOKENS // length)
+    if many > len(found):
+        # Not if the layer looks at values, or is told how many rows there are.
+        with contextlib.suppress(Exception):
+            larger = _with_rows(recordings, many)
+            found[many] = _count_passes(carved, index, form, larger, fused=fused)
     return found
 
 

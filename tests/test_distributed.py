@@ -22,15 +22,17 @@ sys.path.insert(0, str(ROOT / "reproduce"))
 import killed  # noqa: E402 (a script, not a package)
 
 SIZES = (1, 4, 2)
-several = pytest.mark.parametrize("size", [2, 4])
+FOUR = pytest.param(4, marks=pytest.mark.thorough)
+several = pytest.mark.parametrize("size", [2, FOUR])
 Results = dict[int, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
     """By number of ranks, what each rank has found; later worlds load what earlier have saved."""
-    root = tmp_path_factory.mktemp("ranks")
-    return ranks.run(root, *SIZES)
+    four = any(item.get_closest_marker("thorough") for item in request.session.items)
+    sizes = [size for size in SIZES if size < 4 or four]
+    return ranks.run(tmp_path_factory.mktemp("ranks"), *sizes)
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], *, bound: float) -> None:
@@ -81,7 +83,12 @@ TRAINED = (
 
 @pytest.mark.parametrize(
     ("scenario", "size"),
-    [(one, size) for one in TRAINED for size in (2, 4) if size < 4 or one not in ranks.SMALLER],
+    [
+        pytest.param(one, size, marks=pytest.mark.thorough if size == 4 else ())
+        for one in TRAINED
+        for size in (2, 4)
+        if size < 4 or one not in ranks.SMALLER
+    ],
 )
 def test_twenty_steps_are_those_of_one_rank(results: Results, scenario: str, size: int):
     [alone], together = results[1], results[size]
@@ -157,8 +164,8 @@ def test_a_run_goes_on_bit_by_bit_with_as_many_ranks(results: Results, size: int
     ("saved", "size"),
     [
         (1, 2),
-        (1, 4),
-        (4, 2),
+        pytest.param(1, 4, marks=pytest.mark.thorough),
+        pytest.param(4, 2, marks=pytest.mark.thorough),
     ],
 )
 def test_a_checkpoint_does_not_depend_on_how_many_have_saved_it(
@@ -169,7 +176,7 @@ def test_a_checkpoint_does_not_depend_on_how_many_have_saved_it(
         assert_close(one["saved"][f"saved-{saved}"], expected, bound=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, FOUR])
 def test_what_ranks_export_together_is_the_whole_model(results: Results, size: int):
     found, trained = (results[size][0]["saved"][name] for name in ("exported", "straight on"))
     assert found.keys() == trained.keys() - {"lm_head.weight"}  # tied

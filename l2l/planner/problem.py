@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from l2l.layer_cost import PassCost
 from l2l.parameter_server import UpdatePolicy
@@ -29,31 +31,36 @@ class CostCurve:
 
     Arithmetic and traffic grow by a line. Memory is that of the worst moment, and each moment's
     grows by a line of its own: for few rows the worst is the end, when all gradients of weights are
-    there, for many some place in the middle. Between two numbers the straight line is not below it.
+    there, for many some place in the middle. Hence it is nowhere above the straight line between
+    two numbers of rows, and beyond the last not above what is in proportion to it.
     """
 
-    counted: tuple[tuple[int, PassCost], ...]  # for one row, for two, and on
+    counted: tuple[tuple[int, PassCost], ...]  # for one row, for two, and perhaps for many
 
     def at(self, rows: float) -> PassCost:
         """The cost for so many rows."""
         one, two = self.counted[0][1], self.counted[1][1]
-        last = len(self.counted) - 2
-        index = next((i for i in range(last) if rows <= self.counted[i + 1][0]), last)
-        (low, few), (high, many) = self.counted[index : index + 2]
-
-        def line(first: float, second: float, share: float) -> float:
-            return max(0.0, first + (second - first) * share)
-
-        share = (rows - low) / (high - low)
         return replace(
             one,
-            matrix_flops=line(one.matrix_flops, two.matrix_flops, rows - 1),
-            moved_bytes=line(one.moved_bytes, two.moved_bytes, rows - 1),
+            matrix_flops=_line(one.matrix_flops, two.matrix_flops, rows - 1),
+            moved_bytes=_line(one.moved_bytes, two.moved_bytes, rows - 1),
             num_kernels=max(one.num_kernels, two.num_kernels),
-            working_bytes=int(line(few.working_bytes, many.working_bytes, share)),
-            output_bytes=int(line(few.output_bytes, many.output_bytes, share)),
-            kept_bytes=int(line(few.kept_bytes, many.kept_bytes, share)),
+            working_bytes=self._most(rows, lambda cost: cost.working_bytes),
+            output_bytes=self._most(rows, lambda cost: cost.output_bytes),
+            kept_bytes=self._most(rows, lambda cost: cost.kept_bytes),
         )
+
+    def _most(self, rows: float, memory: Callable[[PassCost], int]) -> int:
+        (last, most), is_line = self.counted[-1], len(self.counted) == 2
+        if rows > last and not is_line:
+            return int(memory(most) * rows / last)
+        pairs = list(pairwise(self.counted))
+        (low, few), (high, many) = next((p for p in pairs if rows <= p[1][0]), pairs[-1])
+        return int(_line(memory(few), memory(many), (rows - low) / (high - low)))
+
+
+def _line(first: float, second: float, share: float) -> float:
+    return max(0.0, first + (second - first) * share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
