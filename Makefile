@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_OPTIONS ?=
+# Modules are compiled when they are first imported, and then kept: most never are.
+export PYTHONDONTWRITEBYTECODE :=
 
 KERNEL := l2l/parameter_server/libhost_kernel.so
 
@@ -17,7 +19,7 @@ test: lint types unit package
 
 $(VENV)/ready: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
@@ -34,10 +36,9 @@ lint: $(VENV)/ready
 types: $(VENV)/ready
 	$(BIN)/mypy
 
-# Two workers, and processes that tests start: more threads than cores would wait for each other, and
-# each process would compile our modules anew if none might leave the result behind.
+# Two workers, and processes that tests start: more threads than cores would wait for each other.
 unit: $(VENV)/ready $(KERNEL)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The wheel must import with nothing but its own dependencies beside it.
 package: $(VENV)/ready
