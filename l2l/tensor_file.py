@@ -189,10 +189,10 @@ class TensorFile:
 class _Output:
     """A file that is written from its beginning to its end.
 
-    Past the page cache, where the file system can do that: nobody reads it soon, and on its way
-    through the cache every byte would cross host memory twice more while updates need it. What is
-    written past the cache must lie at whole pages, so tensors pass through a piece of memory that
-    is small enough to stay in the processor's cache.
+    Past the page cache, where the file system can do that: nobody reads it soon, and copying it
+    there would take host memory's time while updates need it. What is written past the cache must
+    lie at whole pages, so tensors pass through a piece of memory that is small enough to stay in
+    the processor's cache.
     """
 
     def __init__(self, descriptor: int) -> None:
