@@ -219,6 +219,34 @@ class Planning:
         if not self._look_at_machine():
             self._most_tokens = 1  # nothing to plan: the defaults hold for any batch
             return
+        problem = self._problem_of(
+            longest,
+            total,
+            outer=outer,
+            usage=usage,
+            facts=facts,
+            record=record,
+            buffer_bytes=buffer_bytes,
+        )
+        self._problem = problem
+        if self._device is not None:
+            self._device.give_back()
+        self._candidate = self._find(problem, rows=rows, is_free=isinstance(batch, Mapping))
+        self._most_tokens = self._candidate.rows * length
+        self._is_whole = self._candidate.rows >= total
+
+    def _problem_of(
+        self,
+        longest: Mapping[str, Any],
+        total: int,
+        *,
+        outer: tuple[OuterUnit, ...],
+        usage: Mapping[str, Usage],
+        facts: OuterFacts,
+        record: Callable[[Microbatch], Recording],
+        buffer_bytes: int,
+    ) -> Problem:
+        """What to plan for, in batches of so many rows, at most as long as the longest."""
         one = take_rows(longest, 0, 1)
         recordings = [record(one), record(trial_batch(one, cut=False))]
         hidden = recordings[0].hidden
@@ -228,12 +256,12 @@ class Planning:
         head_parameters, head_width = head_of([forms[u.name] for u in outer if u.in_epilogue])
         kind = "plain" if not facts.puts_off else "compiled" if self._compiled else "put off"
         logits = LOGITS[kind]
-        problem = Problem(
+        return Problem(
             layers=tuple(unit_size(form) for form in layers),
             costs=layer_costs(self._carved, forms, recordings, fused=self._compiled),
             outer=tuple((unit, unit_size(forms[unit.name])) for unit in outer),
             num_rows=total,
-            length=length,
+            length=token_length(longest),
             hidden_bytes=hidden.nbytes,
             recorded_bytes=sum(tensor.nbytes for tensor in recordings[0].tensors),
             looked_up_bytes=sum(
@@ -259,12 +287,6 @@ class Planning:
             server_bytes=host_bytes(list(forms.values()), self._policy),
             host_limit_bytes=self._host_limit,
         )
-        self._problem = problem
-        if self._device is not None:
-            self._device.give_back()
-        self._candidate = self._find(problem, rows=rows, is_free=isinstance(batch, Mapping))
-        self._most_tokens = self._candidate.rows * length
-        self._is_whole = self._candidate.rows >= total
 
     def scaling(self, worlds: Sequence[Together]) -> tuple[ScalingPoint, ...]:
         """What several devices would do, each with the rows of this plan and its choices."""
