@@ -215,7 +215,6 @@ def test_one_point_is_enough_for_axes_and_none_is_said(kind):
 # ---- all of it ----------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
 def test_engine_and_plain_loop_train_the_same_model_side_by_side(tmp_path):
     options = "--shape tiny --tokens 256 --length 32 --steps 1 --warm-up 1 --time-limit 300"
     command = f"-m l2l bench step {options} --systems engine plain --plain-variants eager"
