@@ -18,8 +18,10 @@ the sizes of its inputs change; that one takes any size.
 
 [Note: random numbers] A recomputed layer must draw the random numbers of its forward pass. Layers
 that draw any are compiled so that they use torch's own generator, which the relay seeds alike
-before both passes, and the first backward pass is compared with an uncompiled one. If they differ,
-the structure runs uncompiled.
+before both passes. If everything is drawn again, in its order, the numbers are the same; if some of
+it was kept, the rest may get the numbers of what is not drawn any more. So the first backward pass
+of everything that is compiled is compared with an uncompiled one. If they differ, the structure
+keeps nothing from then on; if they differ even so, it runs uncompiled.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -46,6 +49,7 @@ from l2l.layer_pass import BackwardResult, LayerInputs
 CLOSE_ENOUGH = 0.05  # relative difference of two gradients that differ by rounding to 16 bits
 SMALL_BYTES = 1 << 20  # kept on the device beside the stash: statistics, seeds
 DEFAULT_BACKEND = "inductor"
+EVERYTHING = 1.0  # to be kept, as far as that saves time
 
 
 def parse_backend(word: bool | str | None, device: Device) -> str | None:  # noqa: FBT001
@@ -70,8 +74,8 @@ class _Place:
     def view(self, anchors: Mapping[str, Tensor]) -> Tensor:
         """The same view of what is there now."""
         base = anchors[self.anchor]
-        whole = base[: base.numel() // 16 * 16].view(self.dtype)
         start = base.storage_offset() + self.offset_bytes
+        whole = base[: base.numel() // 16 * 16].view(self.dtype)
         return whole.as_strided(self.shape, self.strides, start // self.dtype.itemsize)
 
 
@@ -85,6 +89,7 @@ class Handed:
     edge: GradientEdge | None = None
     wanted: dict[Any, Tensor] = field(default_factory=dict)
     program: Program | None = None
+    is_first: bool = False  # of what its forward pass had compiled
 
     def pack(self, tensor: Tensor) -> Any:
         """Note the place of a tensor, or keep it."""
@@ -125,6 +130,24 @@ def _own_numbers(template: Template) -> Iterator[None]:
             module.__dict__[name] = number
 
 
+def _compile_graph(
+    graph: Any, inputs: Any, *, backend: str, keep: float, own_random_numbers: bool
+) -> Any:
+    """Compile a layer's forward and backward, with settings that nobody else's code gets."""
+    # These imports take a second, which is lost only where something is compiled.
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    # Backward at once as well: what is compiled when it is first needed has settings of its own.
+    partition = functorch.patch(
+        activation_memory_budget=keep, force_non_lazy_backward_lowering=True
+    )
+    random = inductor.patch(fallback_random=own_random_numbers or inductor.fallback_random)
+    with partition, random:
+        return lookup_backend(backend)(graph, inputs)
+
+
 _program_numbers = itertools.count()  # never the same twice, as an `id` may be
 
 
@@ -136,25 +159,21 @@ class Program:
         # The compiler keys what it has compiled by code object: each program needs its own.
         code = _call.__code__.replace(co_name=f"layer_{next(_program_numbers)}")
         function = types.FunctionType(code, _call.__globals__)
-        self._function: Callable[..., Tensor] = torch.compile(
-            function, backend=backend, fullgraph=True
+        compile_graph = partial(
+            _compile_graph, backend=backend, keep=keep, own_random_numbers=own_random_numbers
         )
+        self.keep = keep
         self.num_passes = 0
-        self._keep = keep
-        self._own_random_numbers = own_random_numbers
+        self.is_trusted = True  # its gradients are those of an uncompiled pass, as far as is known
+        self._num_graphs = 0
 
-    @contextlib.contextmanager
-    def _settings(self) -> Iterator[None]:
-        # These imports take a second, which is lost only where something is compiled.
-        from torch._functorch import config as functorch
-        from torch._inductor import config as inductor
+        def compile_and_count(graph: Any, inputs: Any) -> Any:
+            self._num_graphs += 1
+            return compile_graph(graph, inputs)
 
-        with functorch.patch(activation_memory_budget=self._keep):
-            if not self._own_random_numbers:
-                yield
-                return
-            with inductor.patch(fallback_random=True):
-                yield
+        self._function: Callable[..., Tensor] = torch.compile(
+            function, backend=compile_and_count, fullgraph=True
+        )
 
     def forward(
         self, template: Template, inputs: LayerInputs, *, anchors: Mapping[str, Tensor] | None
@@ -162,14 +181,15 @@ class Program:
         """Run the layer; `anchors` are the slots and cells it reads, None keeps all tensors."""
         hidden, recorded, bound = inputs.leaves()
         args, kwargs = inputs.call.arguments(hidden, recorded)
-        handed = Handed(anchors, program=self)
+        handed, num_graphs = Handed(anchors, program=self), self._num_graphs
         hooks = (
             contextlib.nullcontext()
             if anchors is None
             else saved_tensors_hooks(handed.pack, handed.unpack)
         )
-        with torch.enable_grad(), hooks, self._settings(), _own_numbers(template):
+        with torch.enable_grad(), hooks, _own_numbers(template):
             output = self._function(template.module, template.tensors(bound), args, kwargs)
+        handed.is_first = self._num_graphs > num_graphs
         handed.wanted = inputs.wanted(hidden, recorded, bound)
         if output.requires_grad:
             handed.edge = get_gradient_edge(output)
@@ -188,13 +208,9 @@ class Program:
         handed.anchors = anchors
         found: dict[Any, Tensor] = {}
         if handed.edge is not None and handed.wanted:
-            with self._settings():
-                gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-                    [handed.edge],
-                    list(handed.wanted.values()),
-                    [gradient],
-                    allow_unused=True,
-                )
+            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+                [handed.edge], list(handed.wanted.values()), [gradient], allow_unused=True
+            )
             found = {
                 key: value
                 for key, value in zip(handed.wanted, gradients, strict=True)
@@ -263,7 +279,8 @@ class Compiler:
         self._sums: dict[str, GradientSum] = {}
         self._uncompiled: set[str] = set()
         self._random: set[str] = set()  # structures that draw random numbers
-        self._unchecked: set[str] = set()  # those of them whose gradients were not compared yet
+        self._unchecked: set[str] = set()  # those of them whose gradients are to be compared
+        self._recomputed: set[str] = set()  # those of them that keep nothing
         self.seconds = 0.0
 
     @property
@@ -303,11 +320,11 @@ class Compiler:
         """The program of a structure; None if it runs uncompiled."""
         if self._backend is None or structure in self._uncompiled:
             return None
-        key = (structure, keep)
+        key = (structure, 0.0 if structure in self._recomputed and keep < EVERYTHING else keep)
         if key not in self._programs:
             self._programs[key] = Program(
                 backend=self._backend,
-                keep=keep,
+                keep=key[1],
                 own_random_numbers=structure in self._random,
             )
         return self._programs[key]
@@ -326,6 +343,10 @@ class Compiler:
         assert handed.program is not None
         return handed.program
 
+    def trusts(self, structure: str, handed: Handed) -> bool:
+        """Whether what was handed over may be used by a backward pass."""
+        return self.compiles(structure) and self.program_of(handed).is_trusted
+
     def give_up(self, structure: str, reason: str) -> None:
         """A structure does not compile: it runs uncompiled from now on, with one warning."""
         if structure not in self._uncompiled:
@@ -337,12 +358,16 @@ class Compiler:
                 stacklevel=2,
             )
 
-    def must_check(self, structure: str) -> bool:
-        """Whether a structure's next backward pass is to be compared with an uncompiled one."""
+    def must_check(self, structure: str, handed: Handed) -> bool:
+        """Whether a backward pass is to be compared with an uncompiled one."""
+        if handed.is_first and structure in self._random:
+            self._unchecked.add(structure)
         return structure in self._unchecked and structure not in self._uncompiled
 
-    def check(self, structure: str, found: BackwardResult, expected: BackwardResult) -> bool:
-        """Compare two backward passes; if they differ, the structure runs uncompiled.
+    def check(
+        self, structure: str, program: Program, found: BackwardResult, expected: BackwardResult
+    ) -> bool:
+        """Compare two backward passes; if they differ, less is compiled.
 
         Gradients that are not finite tell nothing: then the next ones are compared.
         """
@@ -361,7 +386,11 @@ class Compiler:
             if not math.isfinite(scale):
                 return True
             if not _norm(mine - theirs for mine, theirs in some) <= CLOSE_ENOUGH * scale + 1e-12:
-                self.give_up(structure, "compiled, it does not repeat its random numbers")
+                program.is_trusted = False
+                if program.keep > 0:
+                    self._recomputed.add(structure)
+                else:
+                    self.give_up(structure, "compiled, it does not repeat its random numbers")
                 return False
         self._unchecked.discard(structure)
         return True

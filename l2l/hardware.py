@@ -36,6 +36,7 @@ from l2l.schedule import Lane
 
 BYTES_PER_PARAMETER = 26  # read and written by exact AdamW
 ROUNDS = 3
+NUM_LAUNCHES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,8 @@ class Hardware:
     """Of float32 ones, in the precision that torch is set to."""
     memory_rate: float
     """Bytes read and written by a large elementwise operation on the device."""
+    launch_seconds: float
+    """That the host needs to submit a small operation."""
     host_rate: float
     """Bytes read and written by exact AdamW on the host."""
     eight_bit_rate: float
@@ -99,6 +102,7 @@ class Hardware:
             ("matrix products, 16 bits", self.matrix_rate / 1e12, "Tflop/s"),
             ("matrix products, float32", self.single_rate / 1e12, "Tflop/s"),
             ("device memory, elementwise", self.memory_rate / 1e9, "GB/s"),
+            ("a small operation's launch", self.launch_seconds * 1e6, "microseconds"),
             ("host AdamW, exact", self.host_rate / 1e9, "GB/s"),
             ("host AdamW, 8-bit moments", self.eight_bit_rate / 1e9, "G parameters/s"),
         )
@@ -117,6 +121,7 @@ H200 = Hardware(
     matrix_rate=700e12,
     single_rate=50e12,
     memory_rate=4.0e12,
+    launch_seconds=7.3e-6,
     host_rate=136e9,
     eight_bit_rate=5.8e9,
 )
@@ -223,7 +228,7 @@ def probe(device: Device, kernel: HostKernel | None, *, room: int | None = None)
     try:
         fetch, drain, both_ways = _link_rates(own, sizes)
         matrix, single = (_matrix_rate(own, sizes, t) for t in (torch.bfloat16, torch.float32))
-        memory = _memory_rate(own, sizes)
+        memory, launch = _memory_rate(own, sizes), _launch_seconds(own)
         num_parameters = sizes.num_parameters if kernel is not None else _SMALL.num_parameters
         exact, eight_bit = (
             _update_rate(own, kernel, optimizer, num_parameters)
@@ -242,6 +247,7 @@ def probe(device: Device, kernel: HostKernel | None, *, room: int | None = None)
         matrix_rate=matrix,
         single_rate=single,
         memory_rate=memory,
+        launch_seconds=launch,
         host_rate=exact * BYTES_PER_PARAMETER,
         eight_bit_rate=eight_bit,
     )
@@ -300,6 +306,16 @@ def _memory_rate(device: Device, sizes: _Sizes) -> float:
     negate = partial(torch.neg, source, out=target)
     seconds = _best_seconds(partial(_on_lanes, device, [(Lane.COMPUTE, negate)], sizes.num_passes))
     return 2 * sizes.elementwise_bytes * sizes.num_passes / seconds
+
+
+def _launch_seconds(device: Device) -> float:
+    number = torch.zeros(1, device=device.torch_device)
+
+    def launch() -> None:
+        for _ in range(NUM_LAUNCHES):
+            torch.neg(number, out=number)
+
+    return _best_seconds(partial(_on_lanes, device, [(Lane.COMPUTE, launch)], 1)) / NUM_LAUNCHES
 
 
 def _update_rate(

@@ -12,8 +12,9 @@ Layers run through a compiler where they can (compiled_layer.py), else as they a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import takewhile
 from typing import final
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from l2l.batch import Microbatch
 from l2l.carving import CarvedModel, RecordedTensor, Recording
-from l2l.compiled_layer import Compiler, Handed, Program
+from l2l.compiled_layer import EVERYTHING, Compiler, Handed, Program
 from l2l.device import Device, Event, Work
 from l2l.layer_pass import (
     BackwardResult,
@@ -44,8 +45,6 @@ from l2l.stash import Stash
 from l2l.step import Step
 from l2l.transfer import Transfer
 from l2l.updates import PROLOGUE_SEED, Updates, mix_seed
-
-EVERYTHING = 1.0  # what a pass of the tail may keep
 
 HOST_VERBS = ("update", "settle", "advance", "complete", "refresh", "order", "collect")
 """Lines after which a unit's host memory has changed, or will."""
@@ -107,6 +106,8 @@ class Relay:
         self.keep = 0.0  # how much of its intermediate results a streamed layer may keep
         self.layer_buffers: dict[int, dict[str, Tensor]] = {}  # those that layers change
         self._schedule: Schedule | None = None
+        self._following: dict[int, str] = {}  # after a streamed layer: the next one, or E
+        self._returning: frozenset[int] = frozenset()  # streamed layers with a backward pass
         self._perform: dict[str, Callable[..., None]] = {
             "take": lambda _, place: self._transfer.take(place),
             "drop": self._drop,
@@ -157,7 +158,10 @@ class Relay:
         device, events = self._device, dict[Action, Event]()
         awaited = {line.action for line in schedule.lines if isinstance(line, Wait)}
         pending = {name: unit.pending for name, unit in self._server.units.items()}
-        self._schedule = schedule
+        self._schedule, streamed = schedule, schedule.shape.streamed
+        following = [*map(str, streamed[1:]), "E"]
+        self._following = dict(zip(streamed, following[: len(streamed)], strict=True))
+        self._returning = frozenset(schedule.shape.backward_layers)
         self._adopt_rows(step)
         device.begin()
         with device.private_random_state():
@@ -406,10 +410,10 @@ class Relay:
         if handed is not None:
             handed.kept.clear()
             step.handed[index, m] = handed
-        self._stash.put(to, f"h{self._following(index)} {microbatch}", [output])
+        self._stash.put(to, f"h{self._following[index]} {microbatch}", [output])
 
     def _program(self, step: Step, index: int) -> Program | None:
-        if not step.training or index not in self._shape.backward_layers:
+        if not step.training or index not in self._returning:
             return None
         return self._compiler.program(self._carved.structures[index], keep=self.keep)
 
@@ -462,13 +466,13 @@ class Relay:
     ) -> None:
         index, m = int(layer[1:]), int(microbatch[1:])
         gradient, *gathered = self._stash.get(
-            gradient_cell, f"g{self._following(index)} {microbatch}"
+            gradient_cell, f"g{self._following[index]} {microbatch}"
         )
         self._device.seed(mix_seed(self._seed, step.number, index, m))
         changing = step.buffers_before.pop((index, m), {})
         inputs = self._streamed_inputs(step, index, m, slot, recorded, before, changing)
         handed = step.handed.pop((index, m), None)
-        if handed is None or not self._compiler.compiles(self._carved.structures[index]):
+        if handed is None or not self._compiler.trusts(self._carved.structures[index], handed):
             backward = partial(backward_layer, inputs)
         else:
             if kept != NOTHING:
@@ -497,10 +501,10 @@ class Relay:
         program = self._compiler.program_of(handed)
         with self._compiler.timed(program):
             result = program.backward(inputs, handed, gradient=gradient, anchors=anchors)
-        if self._compiler.must_check(structure):
+        if self._compiler.must_check(structure, handed):
             self._device.seed(mix_seed(self._seed, step.number, index, m))
             expected = backward_layer(inputs, gradient=gradient)
-            if not self._compiler.check(structure, result, expected):
+            if not self._compiler.check(structure, program, result, expected):
                 return expected
         return result
 
@@ -514,8 +518,7 @@ class Relay:
         before: str,
         changing: Mapping[str, Tensor],
     ) -> LayerInputs:
-        layers = self._shape.layers
-        below = layers[: layers.index(index)]
+        below = takewhile(index.__gt__, self._shape.layers)
         return self._layer_inputs(
             step,
             index,
@@ -575,12 +578,6 @@ class Relay:
         assert self._schedule is not None
         return self._schedule.shape
 
-    def _following(self, index: int) -> str:
-        """What comes after a streamed layer: the next one's number, or E for the epilogue."""
-        streamed = self._shape.streamed
-        after = streamed.index(index) + 1
-        return str(streamed[after]) if after < len(streamed) else "E"
-
     def _layer_inputs(
         self,
         step: Step,
@@ -619,7 +616,7 @@ class Relay:
         step.gathered[m] = list(sums)
         return list(sums.values())
 
-    def _requires(self, step: Step, below: Sequence[int], m: int) -> bool:
+    def _requires(self, step: Step, below: Iterable[int], m: int) -> bool:
         """Whether the hidden state after these layers requires a gradient in plain PyTorch."""
         return step.hidden_requires[m] or any(self._adds_gradient(step, i, m) for i in below)
 

@@ -28,6 +28,7 @@ size and reused from step to step, so a steady state allocates nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, final, get_args
 
 import torch
@@ -38,6 +39,7 @@ from l2l.host_memory import Arena
 from l2l.layout import ALIGNMENT_BYTES, FlatLayout, round_up
 
 StashPolicy = Literal["host", "device"]
+NUM_FORMS = 4096  # that are remembered, and so views of cells
 
 
 def parse_policy(policy: str) -> StashPolicy:
@@ -52,9 +54,9 @@ def parse_policy(policy: str) -> StashPolicy:
     raise ValueError(f"stash={policy!r} is not known. Expected one of {get_args(StashPolicy)}.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """How the tensors of a value lie in its bytes."""
+    """How the tensors of a value lie in its bytes; the same object for tensors that lie alike."""
 
     layout: FlatLayout
     orders: tuple[tuple[int, ...], ...]  # dimensions, outermost in memory first ([Note: strides])
@@ -62,10 +64,7 @@ class Form:
     @classmethod
     def of(cls, tensors: list[Tensor]) -> Form:
         """The form of these tensors."""
-        orders = tuple(_memory_order(tensor) for tensor in tensors)
-        permuted = [tensor.permute(order) for tensor, order in zip(tensors, orders, strict=True)]
-        described = ((str(i), tuple(t.shape), t.dtype) for i, t in enumerate(permuted))
-        return cls(FlatLayout.of(described), orders)
+        return _form_of(tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors))
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors as views of bytes."""
@@ -74,6 +73,16 @@ class Form:
             flat[str(index)].permute(sorted(range(len(order)), key=order.__getitem__))
             for index, order in enumerate(self.orders)
         ]
+
+
+@lru_cache(maxsize=NUM_FORMS)
+def _form_of(tensors: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]) -> Form:
+    described, orders = [], []
+    for index, (shape, strides, dtype) in enumerate(tensors):
+        order = _memory_order(shape, strides)
+        orders.append(order)
+        described.append((str(index), tuple(shape[dimension] for dimension in order), dtype))
+    return Form(FlatLayout.of(described), tuple(orders))
 
 
 def pool_size(nbytes: int) -> int:
@@ -85,11 +94,11 @@ def pool_size(nbytes: int) -> int:
     return round_up(max(nbytes, 1), granule)
 
 
-def _memory_order(tensor: Tensor) -> tuple[int, ...]:
+def _memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Dimensions by falling stride if the tensor fills its memory, else as they are."""
-    strides: tuple[int, ...] = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
-    return order if tensor.permute(order).is_contiguous() else tuple(range(tensor.dim()))
+    order = tuple(sorted(range(len(shape)), key=lambda dimension: -strides[dimension]))
+    tensor = torch.empty_strided(shape, strides, device="meta")
+    return order if tensor.permute(order).is_contiguous() else tuple(range(len(shape)))
 
 
 @final
@@ -101,6 +110,7 @@ class Stash:
         self._arena = arena
         self.policy: StashPolicy = policy
         self._cells: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, Form], list[Tensor]] = {}  # of cells
         self._forms: dict[str, Form] = {}
         self._kept: dict[str, Tensor] = {}
         self._adopted: set[str] = set()
@@ -110,13 +120,18 @@ class Stash:
     def put(self, cell: str, value: str, tensors: list[Tensor]) -> None:
         """Write a value into a cell; the compute lane does this."""
         form = self._forms[value] = Form.of(tensors)
-        views = form.views(self._cell(cell, form.layout.nbytes))
-        for view, tensor in zip(views, tensors, strict=True):
+        self._cell(cell, form.layout.nbytes)
+        for view, tensor in zip(self._views_of(cell, form), tensors, strict=True):
             view.copy_(tensor)
 
     def get(self, cell: str, value: str) -> list[Tensor]:
         """The tensors of a value in a cell, as views."""
-        return self._forms[value].views(self._cells[cell])
+        return [*self._views_of(cell, self._forms[value])]
+
+    def _views_of(self, cell: str, form: Form) -> list[Tensor]:
+        if (cell, form) not in self._views:
+            self._views[cell, form] = form.views(self._cells[cell])
+        return self._views[cell, form]
 
     def adopt(self, value: str, form: Form, memory: Tensor) -> None:
         """Let a value have memory outside the cells that somebody else owns."""
@@ -155,11 +170,14 @@ class Stash:
         self._adopted.clear()
         self._forms.clear()
         self._outgrown.clear()
+        if len(self._views) > NUM_FORMS:
+            self._views.clear()
 
     def close(self) -> None:
         """Give all memory back."""
         self.end_step()
         self._cells.clear()
+        self._views.clear()
         self._pool.clear()
 
     def cell_bytes(self) -> int:
@@ -175,6 +193,8 @@ class Stash:
             if held is not None:
                 self._outgrown.append(held)  # a lane may still read it; it ends with the step
             self._cells[cell] = self._device.empty(max(nbytes, ALIGNMENT_BYTES))
+            for key in [key for key in self._views if key[0] == cell]:
+                del self._views[key]
         return self._cells[cell]
 
     def _memory_for(self, value: str, nbytes: int) -> Tensor:

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 import l2l
-from l2l.compiled_layer import GradientSum
+from l2l.compiled_layer import Compiler, GradientSum, Handed
+from l2l.layer_pass import BackwardResult
 
 BACKEND = "aot_eager_decomp_partition"  # traces and cuts as the real one does, and compiles nothing
 VOCABULARY, NUM_TOKENS = 128, 256
@@ -55,7 +56,8 @@ def gpt2(num_layers: int) -> torch.nn.Module:
     )
 
 
-def bert(num_layers: int) -> torch.nn.Module:
+def bert(num_layers: int, *, dropout: float = 0.0) -> torch.nn.Module:
+    torch.manual_seed(0)
     return BertForMaskedLM(
         BertConfig(
             hidden_size=64,
@@ -63,8 +65,8 @@ def bert(num_layers: int) -> torch.nn.Module:
             num_hidden_layers=num_layers,
             num_attention_heads=4,
             vocab_size=VOCABULARY,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
         )
     )
 
@@ -115,6 +117,53 @@ def test_the_plan_says_what_compilation_took() -> None:
         line = dict(engine.plan.choices)["layers run"]
     assert "1 programs" in line
     assert BACKEND in line
+
+
+@pytest.mark.parametrize(
+    "keep", [0.6, *(pytest.param(one, marks=pytest.mark.thorough) for one in (0.0, 0.2, 0.4, 0.8))]
+)
+def test_compiled_layers_repeat_their_random_numbers(keep: float) -> None:
+    """Whatever is kept, and for each of two lengths, of which the second compiles anew."""
+    batches = [batch(length, padded=False, seed=length) for length in (16, 12, 9)]
+    losses: list[list[float]] = []
+    for backend in (False, BACKEND):
+        with l2l.Engine(
+            bert(2, dropout=0.3),
+            device="cpu",
+            compile=backend,
+            precision="float32",
+            optimizer=l2l.AdamW(lr=1e-2),
+            microbatch_size=4,
+            overrides={"num_tail": 0, "keep": keep, "num_kept_cells": 3 if keep else 0},
+        ) as engine:
+            losses.append([engine.step(one).loss for one in batches])
+            assert engine._compiler.compiles(engine._carved.structures[0]) is bool(backend)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_what_draws_other_random_numbers_keeps_nothing_then_runs_uncompiled() -> None:
+    compiler = Compiler(backend=BACKEND)
+    compiler.note_random("layer")
+    right, wrong = (
+        BackwardResult(hidden=torch.full((4,), value), parameters={}, recorded={})
+        for value in (1.0, 2.0)
+    )
+    partial, nothing = compiler.program("layer", keep=0.5), compiler.program("layer", keep=0.0)
+    kept = Handed(None, program=partial, is_first=True)
+    assert compiler.must_check("layer", kept)
+    assert not compiler.check("layer", partial, wrong, right)
+    assert not compiler.trusts("layer", kept)
+    assert compiler.program("layer", keep=0.5) is nothing
+    assert compiler.program("layer", keep=1.0) not in (partial, nothing)
+
+    handed = Handed(None, program=nothing, is_first=True)
+    assert compiler.check("layer", nothing, right, right)
+    assert compiler.trusts("layer", handed)
+    assert not compiler.must_check("layer", Handed(None, program=nothing))
+    assert compiler.must_check("layer", handed)  # something else was compiled
+    with pytest.warns(UserWarning, match="random numbers"):
+        assert not compiler.check("layer", nothing, wrong, right)
+    assert compiler.program("layer", keep=0.0) is None
 
 
 def _sums_and_gradients(seed: int) -> tuple[list[Tensor], list[Tensor]]:

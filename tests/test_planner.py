@@ -274,6 +274,22 @@ def test_few_tokens_take_as_long_as_the_host_or_the_link() -> None:
     assert two.seconds / one.seconds < 1.3
 
 
+def test_small_passes_take_as_long_as_the_host_needs_to_submit_them() -> None:
+    problem = problem_of("exact")
+    slow = replace(H200, launch_seconds=1e-4)  # then a pass takes 15 to 30 ms to submit
+    quick, waiting = CostModel(problem, H200), CostModel(problem, slow)
+    for kind in ("forward", "backward", "kept_forward", "kept_backward"):
+        least = waiting.pass_seconds(0, kind, 1)
+        assert least > 3 * quick.pass_seconds(0, kind, 1)
+        assert waiting.pass_seconds(0, kind, 2) == least
+        assert waiting.pass_seconds(0, kind, 1000) == quick.pass_seconds(0, kind, 1000)
+    rows = [
+        find_plan(problem, machine, budget_bytes=20 * GIB, rows=None).rows
+        for machine in (H200, slow)
+    ]
+    assert rows[0] < rows[1]  # fewer passes
+
+
 def test_faster_machines_are_faster_at_what_they_are_faster_at() -> None:
     problem = problem_of("exact")
     arithmetic = replace(H200, matrix_rate=2 * H200.matrix_rate, memory_rate=2 * H200.memory_rate)

@@ -48,6 +48,7 @@ LITTLE_MEMORY = 1 << 30
 LITTLE_CACHE = 4 << 20
 MARKED_LAUNCHES = 128  # between two marks, by which it is known how many are done
 SWITCH_SECONDS = 0.0002
+NOTHING_TO_DO: Final = contextlib.nullcontext()
 LAUNCHES: Final[Mapping[str, int]] = {
     "prologue": 24,
     "forward": 40,
@@ -70,6 +71,23 @@ class CudaEvent(Event):
     @override
     def synchronize(self) -> None:
         self.event.synchronize()
+
+
+@final
+class _Turn:
+    """A stream's turn to be the current one; torch's own looks up five times what is known here."""
+
+    __slots__ = ("_after", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream, after: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._after = after
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._after)
 
 
 @final
@@ -188,6 +206,7 @@ class CudaDevice(Device):
         self._launched: deque[torch.cuda.Event] = deque()  # marks on the compute lane
         self._num_unmarked = 0  # launches there since the last mark
         self._switch_seconds: float | None = None  # Python's own, during a step
+        self._callers: torch.cuda.Stream | None = None  # current before the step, during one
         self._waited: Event | None = None  # what the host thread has waited for, or will, last
         self._marks: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] | None = None
         self._before_compiling = partial(_finish_before_compiling, weakref.ref(self._worker))
@@ -217,7 +236,7 @@ class CudaDevice(Device):
         stream = self._streams[lane]
         if lane is Lane.COMPUTE:
             self._keep_short(stream, num_launches)
-        with torch.cuda.stream(stream), torch.profiler.record_function(text):
+        with self._named(text), self._on(stream):
             if self._marks is None:
                 work()
                 return
@@ -226,6 +245,30 @@ class CudaDevice(Device):
             work()
             end.record(stream)
             self._marks.append((lane, text, start, end))
+
+    @staticmethod
+    def _named(text: str) -> contextlib.AbstractContextManager[object]:
+        """Names what is submitted, if torch's profiler looks."""
+        if torch._C._autograd._profiler_enabled():
+            return torch.profiler.record_function(text)
+        return NOTHING_TO_DO
+
+    def _on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[object]:
+        """Makes a stream the current one; within a step that is the compute lane's already."""
+        if self._callers is None:
+            return torch.cuda.stream(stream)
+        compute = self._streams[Lane.COMPUTE]
+        return NOTHING_TO_DO if stream is compute else _Turn(stream, compute)
+
+    def _enter(self) -> None:
+        if self._callers is None:
+            self._callers = torch.cuda.current_stream(self.torch_device)
+            torch.cuda.set_stream(self._streams[Lane.COMPUTE])
+
+    def _leave(self) -> None:
+        if self._callers is not None:
+            torch.cuda.set_stream(self._callers)
+            self._callers = None
 
     def _hold_back(self, lane: Lane, num_launches: int) -> None:
         """See [Note: the interpreter's lock]."""
@@ -310,9 +353,11 @@ class CudaDevice(Device):
         for lane, stream in self._streams.items():
             self._comes_after(lane, self._after.get(Lane.COMPUTE))
             stream.wait_stream(current)
+        self._enter()
 
     @override
     def finish(self) -> None:
+        self._leave()
         current = torch.cuda.current_stream(self.torch_device)
         for lane, stream in self._streams.items():
             self._comes_after(Lane.COMPUTE, self._after.get(lane))
@@ -381,6 +426,7 @@ class CudaDevice(Device):
 
     @override
     def abort(self) -> None:
+        self._leave()
         self._restore_switching()
         torch.cuda.synchronize(self.torch_device)
 

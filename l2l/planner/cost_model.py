@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Final, Literal
 
 from l2l.hardware import Hardware
-from l2l.layer_cost import PassCost, seconds
+from l2l.layer_cost import PassCost, seconds, submission_seconds
 from l2l.parameter_server import ROUNDING_BYTES, UpdatePolicy
 from l2l.parameter_server.adafactor import REVISED_BYTES, REVISED_PIECE
 from l2l.planner.plan import ALWAYS, Decisions, LedgerLine
@@ -297,7 +297,11 @@ class CostModel:
         """Of one pass of a layer."""
         key = (id(self.problem.costs[layer]), kind, rows)
         if key not in self._passes:
-            self._passes[key] = seconds(self._at(kind, layer, rows), self.hardware) + PASS_SECONDS
+            cost = self._at(kind, layer, rows)
+            self._passes[key] = max(
+                seconds(cost, self.hardware) + PASS_SECONDS,
+                submission_seconds(cost, self.hardware),
+            )
         return self._passes[key]
 
     def _accumulate(self, unit: UnitSize) -> float:
