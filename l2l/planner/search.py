@@ -4,7 +4,8 @@ Candidates are all combinations of a few sensible values: rows of a microbatch, 
 epilogue, whether head and gradients share memory, length of the tail, how much optimizer state is
 on the device, how much streamed layers keep. For each, the ledger says what it takes, phase by
 phase; those over the budget are dropped. A formula ranks the rest, and the best few are simulated
-line by line (simulation.py). What cannot fit at all is refused with what would.
+line by line (simulation.py). From the best of them, single choices are changed a little as long as
+that makes it better still. What cannot fit at all is refused with what would.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ SLACK = 0.02  # of the budget, for what lies between tensors
 WHOLE = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of streamed layers that are not updated in two
 LENDING_GAIN = 0.05  # that lending must promise: it burdens the host's memory like nothing else
 LENT_PIECES = (6, 16)  # few are sooner submitted, many take less memory
+MOST_CLIMBED = 40  # simulations
+STEPS = (1, -1, 3, -3)
+LEAST_GAIN = 0.002
 SHARES = (0.0, 0.2, 0.35, 0.5)  # of streamed layers that the device updates
 
 
@@ -107,7 +111,8 @@ def find_plan(
     best = _simulated(model, ranked)
     if "num_tail" not in fixed:
         best = _shorter(model, best, limit, fixed)
-    simulation, decisions, number = _refined(model, best, fixed)
+    best = _refined(model, best, fixed)
+    simulation, decisions, number = _climbed(model, best, limit, fixed)
     return Candidate(
         decisions=decisions,
         rows=number,
@@ -184,6 +189,45 @@ def _refined(
             if simulation.seconds < best[0].seconds:
                 best = (simulation, other, rows)
     return best
+
+
+def _climbed(
+    model: CostModel,
+    best: tuple[Simulation, Decisions, int],
+    limit: float,
+    fixed: frozenset[str],
+) -> tuple[Simulation, Decisions, int]:
+    """The best where the host is what is slow, with one choice after another a little different.
+
+    There a step is as long as the host's work and its pauses; which updates fill the pauses is a
+    matter of single layers.
+    """
+    num_simulated, last = 0, None
+    while best[0].bound == "host" and best[1] is not last:
+        _, last, rows = best
+        for other in _neighbours(model, last, fixed):
+            if num_simulated == MOST_CLIMBED or model.peak_bytes(other, rows) > limit:
+                continue
+            num_simulated += 1
+            simulation = model.simulate(other, rows)
+            if simulation.seconds < (1 - LEAST_GAIN) * best[0].seconds:
+                best = (simulation, other, rows)
+    return best
+
+
+def _neighbours(
+    model: CostModel, decisions: Decisions, fixed: frozenset[str]
+) -> Iterator[Decisions]:
+    """Choices that differ from others in one, as far as that makes sense."""
+    problem = model.problem
+    streamed = len(problem.layers) - decisions.num_tail
+    if problem.has_halves and not fixed & {"halves", "num_whole"}:  # of tables alone, or of none
+        yield replace(decisions, halves=not decisions.halves, num_whole=streamed)
+    for name in ("num_late", "num_shared", "num_whole"):
+        number = getattr(decisions, name)
+        for step in STEPS if number and name not in fixed else ():
+            if 0 < number + step <= streamed:
+                yield replace(decisions, **{name: number + step})
 
 
 def _rated(seconds: float, decisions: Decisions) -> float:
