@@ -216,7 +216,8 @@ class Engine:
             policy=self._policy,
             kernel=native,
             budget=parse_budget(device_memory),
-            host_limit=budget.limit_bytes,
+            host=budget,
+            share=self._world.share,
             compiled=self._compiler.is_on,
             overrides=overrides,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,8 @@ from l2l.byte_size import format_bytes, parse_bytes
 from l2l.carving import CarvedModel, Recording
 from l2l.device import Device
 from l2l.hardware import Hardware, known_hardware
+from l2l.host_memory import HostBudget
+from l2l.layout import Share
 from l2l.loss import trial_batch
 from l2l.outer_pass import OuterFacts
 from l2l.parameter_server import (
@@ -94,7 +97,8 @@ class Planning:
         policy: UpdatePolicy,
         kernel: HostKernel | None,
         budget: int | None,
-        host_limit: int,
+        host: HostBudget,
+        share: Share,
         compiled: bool,
         overrides: Mapping[str, Any],
         hardware: Hardware | None = None,
@@ -110,7 +114,8 @@ class Planning:
         self._policy = policy
         self._kernel = kernel
         self.given_budget = self._budget = budget  # the latter is what is free, if none was given
-        self._host_limit = host_limit
+        self._host = host
+        self._share = share
         self._compiled = compiled
         self._overrides = dict(overrides)
         self._adopted: dict[str, Any] = {}  # choices of a checkpoint
@@ -204,7 +209,7 @@ class Planning:
         """Choose for batches like this one.
 
         Raises:
-            ValueError: nothing fits the budget.
+            ValueError: nothing fits the budget, or the host.
         """
         parts: Sequence[Mapping[str, Any]] = [batch] if isinstance(batch, Mapping) else batch
         longest = max(parts, key=token_length)
@@ -231,7 +236,9 @@ class Planning:
         self._problem = problem
         if self._device is not None:
             self._device.give_back()
-        self._candidate = self._find(problem, rows=rows, is_free=isinstance(batch, Mapping))
+        found = self._find(problem, rows=rows, is_free=isinstance(batch, Mapping))
+        _check_host(found, self._host)
+        self._candidate = found
         self._most_tokens = self._candidate.rows * length
         self._is_whole = self._candidate.rows >= total
 
@@ -284,8 +291,10 @@ class Planning:
             may_update_on_device=device_update.supports(self._optimizer),
             is_single=hidden.dtype is torch.float32,
             buffer_bytes=buffer_bytes + (self._device.growth_bytes if self._device else 0),
-            server_bytes=host_bytes(list(forms.values()), self._policy),
-            host_limit_bytes=self._host_limit,
+            server_bytes=host_bytes(
+                [form.held(self._share) for form in forms.values()], self._policy
+            ),
+            host_limit_bytes=self._host.limit_bytes,
         )
 
     def scaling(self, worlds: Sequence[Together]) -> tuple[ScalingPoint, ...]:
@@ -414,6 +423,19 @@ class Planning:
             bound=found.bound,
             num_tokens=self._num_tokens,
             measured=self._measured(peak_bytes),
+        )
+
+
+def _check_host(found: Candidate, host: HostBudget) -> None:
+    """Refuse choices for which the host has no room: the kernel would kill the process."""
+    lines = [line for line in found.ledger if line.place == "host"]
+    needed = sum(line.nbytes for line in lines)
+    if needed > host.limit_bytes:
+        parts = ", ".join(f"{line.purpose} {format_bytes(line.nbytes)}" for line in lines)
+        raise DoesNotFitError(
+            f"the step needs {format_bytes(needed)} of host memory ({parts}), found "
+            f"{format_bytes(host.limit_bytes)} ({host.rule}). Give host_memory="
+            f"'{math.ceil(needed / 2**20)}MiB' or more, or a batch of fewer rows."
         )
 
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from l2l.batch import Microbatch
-from l2l.byte_size import format_bytes
 from l2l.carving import CarvedModel, Recording
 from l2l.device import num_devices, open_device
 from l2l.hardware import H200, Hardware, known_hardware
 from l2l.hollow import Hollowing, hollow
 from l2l.host_memory import HostBudget
 from l2l.interception import Readers
+from l2l.layout import Share
 from l2l.loss import trial_batch
 from l2l.outer_pass import OuterFacts
 from l2l.parameter_server import (
@@ -128,7 +128,8 @@ def plan(
         policy=policy,
         kernel=None,
         budget=parse_budget(device_memory) or int(FREE_SHARE * hardware.device_bytes),
-        host_limit=host.limit_bytes,
+        host=host,
+        share=Share(),
         compiled=compile,
         overrides=overrides or {},
         hardware=hardware,
@@ -147,7 +148,6 @@ def plan(
         ),
         peak_bytes=0,
     )
-    _check_host(result, host)
     if world is not None:
         result = replace(result, scaling=planning.scaling(_smaller_worlds(world)))
     return result
@@ -171,19 +171,6 @@ def _host_budget(
         return HostBudget(limit_bytes=UNLIMITED, rule="not limited")
     own = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
     return HostBudget.of(host_memory, model_bytes=own)
-
-
-def _check_host(plan: Plan, host: HostBudget) -> None:
-    """Refuse a plan whose stash has no room beside the parameter server."""
-    needed = plan.total_bytes("host")
-    if needed > host.limit_bytes:
-        lines = [line for line in plan.ledger if line.place == "host"]
-        parts = ", ".join(f"{line.purpose} {format_bytes(line.nbytes)}" for line in lines)
-        raise DoesNotFitError(
-            f"the step needs {format_bytes(needed)} of host memory ({parts}), found "
-            f"{format_bytes(host.limit_bytes)} ({host.rule}). Give host_memory="
-            f"'{math.ceil(needed / 2**20)}MiB' or more, or a batch of fewer rows."
-        )
 
 
 def _make(
@@ -289,6 +276,7 @@ STREAMED = {
     "num_tail": 0,
     "num_device_states": 0,
     "num_shared": 0,
+    "num_late": 0,
     "keep": 0.0,
     "num_kept_cells": 0,
     "outer_state": False,

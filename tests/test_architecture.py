@@ -57,8 +57,8 @@ MAY_IMPORT = {
     "planner": "byte_size hardware layer_cost parameter_server schedule simulation",
     "survey": "carving layer_cost layer_pass parameter_server planner",
     "planning": (
-        "batch byte_size carving device hardware loss outer_pass parameter_server planner "
-        "rehearsal schedule survey"
+        "batch byte_size carving device hardware host_memory layout loss outer_pass "
+        "parameter_server planner rehearsal schedule survey"
     ),
     "hugging_face": "",
     "initialization": "carving hugging_face",
@@ -74,7 +74,7 @@ MAY_IMPORT = {
         "rehearsal relay report schedule stash step trace transfer units updates weights"
     ),
     "preview": (
-        "batch byte_size carving device hardware hollow host_memory interception loss outer_pass "
+        "batch carving device hardware hollow host_memory interception layout loss outer_pass "
         "parameter_server planner planning precision rehearsal units"
     ),
     "benchmark": "device parameter_server",

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l
 from l2l.byte_size import parse_bytes
@@ -481,6 +482,51 @@ def test_nothing_is_kept_that_the_host_has_no_room_for() -> None:
         made = find_plan(full, H200, budget_bytes=int(budget * GIB), rows=None)
         if made.decisions.num_kept_cells:
             assert sum(one.nbytes for one in made.ledger if one.place == "host") <= taken - kept
+
+
+def host_bytes(one: Candidate) -> int:
+    return sum(line.nbytes for line in one.ledger if line.place == "host")
+
+
+def test_no_more_updates_are_left_than_the_host_has_room_for() -> None:
+    problem, slow = problem_of("exact"), replace(H200, host_rate=60e9)
+    free = find_plan(problem, slow, budget_bytes=3 * GIB, rows=None)
+    lines = {line.purpose: line.nbytes for line in free.ledger}
+    staging = problem.layers[0].staging_bytes
+    assert lines["gradients of late updates"] >= 4 * staging
+    least = host_bytes(free) - lines["gradients of late updates"]
+    for number in (0, 1, 3):
+        tight = replace(problem, host_limit_bytes=least + number * staging + staging // 2)
+        made = find_plan(tight, slow, budget_bytes=3 * GIB, rows=None)
+        assert host_bytes(made) <= tight.host_limit_bytes
+        assert made.decisions.num_late <= number + 1  # the table's gradient has its place
+
+
+@pytest.mark.parametrize("num_late", [0, 3])
+def test_an_engine_takes_the_host_memory_of_its_plan(num_late: int) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        vocab_size=512,
+        tie_word_embeddings=False,
+    )
+    ids = torch.randint(0, 512, (8, 32))
+    overrides = {"num_late": num_late, "num_tail": 0, "microbatch_tokens": 64}
+    settings = {"device": "cpu", "device_memory": "256MiB", "overrides": overrides}
+    with l2l.Engine(LlamaForCausalLM(config), **settings) as engine:
+        engine.step({"input_ids": ids, "labels": ids})
+        planned = engine._planning._candidate
+        assert planned is not None
+        taken = sum(line.nbytes for line in engine.plan.ledger if line.place == "host")
+    assert taken == host_bytes(planned)
+    with (
+        l2l.Engine(LlamaForCausalLM(config), **settings, host_memory=taken - 1000) as engine,
+        pytest.raises(ValueError, match=r"the step needs .* of host memory \(parameter server"),
+    ):
+        engine.step({"input_ids": ids.repeat(4, 1), "labels": ids.repeat(4, 1)})
 
 
 def test_choices_that_were_made_are_not_made_again() -> None:

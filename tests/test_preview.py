@@ -279,7 +279,13 @@ def test_the_most_layers_fit_and_one_more_does_not() -> None:
         assert plan.total_bytes("device") <= 4 * GIB
         assert dict(plan.choices)["layers"] == f"model.layers, {number} of them"
         with pytest.raises(DoesNotFitError):
-            l2l.plan(make(number + 1), host_memory="8GiB", optimizer=optimizer, **settings)
+            l2l.plan(
+                make(number + 1),
+                host_memory="8GiB",
+                optimizer=optimizer,
+                overrides=STREAMED,
+                **settings,
+            )
         found.append(number)
     assert 5 * found[0] < found[1]
 

@@ -16,14 +16,15 @@ NUM_STAGING = 4  # gradients of layers on their way to an eager update
 
 
 def host_bytes(forms: list[UnitForm], policy: UpdatePolicy) -> int:
-    """Bytes of the server with its staging; the stash comes on top. The outer unit is last."""
+    """Bytes of the server with its staging; stash and late updates come on top."""
     total = sum(sum(form.bytes_by_kind().values()) for form in forms)
-    staging = [form.staging_layout.nbytes for form in forms]
     if policy is UpdatePolicy.ON_DEVICE:
         return total
+    layers = [form.staging_layout.nbytes for form in forms if form.name.startswith("L")]
+    outer = [form.staging_layout.nbytes for form in forms if not form.name.startswith("L")]
     if policy is UpdatePolicy.JUST_IN_TIME:
-        return total + sum(staging)
-    return total + staging[-1] + max(staging[:-1]) * min(NUM_STAGING, len(staging) - 1)
+        return total + sum(layers) + sum(outer)
+    return total + sum(outer) + max(layers) * min(NUM_STAGING, len(layers))
 
 
 def alternatives(

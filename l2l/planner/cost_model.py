@@ -105,6 +105,11 @@ class CostModel:
         self._cuts: dict[int, _Cut] = {}  # by length of the tail
         states = (unit.state_bytes for unit in reversed(problem.layers))
         self._states = list(accumulate(states, initial=0))  # of so many layers, the last of them
+        staging = (unit.staging_bytes for unit in problem.layers)
+        self._staged = list(accumulate(staging, initial=0))  # of so many layers, the first of them
+        self._most_staged = max((unit.staging_bytes for unit in problem.layers), default=0)
+        # Outer units that are drained after all layers.
+        self._num_before = sum(unit.in_prologue and unit.trained for unit, _ in problem.outer)
         self._largest: dict[tuple[str, range, int], PassCost] = {}
         self._kept: dict[tuple[range, int], tuple[int, int]] = {}
         self._sums: dict[tuple[str, range, float, float], float] = {}
@@ -254,13 +259,21 @@ class CostModel:
         kept = self.kept_bytes_of(decisions, rows)
         yield "stash: kept results", num_streamed * number * kept
         yield "looked-up rows", 4 * problem.num_rows * problem.looked_up_bytes
+        if problem.policy is UpdatePolicy.EAGER:  # just in time: all are late, and in the server
+            late = max(0, decisions.num_late - self._num_before)  # of layers: the first
+            yield "gradients of late updates", self._staged[min(late, num_streamed)]
+
+    def host_bytes(self, decisions: Decisions, rows: int) -> int:
+        """What choices take of the host's memory."""
+        return sum(nbytes for _, nbytes in self._host_lines(decisions, rows))
+
+    def fits_host(self, decisions: Decisions, rows: int) -> bool:
+        """Whether the host has room for choices."""
+        return self.host_bytes(decisions, rows) <= self.problem.host_limit_bytes
 
     def may_keep(self, decisions: Decisions, rows: int) -> bool:
         """Whether layers can keep results, and the host has room for them."""
-        if not self.problem.may_keep:
-            return False
-        taken = sum(nbytes for _, nbytes in self._host_lines(decisions, rows))
-        return taken <= self.problem.host_limit_bytes
+        return self.problem.may_keep and self.fits_host(decisions, rows)
 
     def _cut(self, decisions: Decisions) -> _Cut:
         if decisions.num_tail not in self._cuts:
@@ -494,9 +507,10 @@ class CostModel:
         host = self.update_seconds(streamed[0].num_trained)
         device = number * self.backward_seconds(0, decisions, mean)
         done = len(streamed) if host <= device else int(len(streamed) * device / host)
-        late = len(streamed) - done
-        before = sum(unit.in_prologue and unit.trained for unit, _ in problem.outer)
-        num_late = late + before if late else 0
+        room = problem.host_limit_bytes - self.host_bytes(replace(decisions, num_late=0), rows)
+        most = max(0, room) // max(1, self._most_staged)
+        late = min(len(streamed) - done, most)
+        num_late = late + self._num_before if late else 0
         return (
             decisions if num_late == decisions.num_late else replace(decisions, num_late=num_late)
         )

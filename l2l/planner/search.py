@@ -86,6 +86,7 @@ def find_plan(
     limit = budget_bytes * (1 - SLACK)
     chosen = {name: getattr(overrides, name) for name in fixed}
     fitting: dict[tuple[Decisions, int], float] = {}
+    overfull: dict[tuple[Decisions, int], float] = {}  # the host has no room: will be refused
     least: tuple[int, Decisions, int] | None = None
     for candidate, number in _candidates(model, budget_bytes, rows):
         decisions = replace(candidate, **chosen) if chosen else candidate
@@ -94,8 +95,10 @@ def find_plan(
         taken = model.peak_bytes(decisions, number)
         if least is None or taken < least[0]:
             least = (taken, decisions, number)
-        if taken <= limit and (decisions, number) not in fitting:
-            fitting[decisions, number] = model.estimate(decisions, number)
+        found = fitting if model.fits_host(decisions, number) else overfull
+        if taken <= limit and (decisions, number) not in found:
+            found[decisions, number] = model.estimate(decisions, number)
+    fitting = fitting or overfull
     if not fitting:
         assert least is not None
         raise DoesNotFitError(_refusal(model, budget_bytes, least))
@@ -206,7 +209,8 @@ def _climbed(
     while best[0].bound == "host" and best[1] is not last:
         _, last, rows = best
         for other in _neighbours(model, last, fixed):
-            if num_simulated == MOST_CLIMBED or model.peak_bytes(other, rows) > limit:
+            fits = model.peak_bytes(other, rows) <= limit and model.fits_host(other, rows)
+            if num_simulated == MOST_CLIMBED or not fits:
                 continue
             num_simulated += 1
             simulation = model.simulate(other, rows)
@@ -259,8 +263,9 @@ def _late(
     every = len(model.problem.layers) + len(model.problem.outer)
     for decisions, rows in candidates:
         yield decisions, rows
-        if decisions.num_late:
-            yield replace(decisions, num_late=every), rows
+        all_late = replace(decisions, num_late=every)
+        if decisions.num_late and model.fits_host(all_late, rows):
+            yield all_late, rows
 
 
 def _halved(
