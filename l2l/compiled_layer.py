@@ -81,15 +81,15 @@ class _Place:
 
 @final
 @dataclass(slots=True)
-class Handed:
-    """What a forward pass hands to its backward pass, besides what is in slots and cells."""
+class Packed:
+    """The tensors that a graph needs for its backward pass: the graph's hooks.
+
+    Nothing here leads back to the graph. That would be a circle through torch's own objects, which
+    no collector sees: what was handed over and never used would stay for ever.
+    """
 
     anchors: Mapping[str, Tensor] | None
     kept: list[Tensor] = field(default_factory=list)
-    edge: GradientEdge | None = None
-    wanted: dict[Any, Tensor] = field(default_factory=dict)
-    program: Program | None = None
-    is_first: bool = False  # of what its forward pass had compiled
 
     def pack(self, tensor: Tensor) -> Any:
         """Note the place of a tensor, or keep it."""
@@ -113,6 +113,18 @@ class Handed:
         found = self.kept[packed] if isinstance(packed, int) else packed
         assert isinstance(found, Tensor)
         return found
+
+
+@final
+@dataclass(slots=True)
+class Handed:
+    """What a forward pass hands to its backward pass, besides what is in slots and cells."""
+
+    program: Program
+    packed: Packed
+    edge: GradientEdge | None = None
+    wanted: dict[Any, Tensor] = field(default_factory=dict)
+    is_first: bool = False  # of what its forward pass had compiled
 
 
 def _call(module: nn.Module, tensors: dict[str, Tensor], args: Any, kwargs: Any) -> Tensor:
@@ -181,11 +193,11 @@ class Program:
         """Run the layer; `anchors` are the slots and cells it reads, None keeps all tensors."""
         hidden, recorded, bound = inputs.leaves()
         args, kwargs = inputs.call.arguments(hidden, recorded)
-        handed, num_graphs = Handed(anchors, program=self), self._num_graphs
+        handed, num_graphs = Handed(self, Packed(anchors)), self._num_graphs
         hooks = (
             contextlib.nullcontext()
             if anchors is None
-            else saved_tensors_hooks(handed.pack, handed.unpack)
+            else saved_tensors_hooks(handed.packed.pack, handed.packed.unpack)
         )
         with torch.enable_grad(), hooks, _own_numbers(template):
             output = self._function(template.module, template.tensors(bound), args, kwargs)
@@ -193,7 +205,7 @@ class Program:
         handed.wanted = inputs.wanted(hidden, recorded, bound)
         if output.requires_grad:
             handed.edge = get_gradient_edge(output)
-        handed.anchors = None
+        handed.packed.anchors = None
         return output.detach(), handed
 
     def backward(
@@ -205,7 +217,7 @@ class Program:
         anchors: Mapping[str, Tensor] | None,
     ) -> BackwardResult:
         """Gradients of a layer; `anchors` as in its forward pass, as they are now."""
-        handed.anchors = anchors
+        handed.packed.anchors = anchors
         found: dict[Any, Tensor] = {}
         if handed.edge is not None and handed.wanted:
             gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
@@ -216,8 +228,8 @@ class Program:
                 for key, value in zip(handed.wanted, gradients, strict=True)
                 if value is not None
             }
-        handed.edge, handed.anchors = None, None
-        handed.kept.clear()
+        handed.edge, handed.packed.anchors = None, None
+        handed.packed.kept.clear()
         return inputs.result(found)
 
 
@@ -289,6 +301,11 @@ class Compiler:
         return len(self._programs)
 
     @property
+    def draws_random_numbers(self) -> bool:
+        """Whether layers do, as far as is known."""
+        return bool(self._random)
+
+    @property
     def is_on(self) -> bool:
         """Whether anything may be compiled."""
         return self._backend is not None
@@ -338,14 +355,9 @@ class Compiler:
             self._sums[structure] = GradientSum(backend=self._backend)
         return self._sums[structure]
 
-    def program_of(self, handed: Handed) -> Program:
-        """The program whose forward pass has handed this over."""
-        assert handed.program is not None
-        return handed.program
-
     def trusts(self, structure: str, handed: Handed) -> bool:
         """Whether what was handed over may be used by a backward pass."""
-        return self.compiles(structure) and self.program_of(handed).is_trusted
+        return self.compiles(structure) and handed.program.is_trusted
 
     def give_up(self, structure: str, reason: str) -> None:
         """A structure does not compile: it runs uncompiled from now on, with one warning."""

@@ -834,6 +834,7 @@ class Engine:
                 facts=self._outer.facts,
                 record=self._rehearsal.record,
                 buffer_bytes=self._rehearsal.resident_buffer_bytes(),
+                draws_random_numbers=self._compiler.draws_random_numbers,
             )
             if self._world.is_parallel:  # all go by the plan of the one with most to do
                 number = sum(num_rows(one) * token_length(one) for one in _dicts(batch))

@@ -205,8 +205,12 @@ class Planning:
         facts: OuterFacts,
         record: Callable[[Microbatch], Recording],
         buffer_bytes: int,
+        draws_random_numbers: bool,
     ) -> None:
         """Choose for batches like this one.
+
+        Layers that draw random numbers keep none of their results: the rest might not be computed
+        again as it was ([Note: random numbers] in compiled_layer.py).
 
         Raises:
             ValueError: nothing fits the budget, or the host.
@@ -232,6 +236,7 @@ class Planning:
             facts=facts,
             record=record,
             buffer_bytes=buffer_bytes,
+            may_keep=self._compiled and not draws_random_numbers,
         )
         self._problem = problem
         if self._device is not None:
@@ -252,6 +257,7 @@ class Planning:
         facts: OuterFacts,
         record: Callable[[Microbatch], Recording],
         buffer_bytes: int,
+        may_keep: bool,
     ) -> Problem:
         """What to plan for, in batches of so many rows, at most as long as the longest."""
         one = take_rows(longest, 0, 1)
@@ -283,7 +289,7 @@ class Planning:
             logit_moved_bytes=logits.moved,
             may_cut_rows=facts.alone and not facts.changing,
             may_cut_positions=facts.within_rows or facts.puts_off,
-            may_keep=self._compiled,
+            may_keep=may_keep,
             policy=self._policy,
             update_bytes=update_bytes(self._optimizer, layers[-1]),
             eight_bit=is_eight_bit(self._optimizer),

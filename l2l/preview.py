@@ -198,6 +198,7 @@ def _make(
         facts=OuterFacts(alone=True, within_rows=tokens, puts_off=tokens),
         record=preview.record,
         buffer_bytes=preview.buffer_bytes,
+        draws_random_numbers=preview.draws_random_numbers,
     )
 
 
@@ -221,6 +222,15 @@ class _Preview:
         buffers = carved.outer_tensors.buffers
         self.buffer_bytes = sum(buffer.nbytes for buffer in buffers.values())
         carved.skeleton.bind({name: _with_values(buffer) for name, buffer in buffers.items()})
+
+    @property
+    def draws_random_numbers(self) -> bool:
+        """Whether layers do, as far as one can see without running them."""
+        return any(
+            isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+            for part in self._carved.layers
+            for module in part.module.modules()
+        )
 
     def _run_layer(self, index: int, args: Any, kwargs: Any) -> Any:
         part = self._carved.layers[index]

@@ -406,9 +406,11 @@ class Relay:
             output = forward_layer(inputs)
         output = weighed(inputs.hidden, output, step.survival.get(index))
         if kept != NOTHING:
-            self._stash.put(kept, f"k{index} {microbatch}", [] if handed is None else handed.kept)
+            self._stash.put(
+                kept, f"k{index} {microbatch}", [] if handed is None else handed.packed.kept
+            )
         if handed is not None:
-            handed.kept.clear()
+            handed.packed.kept.clear()
             step.handed[index, m] = handed
         self._stash.put(to, f"h{self._following[index]} {microbatch}", [output])
 
@@ -439,7 +441,7 @@ class Relay:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             self._compiler.give_up(structure, reason[0])
             return None, None
-        if handed.kept and anchors is not None and not room:
+        if handed.packed.kept and anchors is not None and not room:
             self._compiler.give_up(structure, "its backward pass needs more than its inputs")
             return None, None
         return output, handed
@@ -476,7 +478,7 @@ class Relay:
             backward = partial(backward_layer, inputs)
         else:
             if kept != NOTHING:
-                handed.kept = self._stash.get(kept, f"k{index} {microbatch}")
+                handed.packed.kept = self._stash.get(kept, f"k{index} {microbatch}")
             anchors = self._anchors(slot, recorded, before)
             backward = partial(self._compiled_backward, step, index, m, inputs, handed, anchors)
         result = weigh_gradient(gradient, step.survival.get(index), backward)
@@ -498,7 +500,7 @@ class Relay:
         gradient: Tensor,
     ) -> BackwardResult:
         structure = self._carved.structures[index]
-        program = self._compiler.program_of(handed)
+        program = handed.program
         with self._compiler.timed(program):
             result = program.backward(inputs, handed, gradient=gradient, anchors=anchors)
         if self._compiler.must_check(structure, handed):
@@ -566,9 +568,8 @@ class Relay:
     ) -> BackwardResult:
         if isinstance(walked, Walked):
             return unwind_layer(inputs, walked, gradient=gradient)
-        program = self._compiler.program_of(walked)
-        with self._compiler.timed(program):
-            return program.backward(inputs, walked, gradient=gradient, anchors=None)
+        with self._compiler.timed(walked.program):
+            return walked.program.backward(inputs, walked, gradient=gradient, anchors=None)
 
     # ----------------------------------------------------------------------------------------------
     # Small things

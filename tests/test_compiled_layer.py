@@ -1,5 +1,6 @@
 """Layers through a compiler: how often it compiles, whatever the depth and the lengths."""
 
+import gc
 import math
 import random
 from typing import NoReturn
@@ -18,7 +19,8 @@ from transformers import (
 )
 
 import l2l
-from l2l.compiled_layer import Compiler, GradientSum, Handed
+from l2l.compiled_layer import Compiler, GradientSum, Handed, Packed
+from l2l.hardware import H200
 from l2l.layer_pass import BackwardResult
 
 BACKEND = "aot_eager_decomp_partition"  # traces and cuts as the real one does, and compiles nothing
@@ -119,6 +121,12 @@ def test_the_plan_says_what_compilation_took() -> None:
     assert BACKEND in line
 
 
+def num_handed() -> int:
+    """What forward passes have handed over and is still there."""
+    gc.collect()
+    return sum(type(one) in (Handed, Packed) for one in gc.get_objects())
+
+
 @pytest.mark.parametrize(
     "keep", [0.6, *(pytest.param(one, marks=pytest.mark.thorough) for one in (0.0, 0.2, 0.4, 0.8))]
 )
@@ -138,7 +146,27 @@ def test_compiled_layers_repeat_their_random_numbers(keep: float) -> None:
         ) as engine:
             losses.append([engine.step(one).loss for one in batches])
             assert engine._compiler.compiles(engine._carved.structures[0]) is bool(backend)
+            assert not num_handed()
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_what_was_handed_over_goes_with_its_last_owner() -> None:
+    """Also if no backward pass has used it."""
+    with l2l.Engine(llama(2), device="cpu", compile=BACKEND, precision="float32") as engine:
+        engine.step(batch(16, padded=False, seed=0))
+        engine._compiler.program(engine._carved.structures[0], keep=0.0).is_trusted = False
+        engine.step(batch(16, padded=False, seed=0))
+        assert not num_handed()
+
+
+def test_a_plan_keeps_nothing_of_layers_that_draw_random_numbers() -> None:
+    settings = {"num_rows": 64, "length": 512, "hardware": H200, "overrides": {"num_tail": 0}}
+    kept = [
+        dict(l2l.plan(bert(24, dropout=one), **settings).choices)["kept, not recomputed"]
+        for one in (0.0, 0.1)
+    ]
+    assert kept[0] != "nothing"
+    assert kept[1] == "nothing"
 
 
 def test_what_draws_other_random_numbers_keeps_nothing_then_runs_uncompiled() -> None:
@@ -149,17 +177,17 @@ def test_what_draws_other_random_numbers_keeps_nothing_then_runs_uncompiled() ->
         for value in (1.0, 2.0)
     )
     partial, nothing = compiler.program("layer", keep=0.5), compiler.program("layer", keep=0.0)
-    kept = Handed(None, program=partial, is_first=True)
+    kept = Handed(partial, Packed(None), is_first=True)
     assert compiler.must_check("layer", kept)
     assert not compiler.check("layer", partial, wrong, right)
     assert not compiler.trusts("layer", kept)
     assert compiler.program("layer", keep=0.5) is nothing
     assert compiler.program("layer", keep=1.0) not in (partial, nothing)
 
-    handed = Handed(None, program=nothing, is_first=True)
+    handed = Handed(nothing, Packed(None), is_first=True)
     assert compiler.check("layer", nothing, right, right)
     assert compiler.trusts("layer", handed)
-    assert not compiler.must_check("layer", Handed(None, program=nothing))
+    assert not compiler.must_check("layer", Handed(nothing, Packed(None)))
     assert compiler.must_check("layer", handed)  # something else was compiled
     with pytest.warns(UserWarning, match="random numbers"):
         assert not compiler.check("layer", nothing, wrong, right)
