@@ -175,6 +175,7 @@ class Program:
             _compile_graph, backend=backend, keep=keep, own_random_numbers=own_random_numbers
         )
         self.keep = keep
+        self.own_random_numbers = own_random_numbers
         self.num_passes = 0
         self.is_trusted = True  # its gradients are those of an uncompiled pass, as far as is known
         self._num_graphs = 0

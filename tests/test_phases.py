@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 import l2l
 import l2l.compiled_layer
-from l2l.compiled_layer import Compiler, Program
+from l2l.compiled_layer import Compiler, Handed, Packed, Program
 from l2l.device import CheckingDevice
 from l2l.layer_pass import BackwardResult
 from l2l.lookup import TableLookup
@@ -1255,16 +1255,19 @@ def test_the_comparison_of_random_layers():
 
     compiler, right = Compiler(backend=BACKEND), result(large, noise)
     compiler.note_random("a")
-    assert compiler.check("a", result(torch.inf * large, noise), result(torch.inf * large, noise))
-    assert compiler.must_check("a")  # that told nothing
-    assert compiler.check("a", result(1.001 * large, -noise), right)
-    assert not compiler.must_check("a")
+    program = compiler.program("a", keep=0.0)
+    assert program is not None
+    handed, infinite = Handed(program, Packed(None)), result(torch.inf * large, noise)
+    assert compiler.check("a", program, infinite, infinite)
+    assert compiler.must_check("a", handed)  # that told nothing
+    assert compiler.check("a", program, result(1.001 * large, -noise), right)
+    assert not compiler.must_check("a", handed)
     later = compiler.program("a", keep=0.5)
     assert later is not None
-    assert later._own_random_numbers  # also in a program that is made after the comparison
+    assert later.own_random_numbers  # also in a program that is made after the comparison
     for wrong in (result(1.2 * large, noise), result(large, noise, more=noise)):
         compiler = Compiler(backend=BACKEND)
         compiler.note_random("a")
         with pytest.warns(UserWarning, match="compile=False"):
-            assert not compiler.check("a", wrong, right)
+            assert not compiler.check("a", program, wrong, right)
         assert not compiler.compiles("a")
