@@ -489,17 +489,19 @@ def host_bytes(one: Candidate) -> int:
 
 
 def test_no_more_updates_are_left_than_the_host_has_room_for() -> None:
-    problem, slow = problem_of("exact"), replace(H200, host_rate=60e9)
-    free = find_plan(problem, slow, budget_bytes=3 * GIB, rows=None)
-    lines = {line.purpose: line.nbytes for line in free.ledger}
-    staging = problem.layers[0].staging_bytes
-    assert lines["gradients of late updates"] >= 4 * staging
-    least = host_bytes(free) - lines["gradients of late updates"]
+    problem, slow = problem_of("exact"), replace(H200, host_rate=20e9)
+    start, staging = Decisions(microbatch_tokens=4096), problem.layers[0].staging_bytes
+    free = CostModel(problem, slow)
+    late = free.with_late(start, 4)
+    assert late.num_late == len(problem.layers) - 2  # of two, updates are done under backward
+    lines = {line.purpose: line.nbytes for line in free.ledger(late, 4)}
+    assert lines["gradients of late updates"] == late.num_late * staging
     for number in (0, 1, 3):
-        tight = replace(problem, host_limit_bytes=least + number * staging + staging // 2)
-        made = find_plan(tight, slow, budget_bytes=3 * GIB, rows=None)
-        assert host_bytes(made) <= tight.host_limit_bytes
-        assert made.decisions.num_late <= number + 1  # the table's gradient has its place
+        room = free.host_bytes(start, 4) + number * staging + staging // 2
+        tight = replace(problem, host_limit_bytes=room)
+        assert CostModel(tight, slow).with_late(start, 4).num_late == number
+        made = find_plan(tight, slow, budget_bytes=3 * GIB, rows=4)
+        assert host_bytes(made) <= room
 
 
 @pytest.mark.parametrize("num_late", [0, 3])
