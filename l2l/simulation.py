@@ -3,9 +3,9 @@
 The same steps over and over, as the relay submits them, from event to event:
 
 - each lane does its lines in order; a wait holds its lane until the action it names is done;
-- a copy crosses the link inwards or outwards. Either direction does one copy at a time, in the
-  order in which they become ready, whatever their lanes; while both directions are busy, both are
-  slower ([Note: link]);
+- a copy crosses the link inwards or outwards. Either direction does one copy at a time; a lane
+  that has the next one ready when one of its copies ends goes on, else lanes come in the order in
+  which they became ready. While both directions are busy, both are slower ([Note: link]);
 - a step begins when the one before has ended on every lane but the update lane, as between
   `Device.finish` and `Device.begin`. The update lane goes on in the order of its lines;
 - what the step before has left on the host (`settle`, and whatever else of the update lane reads
@@ -15,8 +15,9 @@ The same steps over and over, as the relay submits them, from event to event:
 
 Nothing else is known of verbs: lines have lanes, and `cost` says the rest.
 
-[Note: link] Real copies of several streams share a direction piece by piece. Served in order they
-end at the same time on the whole, the small one later than it would, which is the safe side.
+[Note: link] So it is in traces of an H200, whatever the priorities of the streams: lent state of
+nine layers, with an update of its own for each piece, was copied in one go, and weights that were
+ready after the first came after the last.
 
 [Note: steady] The first step has no updates before it. The last of three is one like all that
 follow: what a step leaves to the host is at most its own updates, and the next step's fetches wait
@@ -318,7 +319,9 @@ class _Run:
             server.busy_seconds += self._now - server.began
         server.version += 1
         self._finish(program)
-        self._runnable.append(program)
+        self._advance(program)  # a lane that has more to copy goes first
+        if server.queue and server.queue[-1] is program:
+            server.queue.rotate(1)
         self._serve_next(server)
 
 

@@ -247,12 +247,13 @@ def test_a_fetch_waits_for_weights_of_the_step_before_and_not_for_moments(verb: 
     assert spans(simulation)["fetch L0 S0"] == (start, start + 1)
 
 
-def test_copies_in_one_direction_take_turns_whatever_their_lane():
+def test_a_lane_goes_on_copying_before_others_that_wait_longer():
     schedule = written(
         """
         fetch L0 S0
         unstash h1 m0 C0
         fetch L1 S1
+        unstash h2 m0 C1
         """
     )
 
@@ -262,10 +263,31 @@ def test_copies_in_one_direction_take_turns_whatever_their_lane():
     simulation = simulate(schedule, cost, **RATES)
     assert spans(simulation) == {
         "fetch L0 S0": (0, 2),
+        "fetch L1 S1": (2, 4),
+        "unstash h1 m0 C0": (4, 6),
+        "unstash h2 m0 C1": (6, 8),
+    }
+    assert simulation.busy["link"] == 1.0
+
+
+def test_a_lane_whose_next_copy_is_not_ready_lets_others_go_first():
+    schedule = written(
+        """
+        fetch L0 S0
+        unstash h1 m0 C0
+        fetch waits unstash h1 m0 C0
+        fetch L1 S1
+        """
+    )
+
+    def cost(action: Action) -> Cost:
+        return Cost(link="in", nbytes=2 * GIGABYTE)
+
+    assert spans(simulate(schedule, cost, **RATES)) == {
+        "fetch L0 S0": (0, 2),
         "unstash h1 m0 C0": (2, 4),
         "fetch L1 S1": (4, 6),
     }
-    assert simulation.busy["link"] == 1.0
 
 
 def test_both_directions_at_once_are_slower():

@@ -34,7 +34,9 @@ PASS_SECONDS = 0.2e-3  # of a pass, beside its arithmetic: launches, copies into
 PROLOGUE_SECONDS = 0.3e-3
 HOST_COPY_RATE = 28e9  # of gathering rows; bytes that are read
 BUSY_HOST = 0.74  # of the optimizer's rate while passes are launched and the link is busy
-BUSY_CORES = 0.78  # the same where arithmetic bounds it
+BUSY_CORES = 0.85  # the same where arithmetic bounds it, with 8-bit moments
+BUSY_MEMORY = 0.95  # of the optimizer's rate, that these reach together with the link
+BUSY_LINK = 0.85  # of the link's rates while the host updates
 HALVES = {"advance": 0.72, "refresh": 0.72, "complete": 0.7}  # of an exact update's seconds
 EIGHT_BIT_HALVES = {"advance": 0.55, "refresh": 0.55, "complete": 0.9}
 SPARED = ((0.0, 0.0), (0.07, 0.37), (0.3, 0.5), (1.0, 1.0))
@@ -110,6 +112,7 @@ class CostModel:
         self._most_staged = max((unit.staging_bytes for unit in problem.layers), default=0)
         # Outer units that are drained after all layers.
         self._num_before = sum(unit.in_prologue and unit.trained for unit, _ in problem.outer)
+        self._busy_link = 1.0 if problem.policy is UpdatePolicy.ON_DEVICE else BUSY_LINK
         self._largest: dict[tuple[str, range, int], PassCost] = {}
         self._kept: dict[tuple[range, int], tuple[int, int]] = {}
         self._sums: dict[tuple[str, range, float, float], float] = {}
@@ -379,7 +382,7 @@ class CostModel:
         share = halves[half] if half else 1.0
         num_parameters /= problem.together.num_shares
         moved = share * num_parameters * problem.update_bytes + beside
-        found = moved / (hardware.host_rate * BUSY_HOST)
+        found = moved / (hardware.host_rate * (BUSY_MEMORY if problem.eight_bit else BUSY_HOST))
         if problem.eight_bit:  # bound by arithmetic, unless much is moved beside it
             found = max(found, share * num_parameters / (hardware.eight_bit_rate * BUSY_CORES))
         return found * problem.together.contention
@@ -422,7 +425,7 @@ class CostModel:
         kept = len(streamed) * number * self.kept_bytes_of(decisions, rows)
         again = 0.0 if self._stays(decisions, rows) else values
         inwards = again + weights + sum(unit.weight_bytes for unit in back) + lent
-        rate = self.hardware.both_ways_rate
+        rate = self.hardware.both_ways_rate * self._busy_link
         forward = max(forward, inwards / rate, (values + kept + lent) / rate)
         backward = max(backward, (weights + 2 * values + kept) / rate)
         if problem.policy is UpdatePolicy.JUST_IN_TIME:
@@ -535,9 +538,9 @@ class CostModel:
         return simulate(
             _schedule_of(shape),
             costs,
-            fetch_rate=hardware.fetch_rate,
-            drain_rate=hardware.drain_rate,
-            both_ways_rate=hardware.both_ways_rate,
+            fetch_rate=hardware.fetch_rate * self._busy_link,
+            drain_rate=hardware.drain_rate * self._busy_link,
+            both_ways_rate=hardware.both_ways_rate * self._busy_link,
         )
 
 
