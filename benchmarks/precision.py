@@ -18,7 +18,6 @@ import json
 import math
 import platform
 import statistics
-import subprocess
 import sys
 import sysconfig
 import time
@@ -34,8 +33,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l
+from l2l import child_process
 from l2l.byte_size import format_bytes
-from l2l.plot import BOTTOM, FONT_SIZE, HEIGHT, LEFT, RIGHT, TOP, WIDTH, _line, _text
+from l2l.plot import BOTTOM, FONT_SIZE, HEIGHT, LEFT, RIGHT, TOP, WIDTH, line_element, text_element
 from l2l.precision import DTYPES
 
 REFERENCE = "float32"
@@ -281,11 +281,12 @@ def kept_result(folder: Path, precision: str, settings: Settings) -> Result | No
 def run_alone(precision: str, settings: Settings, folder: Path) -> Result | None:
     """Measure in a process of its own and keep the result; None: it failed, and has said why."""
     command = [sys.executable, __file__, *sys.argv[1:], "--alone", precision]
-    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    with child_process.started(command) as process:
+        output = process.communicate()[0]
     if process.returncode != 0:
         print(f"{precision} failed: exit status {process.returncode}", file=sys.stderr, flush=True)
         return None
-    result = json.loads(process.stdout.splitlines()[-1])
+    result = json.loads(output.splitlines()[-1])
     path = result_path(folder, precision)
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"settings": asdict(settings), "result": result}))
@@ -369,8 +370,8 @@ def draw(curves: dict[str, list[Loss]], *, title: str) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} fill="#1f2937">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        _text(LEFT, 34, "Training loss by precision", font_size="18", font_weight="600"),
-        _text(LEFT, 54, title, fill="#6b7280"),
+        text_element(LEFT, 34, "Training loss by precision", font_size="18", font_weight="600"),
+        text_element(LEFT, 54, title, fill="#6b7280"),
     ]
     highest = max((loss for curve in curves.values() for loss in curve if loss), default=1.0)
     num_steps = max(len(curve) for curve in curves.values())
@@ -382,8 +383,8 @@ def draw(curves: dict[str, list[Loss]], *, title: str) -> str:
         path = " ".join(f"{x},{y}" for x, y in places(smoothed(curve), math.ceil(highest)))
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         left = LEFT + 100 * index
-        parts.append(_line(left, 72, left + 16, 72, colour=colour, width=2.5))
-        parts.append(_text(left + 22, 76, precision))
+        parts.append(line_element(left, 72, left + 16, 72, colour=colour, width=2.5))
+        parts.append(text_element(left + 22, 76, precision))
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -391,15 +392,15 @@ def draw_axes(num_steps: int, highest: int) -> Iterator[str]:
     """The field: losses from zero, steps from one."""
     for loss in range(0, highest + 1, max(1, highest // 8)):
         y = BOTTOM - loss / highest * (BOTTOM - TOP)
-        yield _line(LEFT, y, RIGHT, y, colour="#e5e7eb" if loss else "#6b7280")
-        yield _text(LEFT - 10, y + 4, str(loss), text_anchor="end")
+        yield line_element(LEFT, y, RIGHT, y, colour="#e5e7eb" if loss else "#6b7280")
+        yield text_element(LEFT - 10, y + 4, str(loss), text_anchor="end")
     for step in range(0, num_steps + 1, max(1, num_steps // 10)):
         x = LEFT + step / num_steps * (RIGHT - LEFT)
-        yield _text(x, BOTTOM + 20, str(step), text_anchor="middle")
-    yield _text((LEFT + RIGHT) / 2, HEIGHT - 22, "step", text_anchor="middle")
+        yield text_element(x, BOTTOM + 20, str(step), text_anchor="middle")
+    yield text_element((LEFT + RIGHT) / 2, HEIGHT - 22, "step", text_anchor="middle")
     middle = (TOP + BOTTOM) / 2
     turn = f"rotate(-90 22 {middle:.0f})"
-    yield _text(22, middle, "loss, in nats a byte", text_anchor="middle", transform=turn)
+    yield text_element(22, middle, "loss, in nats a byte", text_anchor="middle", transform=turn)
 
 
 def places(curve: Sequence[Loss], highest: int) -> list[tuple[float, float]]:

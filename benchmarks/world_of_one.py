@@ -11,7 +11,6 @@ the schedule of many devices and its launches. The last line is JSON.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import l2l
+from l2l import child_process
 from l2l.workload import SHAPES, Workload
 
 KINDS = {"none": "no process group", "left": "a group of one", "used": "the same, with collectives"}
@@ -80,8 +80,11 @@ def main() -> None:
     results = []
     for kind, words in KINDS.items():
         command = [sys.executable, str(Path(__file__)), *sys.argv[1:], "--kind", kind]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        results.append(json.loads(done.stdout.splitlines()[-1]))
+        with child_process.started(command) as process:
+            output = process.communicate()[0]
+        if process.returncode != 0:
+            raise SystemExit(process.returncode)
+        results.append(json.loads(output.splitlines()[-1]))
         one, first = results[-1], results[0]
         print(
             f"{words}: {one['seconds']:.3f} s a step, {options.tokens / one['seconds']:,.0f} "

@@ -107,15 +107,19 @@ def draw(points: Sequence[Point], *, title: str) -> str:
         f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, Helvetica, Arial, sans-serif" '
         f'font-size="{FONT_SIZE}" fill="#1f2937">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        _text(LEFT, 34, "Training speed over device memory", font_size="18", font_weight="600"),
-        _text(LEFT, 54, title, fill="#6b7280"),
+        text_element(
+            LEFT, 34, "Training speed over device memory", font_size="18", font_weight="600"
+        ),
+        text_element(LEFT, 54, title, fill="#6b7280"),
     ]
     if points:
         axes = Axes.around(points)
         parts += [*_draw_axes(axes), *_draw_points(points, axes)]
         parts += _draw_legend([kind for kind in KINDS if any(p.kind == kind for p in points)])
     else:
-        parts.append(_text(WIDTH / 2, HEIGHT / 2, "nothing was measured", text_anchor="middle"))
+        parts.append(
+            text_element(WIDTH / 2, HEIGHT / 2, "nothing was measured", text_anchor="middle")
+        )
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -123,16 +127,16 @@ def _draw_axes(axes: Axes) -> Iterator[str]:
     for number in range(axes.num_speed_steps + 1):
         speed = number * axes.speed_step
         _, y = axes.place(1.0, speed)
-        yield _line(LEFT, y, RIGHT, y, colour="#e5e7eb" if number else "#6b7280")
-        yield _text(
+        yield line_element(LEFT, y, RIGHT, y, colour="#e5e7eb" if number else "#6b7280")
+        yield text_element(
             LEFT - 10, y + 4, f"{speed:,g}" if speed < 1 else f"{speed:,.0f}", text_anchor="end"
         )
     powers = range(math.ceil(axes.lowest), math.floor(axes.highest) + 1)
     for power in powers[:: math.ceil(len(powers) / MOST_TICKS)]:
         x, _ = axes.place(2.0**power, 0)
-        yield _line(x, BOTTOM, x, BOTTOM + 5, colour="#6b7280")
-        yield _text(x, BOTTOM + 20, _power_of_two(power), text_anchor="middle")
-    yield _text(
+        yield line_element(x, BOTTOM, x, BOTTOM + 5, colour="#6b7280")
+        yield text_element(x, BOTTOM + 20, _power_of_two(power), text_anchor="middle")
+    yield text_element(
         (LEFT + RIGHT) / 2,
         HEIGHT - 22,
         "device memory: the budget where one was given, else the peak (logarithmic)",
@@ -140,7 +144,7 @@ def _draw_axes(axes: Axes) -> Iterator[str]:
     )
     middle = (TOP + BOTTOM) / 2
     turn = f"rotate(-90 22 {middle:.0f})"
-    yield _text(22, middle, "tokens/s", text_anchor="middle", transform=turn)
+    yield text_element(22, middle, "tokens/s", text_anchor="middle", transform=turn)
 
 
 def _draw_points(points: Sequence[Point], axes: Axes) -> Iterator[str]:
@@ -160,8 +164,8 @@ def _draw_points(points: Sequence[Point], axes: Axes) -> Iterator[str]:
         taken.append(box)
         end_x, end_y = box.nearest(x, y)
         if math.dist((x, y), (end_x, end_y)) > LONGEST_WITHOUT_LEADER:
-            yield _line(x, y, end_x, end_y, colour=colour)
-        yield _text(box.left, box.bottom - 4, point.label, fill=colour)
+            yield line_element(x, y, end_x, end_y, colour=colour)
+        yield text_element(box.left, box.bottom - 4, point.label, fill=colour)
 
 
 def _along(line: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
@@ -193,20 +197,24 @@ def _draw_legend(kinds: Sequence[str]) -> Iterator[str]:
     for kind in kinds:
         colour, words = KINDS[kind]
         if kind == "engine":
-            yield _line(x - 2, 72, x + 14, 72, colour=colour, width=2.5)
+            yield line_element(x - 2, 72, x + 14, 72, colour=colour, width=2.5)
         yield f'<circle cx="{x + 6:.1f}" cy="72" r="5" fill="{colour}" stroke="#ffffff"/>'
-        yield _text(x + 20, 76, words)
+        yield text_element(x + 20, 76, words)
         x += 20 + len(words) * CHARACTER_WIDTH + 18
 
 
-def _line(x: float, y: float, to_x: float, to_y: float, *, colour: str, width: float = 1) -> str:
+def line_element(
+    x: float, y: float, to_x: float, to_y: float, *, colour: str, width: float = 1
+) -> str:
+    """A straight line of a drawing."""
     return (
         f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{colour}" '
         f'stroke-width="{width}"/>'
     )
 
 
-def _text(x: float, y: float, words: str, **attributes: str) -> str:
+def text_element(x: float, y: float, words: str, **attributes: str) -> str:
+    """Words in a drawing."""
     named = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
     return f'<text x="{x:.1f}" y="{y:.1f}"{named}>{escape(words)}</text>'
 

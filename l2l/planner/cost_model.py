@@ -38,7 +38,7 @@ BUSY_CORES = 0.85  # the same where arithmetic bounds it, with 8-bit moments
 BUSY_MEMORY = 0.95  # of the optimizer's rate, that these reach together with the link
 BUSY_LINK = 0.85  # of the link's rates while the host updates
 HALVES = {"advance": 0.72, "refresh": 0.72, "complete": 0.7}  # of an exact update's seconds
-EIGHT_BIT_HALVES = {"advance": 0.55, "refresh": 0.55, "complete": 0.9}
+EIGHT_BIT_HALVES = {"advance": 0.74, "refresh": 0.74, "complete": 0.7}
 SPARED = ((0.0, 0.0), (0.07, 0.37), (0.3, 0.5), (1.0, 1.0))
 """What a share of the results, the best of them, spares of the time to recompute all of them."""
 NUM_HEAD_VALUES = 8  # hidden states of a microbatch that an epilogue makes besides its logits
