@@ -130,8 +130,8 @@ class Engine:
             device_memory: how much of the device may be used: bytes, "8GiB", or None: 90% of what
                 is free. Counts all memory that torch has reserved there. What is left over is used
                 to be faster: layers that stay, results that need not be computed twice.
-            host_memory: how much the parameter server may take: bytes, "100GiB", or None: 95% of
-                what is free.
+            host_memory: how much of the host's memory may be taken, by the parameter server and by
+                what steps need besides: bytes, "100GiB", or None: 95% of what is free.
             microbatch_size: rows that pass a layer at once. None: planned.
             precision: "float32", "bfloat16" or "float16": what crosses the link and runs on the
                 device. The server keeps a float32 master of what is trained on the host.

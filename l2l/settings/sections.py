@@ -256,7 +256,7 @@ class MemorySettings:
     host_memory: Annotated[
         str | None,
         About(
-            "Of the host, for the parameter server, such as 100GiB. Default: 95% of what is free.",
+            "Of the host, such as 100GiB. Default: 95% of what is free.",
             changes_result=False,
         ),
     ] = None
