@@ -110,6 +110,42 @@ def test_a_recomputed_layer_gives_the_bits_of_its_forward():
     engine.close()
 
 
+def test_the_callers_stream_is_the_current_one_again_whatever_happens():
+    batch = FAMILIES["bert_classification"].batch(ROWS)
+    expected = train(3)[0][0]
+    model = build_bert(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+    own = torch.cuda.Stream()
+    with (
+        make_engine(
+            model, optimizer=l2l.AdamW(lr=1e-3), device="cuda", microbatch_size=2, seed=3
+        ) as engine,
+        torch.cuda.stream(own),
+    ):
+        first = FAMILIES["bert_classification"].batch(ROWS, seed=0)
+        assert engine.step(first).loss == expected
+        assert torch.cuda.current_stream() == own
+        handle = engine._carved.layers[1].module.register_forward_hook(interrupt)
+        with pytest.raises(InterruptedError):
+            engine.step(batch)
+        assert torch.cuda.current_stream() == own
+        handle.remove()
+
+
+def interrupt(*_: object) -> None:
+    raise InterruptedError
+
+
+def test_torchs_profiler_sees_the_lines_of_the_schedule():
+    batch = FAMILIES["bert_classification"].batch(ROWS)
+    with make_engine(build_bert(), device="cuda", microbatch_size=2) as engine:
+        engine.step(batch)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            engine.step(batch)
+    names = {event.name for event in profile.events()}
+    assert any(name.startswith("forward L0 m0") for name in names)
+    assert any(name.startswith("fetch L1") for name in names)
+
+
 def peak(num_layers: int, rows: int) -> int:
     gc.collect()
     torch.cuda.empty_cache()
