@@ -223,10 +223,10 @@ class Planning:
             rows = max(num_rows(one) for one in parts)
         elif rows is None and "microbatch_tokens" in {**self._adopted, **self._overrides}:
             rows = max(1, self.decisions.microbatch_tokens // length)
-        self._num_tokens = sum(num_rows(one) * token_length(one) for one in parts)
+        number = sum(num_rows(one) * token_length(one) for one in parts)
         self._marks.clear()
         if not self._look_at_machine():
-            self._most_tokens = 1  # nothing to plan: the defaults hold for any batch
+            self._num_tokens, self._most_tokens = number, 1  # the defaults hold for any batch
             return
         problem = self._problem_of(
             longest,
@@ -238,12 +238,10 @@ class Planning:
             buffer_bytes=buffer_bytes,
             may_keep=self._compiled and not draws_random_numbers,
         )
-        self._problem = problem
         if self._device is not None:
             self._device.give_back()
-        found = self._find(problem, rows=rows, is_free=isinstance(batch, Mapping))
-        _check_host(found, self._host)
-        self._candidate = found
+        self._candidate = self._find(problem, rows=rows, is_free=isinstance(batch, Mapping))
+        self._problem, self._num_tokens = problem, number
         self._most_tokens = self._candidate.rows * length
         self._is_whole = self._candidate.rows >= total
 
@@ -349,6 +347,7 @@ class Planning:
             rows = None if is_free and "microbatch_tokens" in self._adopted else rows
             self._adopted, fixed = {}, frozenset(self._overrides)
             found = find(rows=rows, overrides=self.decisions, fixed=fixed)
+        _check_host(found, self._host)
         made = {name: getattr(self.decisions, name) for name in fixed}
         self.decisions = found.decisions.override(made)
         return found

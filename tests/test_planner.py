@@ -525,11 +525,17 @@ def test_an_engine_takes_the_host_memory_of_its_plan(num_late: int) -> None:
         assert planned is not None
         taken = sum(line.nbytes for line in engine.plan.ledger if line.place == "host")
     assert taken == host_bytes(planned)
-    with (
-        l2l.Engine(LlamaForCausalLM(config), **settings, host_memory=taken - 1000) as engine,
-        pytest.raises(ValueError, match=r"the step needs .* of host memory \(parameter server"),
-    ):
-        engine.step({"input_ids": ids.repeat(4, 1), "labels": ids.repeat(4, 1)})
+    with l2l.Engine(LlamaForCausalLM(config), **settings, host_memory=taken) as engine:
+        engine.step({"input_ids": ids, "labels": ids})
+        planned, decisions = engine.plan, engine._planning.decisions
+        longer = torch.randint(0, 512, (8, 256))
+        with pytest.raises(
+            ValueError, match=r"the step needs .* of host memory \(parameter server"
+        ):
+            engine.step({"input_ids": longer, "labels": longer})
+        assert engine._planning.decisions == decisions
+        engine.step({"input_ids": ids, "labels": ids})  # goes on as before
+        assert engine.plan.choices == planned.choices
 
 
 def test_choices_that_were_made_are_not_made_again() -> None:
