@@ -34,7 +34,6 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -74,8 +73,8 @@ class _Place:
     def view(self, anchors: Mapping[str, Tensor]) -> Tensor:
         """The same view of what is there now."""
         base = anchors[self.anchor]
-        start = base.storage_offset() + self.offset_bytes
         whole = base[: base.numel() // 16 * 16].view(self.dtype)
+        start = base.storage_offset() + self.offset_bytes
         return whole.as_strided(self.shape, self.strides, start // self.dtype.itemsize)
 
 
@@ -142,24 +141,6 @@ def _own_numbers(template: Template) -> Iterator[None]:
             module.__dict__[name] = number
 
 
-def _compile_graph(
-    graph: Any, inputs: Any, *, backend: str, keep: float, own_random_numbers: bool
-) -> Any:
-    """Compile a layer's forward and backward, with settings that nobody else's code gets."""
-    # These imports take a second, which is lost only where something is compiled.
-    from torch._dynamo.backends.registry import lookup_backend
-    from torch._functorch import config as functorch
-    from torch._inductor import config as inductor
-
-    # Backward at once as well: what is compiled when it is first needed has settings of its own.
-    partition = functorch.patch(
-        activation_memory_budget=keep, force_non_lazy_backward_lowering=True
-    )
-    random = inductor.patch(fallback_random=own_random_numbers or inductor.fallback_random)
-    with partition, random:
-        return lookup_backend(backend)(graph, inputs)
-
-
 _program_numbers = itertools.count()  # never the same twice, as an `id` may be
 
 
@@ -171,22 +152,31 @@ class Program:
         # The compiler keys what it has compiled by code object: each program needs its own.
         code = _call.__code__.replace(co_name=f"layer_{next(_program_numbers)}")
         function = types.FunctionType(code, _call.__globals__)
-        compile_graph = partial(
-            _compile_graph, backend=backend, keep=keep, own_random_numbers=own_random_numbers
-        )
         self.keep = keep
         self.own_random_numbers = own_random_numbers
         self.num_passes = 0
         self.is_trusted = True  # its gradients are those of an uncompiled pass, as far as is known
         self._num_graphs = 0
-
-        def compile_and_count(graph: Any, inputs: Any) -> Any:
-            self._num_graphs += 1
-            return compile_graph(graph, inputs)
-
+        self._backend = backend
         self._function: Callable[..., Tensor] = torch.compile(
-            function, backend=compile_and_count, fullgraph=True
+            function, backend=self._compile, fullgraph=True
         )
+
+    def _compile(self, graph: Any, inputs: Any) -> Any:
+        """Compile forward and backward, with settings that nobody else's code gets."""
+        # These imports take a second, which is lost only where something is compiled.
+        from torch._dynamo.backends.registry import lookup_backend
+        from torch._functorch import config as functorch
+        from torch._inductor import config as inductor
+
+        self._num_graphs += 1
+        # Backward at once as well: compiled when it is first needed, it would miss these settings.
+        partition = functorch.patch(
+            activation_memory_budget=self.keep, force_non_lazy_backward_lowering=True
+        )
+        random = inductor.patch(fallback_random=self.own_random_numbers or inductor.fallback_random)
+        with partition, random:
+            return lookup_backend(self._backend)(graph, inputs)
 
     def forward(
         self, template: Template, inputs: LayerInputs, *, anchors: Mapping[str, Tensor] | None
@@ -373,9 +363,8 @@ class Compiler:
 
     def must_check(self, structure: str, handed: Handed) -> bool:
         """Whether a backward pass is to be compared with an uncompiled one."""
-        if handed.is_first and structure in self._random:
-            self._unchecked.add(structure)
-        return structure in self._unchecked and structure not in self._uncompiled
+        is_new = handed.is_first and structure in self._random
+        return (is_new or structure in self._unchecked) and structure not in self._uncompiled
 
     def check(
         self, structure: str, program: Program, found: BackwardResult, expected: BackwardResult
@@ -397,6 +386,7 @@ class Compiler:
         for some in compared:
             scale = _norm(theirs for _, theirs in some)
             if not math.isfinite(scale):
+                self._unchecked.add(structure)
                 return True
             if not _norm(mine - theirs for mine, theirs in some) <= CLOSE_ENOUGH * scale + 1e-12:
                 program.is_trusted = False

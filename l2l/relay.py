@@ -159,8 +159,7 @@ class Relay:
         awaited = {line.action for line in schedule.lines if isinstance(line, Wait)}
         pending = {name: unit.pending for name, unit in self._server.units.items()}
         self._schedule, streamed = schedule, schedule.shape.streamed
-        following = [*map(str, streamed[1:]), "E"]
-        self._following = dict(zip(streamed, following[: len(streamed)], strict=True))
+        self._following = dict(zip(streamed, [*map(str, streamed[1:]), "E"], strict=False))
         self._returning = frozenset(schedule.shape.backward_layers)
         self._adopt_rows(step)
         device.begin()

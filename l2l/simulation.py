@@ -16,8 +16,8 @@ The same steps over and over, as the relay submits them, from event to event:
 Nothing else is known of verbs: lines have lanes, and `cost` says the rest.
 
 [Note: link] So it is in traces of an H200, whatever the priorities of the streams: lent state of
-nine layers, with an update of its own for each piece, was copied in one go, and weights that were
-ready after the first came after the last.
+eight layers, with an update of its own for each piece, was copied in one go, and weights that were
+ready after the second came after the last.
 
 [Note: steady] The first step has no updates before it. The last of three is one like all that
 follow: what a step leaves to the host is at most its own updates, and the next step's fetches wait

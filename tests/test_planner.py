@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
+from families import build_llama
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l
 from l2l.byte_size import parse_bytes
@@ -507,25 +507,21 @@ def test_no_more_updates_are_left_than_the_host_has_room_for() -> None:
 
 @pytest.mark.parametrize("num_late", [0, 3])
 def test_an_engine_takes_the_host_memory_of_its_plan(num_late: int) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        vocab_size=512,
-        tie_word_embeddings=False,
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 512}
+
+    def build() -> nn.Module:
+        return build_llama(num_hidden_layers=6, **sizes)
+
     ids = torch.randint(0, 512, (8, 32))
     overrides = {"num_late": num_late, "num_tail": 0, "microbatch_tokens": 64}
     settings = {"device": "cpu", "device_memory": "256MiB", "overrides": overrides}
-    with l2l.Engine(LlamaForCausalLM(config), **settings) as engine:
+    with l2l.Engine(build(), **settings) as engine:
         engine.step({"input_ids": ids, "labels": ids})
         planned = engine._planning._candidate
         assert planned is not None
         taken = sum(line.nbytes for line in engine.plan.ledger if line.place == "host")
     assert taken == host_bytes(planned)
-    with l2l.Engine(LlamaForCausalLM(config), **settings, host_memory=taken) as engine:
+    with l2l.Engine(build(), **settings, host_memory=taken) as engine:
         engine.step({"input_ids": ids, "labels": ids})
         planned, decisions = engine.plan, engine._planning.decisions
         longer = torch.randint(0, 512, (8, 256))
