@@ -865,6 +865,7 @@ class Engine:
         )
         self._outer.facts.lookups = self._rows.lookups
         self._outer.piece_tokens = decisions.piece_tokens
+        self._outer.part_tokens = decisions.part_tokens
         self._outer.compiled = self._compiler.is_on
         self._relay.follow(decisions.keep, num_pieces=decisions.num_pieces)
         shape = self._shape(1, training=True)

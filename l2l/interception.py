@@ -22,7 +22,7 @@ it returns it as it is.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -34,6 +34,8 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from l2l.carving import METADATA
+
+EVEN_ROWS = 128  # of matrices: products of others take as long as the next multiple's
 
 Sum = Callable[[Tensor, Tensor], None]
 """Adds outputs' gradient and inputs of a matrix product to a weight's gradient."""
@@ -119,10 +121,17 @@ class Readers(TorchFunctionMode):
 class Head:
     """How the gradient of a head's weight is added up, and how much is worked on at once."""
 
-    add: Sum
+    add: Sum | None  # None: nobody wants it
     scale: float  # derivative of what is differentiated by the loss
-    num_rows: int  # tokens at a time
+    num_rows: int  # tokens at a time, at most
     compiled: bool
+
+    def pieces(self, num_tokens: int) -> Iterator[slice]:
+        """As few as may be, about as large as each other; the last may be smaller."""
+        number = max(1, -(-num_tokens // self.num_rows))
+        even = -(-num_tokens // number)
+        size = min(-(-even // EVEN_ROWS) * EVEN_ROWS, self.num_rows)
+        return (slice(start, start + size) for start in range(0, num_tokens, size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,20 +298,20 @@ class _HeadLoss(torch.autograd.Function):
         mean: bool,
         head: Head,
     ) -> Tensor:
+        total = torch.zeros((), device=given.device)
         counted = targets != ignored
         columns = torch.where(counted, targets, 0)
         number = counted.sum() if mean else torch.ones((), device=given.device)
         factors = counted * (head.scale / number)
-        gradient = torch.empty_like(given)
-        total = torch.zeros((), device=given.device)
-        loss_of = _losses(compiled=head.compiled)
-        for start in range(0, given.shape[0], head.num_rows):
-            rows = slice(start, start + head.num_rows)
+        gradient = torch.empty_like(given if ctx.needs_input_grad[0] else total)
+        for rows in head.pieces(given.shape[0]):
             logits = F.linear(given[rows], weight)
-            losses, logits = loss_of(logits, columns[rows], factors[rows])
+            losses = differentiate(logits, columns[rows], factors[rows], compiled=head.compiled)
             total += torch.where(counted[rows], losses, 0.0).sum()
-            torch.mm(logits, weight, out=gradient[rows])
-            head.add(logits, given[rows])
+            if ctx.needs_input_grad[0]:
+                torch.mm(logits, weight, out=gradient[rows])
+            if head.add is not None:
+                head.add(logits, given[rows])
             del logits
         ctx.save_for_backward(gradient)
         ctx.scale = head.scale
@@ -312,36 +321,50 @@ class _HeadLoss(torch.autograd.Function):
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient.mul_(gradients[0] / ctx.scale), None, None, None, None, None
+        wanted = gradient.mul_(gradients[0] / ctx.scale) if ctx.needs_input_grad[0] else None
+        return wanted, None, None, None, None, None
 
 
-def losses_and_gradients(logits: Tensor, columns: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's cross-entropy, and the gradient of the logits, each row times its factor."""
+Losses = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def differentiate(
+    logits: Tensor, columns: Tensor, factors: Tensor, *, compiled: bool = False
+) -> Tensor:
+    """Each row's cross-entropy; the logits become their gradient, each row times its factor."""
+    columns, factors = columns.unsqueeze(1), factors.unsqueeze(1)
+    # What a row's label picks is read before, and written after, all else is written over.
+    losses, picked = _losses(compiled=compiled)(logits, logits.gather(1, columns), factors)
+    logits.scatter_(1, columns, picked)
+    return losses.squeeze(1)
+
+
+def _in_place(logits: Tensor, picked: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses of rows and gradients of picked logits; all others are replaced by theirs."""
     wide = logits.float()
-    logarithms = torch.log_softmax(wide, dim=1)
-    losses = -logarithms.gather(1, columns.unsqueeze(1)).squeeze(1)
-    words = torch.arange(logits.shape[1], device=logits.device)
-    chosen = (words.unsqueeze(0) == columns.unsqueeze(1)).to(wide.dtype)
-    gradient = (logarithms.exp() - chosen) * factors.unsqueeze(1)
-    return losses, gradient.to(logits.dtype)
+    largest = wide.amax(dim=1, keepdim=True)
+    shifted = wide - largest
+    norm = shifted.exp().sum(dim=1, keepdim=True).log()
+    logarithm = picked.float() - largest - norm
+    logits.copy_((shifted - norm).exp() * factors)
+    return -logarithm, ((logarithm.exp() - 1) * factors).to(logits.dtype)
 
 
-def _frugally(logits: Tensor, columns: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """The same without a compiler, in little memory: the gradient takes the place of the logits."""
+def _frugally(logits: Tensor, picked: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """The same without a compiler, in little memory: some rows at a time."""
     step = max(1, PIECE_BYTES // (4 * logits.shape[1]))
-    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    losses, gradients = torch.empty_like(factors), torch.empty_like(picked)
     for start in range(0, logits.shape[0], step):
         rows = slice(start, start + step)
-        losses[rows], gradient = losses_and_gradients(logits[rows], columns[rows], factors[rows])
-        logits[rows] = gradient
-    return losses, logits
+        losses[rows], gradients[rows] = _in_place(logits[rows], picked[rows], factors[rows])
+    return losses, gradients
 
 
 PIECE_BYTES = 64 << 20  # of float32 logits that are worked on at once without a compiler
-_compiled: list[Callable[..., tuple[Tensor, Tensor]]] = []
+_compiled: list[Losses] = []
 
 
-def _losses(*, compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+def _losses(*, compiled: bool) -> Losses:
     if not compiled:
         return _frugally
     if not _compiled:
@@ -349,19 +372,27 @@ def _losses(*, compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     return _compiled[0]
 
 
-def _compiled_or_not() -> Callable[..., tuple[Tensor, Tensor]]:
-    program = torch.compile(losses_and_gradients, dynamic=None)
+def _quietly(graph: Any, inputs: Any) -> Any:
+    from torch._dynamo.backends.registry import lookup_backend
 
-    def run(logits: Tensor, columns: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    with warnings.catch_warnings():  # torch, while compiling, warns of itself
+        warnings.simplefilter("ignore")
+        return lookup_backend("inductor")(graph, inputs)
+
+
+def _compiled_or_not() -> Losses:
+    program = torch.compile(_in_place, backend=_quietly, dynamic=None)
+
+    def run(logits: Tensor, picked: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         try:
             with torch._C.DisableTorchFunction():
-                return program(logits, columns, factors)
+                return program(logits, picked, factors)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a compiler may raise
+        except Exception as error:  # whatever a compiler may raise, before anything is computed
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             warnings.warn(f"losses run without torch.compile: {reason}", stacklevel=2)
             _compiled[0] = _frugally
-            return _frugally(logits, columns, factors)
+            return _frugally(logits, picked, factors)
 
     return run

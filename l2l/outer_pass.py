@@ -9,13 +9,14 @@ times over. Where its loss is a plain cross-entropy they are put off and made fo
 time (interception.py). Otherwise the whole epilogue runs in pieces, each with its backward pass at
 once: some rows of the microbatch, or, where that was proven on a trial to give the same
 (rehearsal.py), some positions of a row. A causal loss is then given its labels already shifted. The
-losses of pieces add up like those of microbatches: each counts n / N.
+losses of pieces add up like those of microbatches: each counts n / N. Where logits are put off, the
+rest of the epilogue, whose values are as large as hidden states, runs in larger pieces: *parts*.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from l2l.batch import Microbatch
 from l2l.carving import CarvedModel, Recording
 from l2l.device import Device
-from l2l.interception import Answers, Head, Lookup
+from l2l.interception import Answers, Head, Lookup, Sum
 from l2l.layer_pass import leaves, take_gradients
 from l2l.lookup import TableLookup
 from l2l.loss import IGNORED, LossFunction, Rule, require_loss
@@ -116,15 +117,15 @@ class OuterPass:
         self.loss_function = loss_function
         self.facts = OuterFacts()
         self.piece_tokens: int | None = None
+        self.part_tokens: int | None = None
         self.may_put_off = device.torch_device.type != "cpu"  # elsewhere bits come first
         self.compiled = False
         self._placeholders: dict[str, Tensor] = {}
 
     def bind(self, slots: str) -> dict[str, Tensor]:
         """Let the code see what is in the slots, and placeholders for what is not."""
-        units = [slot[1:] for slot in slots.split(",") if slot != NOTHING and slot[1] != "L"]
         bound: dict[str, Tensor] = dict(self._all_placeholders())
-        for unit in units:
+        for unit in _outer_units(slots):
             trained = self._server.units[unit].form.trained.names
             bound |= leaves(self._transfer.weights(unit, f"S{unit}"), trained)
         self._carved.skeleton.bind(bound)
@@ -226,6 +227,7 @@ class OuterPass:
         *,
         inputs: Microbatch,
         bound: Mapping[str, Tensor],
+        slots: str,
         gradients: str,
         needs_gradient: bool,
         loss_scale: float,
@@ -238,6 +240,7 @@ class OuterPass:
             hidden: the output of the last layer.
             inputs: the microbatch, on the device.
             bound: what the code sees, by owner (`bind`).
+            slots: weight slots of the units here.
             gradients: gradient slots of the units here.
             needs_gradient: whether the gradient of the hidden state is wanted.
             loss_scale: what the loss is multiplied with.
@@ -245,11 +248,11 @@ class OuterPass:
         Returns:
             the gradient of the hidden state.
         """
-        units = [slot[1:] for slot in gradients.split(",") if slot != NOTHING and slot[1] != "L"]
+        units = _outer_units(gradients)
         collected: Tensor | None = None
         for part, host, on_device, share in self._cut(step, m, hidden, inputs):
             piece = part.of(hidden).detach().requires_grad_(needs_gradient)
-            heads = self._heads(step, units, bound, share * loss_scale)
+            heads = self._heads(step, bound, slots, trained=units, scale=share * loss_scale)
             outputs = self.run_epilogue(on_device, piece, host=host, heads=heads)
             loss = self._loss(step, m, outputs, on_device, share)
             if loss_scale != 1.0:
@@ -282,10 +285,20 @@ class OuterPass:
             return torch.zeros_like(hidden)
         return collected
 
-    def score(self, step: Step, m: int, hidden: Tensor, inputs: Microbatch) -> None:
-        """The losses of a microbatch, without gradients."""
+    def score(
+        self,
+        step: Step,
+        m: int,
+        hidden: Tensor,
+        *,
+        inputs: Microbatch,
+        bound: Mapping[str, Tensor],
+        slots: str,
+    ) -> None:
+        """The losses of a microbatch, without gradients; arguments as for `epilogue`."""
+        heads = self._heads(step, bound, slots, trained=[], scale=1.0)
         for part, host, on_device, share in self._cut(step, m, hidden, inputs):
-            outputs = self.run_epilogue(on_device, part.of(hidden), host=host)
+            outputs = self.run_epilogue(on_device, part.of(hidden), host=host, heads=heads)
             self._loss(step, m, outputs, on_device, share)
 
     def _cut(
@@ -298,7 +311,8 @@ class OuterPass:
         rule = step.rule
         whole = rule is Rule.UNKNOWN or not self.facts.alone or bool(self.facts.changing)
         length = hidden.shape[1] if hidden.dim() > 2 else 1
-        tokens = None if whole or self.facts.puts_off else self.piece_tokens
+        tokens = self.part_tokens if self.facts.puts_off else self.piece_tokens
+        tokens = None if whole else tokens
         if tokens is not None and rule is Rule.ROWS and _ignores(host):
             tokens = None  # what the loss ignores is not counted, so pieces cannot be weighed
         found = pieces(hidden.shape[0], length, tokens=tokens, within_rows=self.facts.within_rows)
@@ -335,21 +349,29 @@ class OuterPass:
         return scaled
 
     def _heads(
-        self, step: Step, units: list[str], bound: Mapping[str, Tensor], scale: float
+        self,
+        step: Step,
+        bound: Mapping[str, Tensor],
+        slots: str,
+        *,
+        trained: Sequence[str],
+        scale: float,
     ) -> dict[int, Head]:
-        """Weights whose products are put off."""
-        if not self.facts.puts_off:
-            return {}
+        """Weights whose products are put off; gradients are wanted of `trained` units."""
         heads: dict[int, Head] = {}
-        for unit in units:
-            received = step.received.setdefault(unit, set())
-            for owner in self._server.units[unit].form.trained.names:
-                if bound[owner].dim() == 2:
+        for unit in _outer_units(slots) if self.facts.puts_off else ():
+            form = self._server.units[unit].form
+            for owner in form.weight_layout.names:
+                if bound[owner].dim() != 2:
+                    continue
+                add = None
+                if unit in trained and owner in form.trained.names:
+                    received = step.received.setdefault(unit, set())
                     add = self._transfer.product_sum(unit, f"G{unit}", owner, received=received)
-                    heads[id(bound[owner])] = self.head(add, scale)
+                heads[id(bound[owner])] = self.head(add, scale)
         return heads
 
-    def head(self, add: Callable[[Tensor, Tensor], None], scale: float) -> Head:
+    def head(self, add: Sum | None, scale: float) -> Head:
         """How a product is put off."""
         rows = self.piece_tokens or MOST_PIECE_TOKENS
         return Head(add=add, scale=scale, num_rows=rows, compiled=self.compiled)
@@ -357,6 +379,11 @@ class OuterPass:
     def close(self) -> None:
         """Let go of the placeholders."""
         self._placeholders.clear()
+
+
+def _outer_units(slots: str) -> list[str]:
+    """Units around the layers, of slots as a line names them."""
+    return [slot[1:] for slot in slots.split(",") if slot != NOTHING and slot[1] != "L"]
 
 
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:

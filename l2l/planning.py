@@ -56,16 +56,17 @@ NUM_MARKS = 4  # steps after which prediction and measurement are compared
 
 
 class _Logits(NamedTuple):
-    """Bytes for each logit of a piece: in memory at once, and read and written."""
+    """What a loss makes of each logit of a piece."""
 
-    memory: float
-    moved: float
+    own: float  # values of the logits' own type that are there at once
+    wide: float  # float32 values that are
+    moved: float  # bytes, read and written
 
 
 LOGITS = {
-    "plain": _Logits(14.4, 40.0),
-    "put off": _Logits(6.4, 40.0),
-    "compiled": _Logits(4.2, 10.0),
+    "plain": _Logits(1.0, 3.1, 40.0),
+    "put off": _Logits(1.0, 1.1, 40.0),
+    "compiled": _Logits(1.05, 0.0, 10.0),
 }
 
 
@@ -283,7 +284,7 @@ class Planning:
             ),
             head_parameters=head_parameters,
             head_width=head_width,
-            logit_bytes=logits.memory,
+            logit_bytes=logits.own * hidden.element_size() + logits.wide * 4,
             logit_moved_bytes=logits.moved,
             may_cut_rows=facts.alone and not facts.changing,
             may_cut_positions=facts.within_rows or facts.puts_off,

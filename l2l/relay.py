@@ -292,6 +292,7 @@ class Relay:
                 hidden,
                 inputs=self._inputs(step, m),
                 bound=bound,
+                slots=slots,
                 gradients=gradients,
                 needs_gradient=below,
                 loss_scale=step.loss_scale,
@@ -325,7 +326,7 @@ class Relay:
             self._device.seed(mix_seed(self._seed, step.number, layer, m))
             walked = self._tail_inputs(step, layer, m, recorded, hidden, requires=False)
             hidden = forward_layer(walked)
-        self._outer.bind(slots)
+        bound = self._outer.bind(slots)
         self._device.seed(mix_seed(self._seed, step.number, PROLOGUE_SEED, m))
         inputs = self._inputs(step, m)
         after = self._rewind_buffers(step, m)
@@ -334,7 +335,7 @@ class Relay:
                 outputs = self._outer.run_epilogue(inputs, hidden, host=step.microbatches[m])
                 step.outputs[m] = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), outputs)
             else:
-                self._outer.score(step, m, hidden, inputs)
+                self._outer.score(step, m, hidden, inputs=inputs, bound=bound, slots=slots)
         self._restore_buffers(after)
 
     def _report(self, step: Step) -> None:

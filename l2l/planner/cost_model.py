@@ -26,7 +26,8 @@ from l2l.simulation import Cost, Simulation, simulate
 MOST_LINES = 4000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
 NUM_REMEMBERED = 32  # schedules
 LIBRARY_BYTES = 96 << 20  # workspaces of matrix libraries, and small tensors
-HEAD_EFFICIENCY = 0.85
+HEAD_EFFICIENCY = 0.95
+HEAD_SUM_BYTES = 9.0  # a parameter, to add a piece's gradient to that of the head
 ACCUMULATE_BYTES = 10.0  # to add a parameter's gradient to its sum
 DEVICE_UPDATE_BYTES = 34.0  # of AdamW there, a parameter
 REVISE_BYTES = 150.0  # of Adafactor: about thirty operations one by one
@@ -41,7 +42,8 @@ HALVES = {"advance": 0.72, "refresh": 0.72, "complete": 0.7}  # of an exact upda
 EIGHT_BIT_HALVES = {"advance": 0.74, "refresh": 0.74, "complete": 0.7}
 SPARED = ((0.0, 0.0), (0.07, 0.37), (0.3, 0.5), (1.0, 1.0))
 """What a share of the results, the best of them, spares of the time to recompute all of them."""
-NUM_HEAD_VALUES = 8  # hidden states of a microbatch that an epilogue makes besides its logits
+PART_SECONDS = 2e-3  # that the host needs to submit a part of the epilogue
+NUM_HEAD_VALUES = 8  # hidden states that an epilogue makes besides its logits
 
 COPIED: Final[Mapping[str, tuple[Literal["in", "out"], tuple[str, ...]]]] = {
     "fetch": ("in", ("weight",)),
@@ -170,7 +172,8 @@ class CostModel:
         yield ALWAYS, "tail: optimizer state", self._state_bytes(decisions)
         cell = max(problem.hidden_bytes, problem.looked_up_bytes) * rows
         yield ALWAYS, "boundary cells", decisions.num_cells * cell
-        yield ALWAYS, "recorded arguments", 2 * problem.recorded_bytes * rows
+        number = decisions.num_recorded_cells(self.num_microbatches(rows))
+        yield ALWAYS, "recorded arguments", number * problem.recorded_bytes * rows
         kept = self.kept_bytes_of(decisions, rows)
         yield ALWAYS, "kept results", decisions.num_kept_cells * kept
         if decisions.num_shared:
@@ -217,7 +220,9 @@ class CostModel:
             yield "backward", "one layer at work", backward
         piece = min(decisions.piece_tokens or 2**62, rows * problem.length)
         logits = int(piece * problem.head_width * problem.logit_bytes)
-        working = logits + NUM_HEAD_VALUES * problem.hidden_bytes * rows
+        part = max(1.0, min(rows, (decisions.part_tokens or 2**62) / problem.length))
+        values = NUM_HEAD_VALUES * part + (rows if part < rows else 0)  # the gradient, put together
+        working = logits + int(values * problem.hidden_bytes)
         if cut.tail:
             held, last = self._held(range(len(cut.streamed), len(problem.layers)), rows)
             yield "epilogue", "tail: kept for backward", held
@@ -358,8 +363,11 @@ class CostModel:
         piece = min(decisions.piece_tokens or tokens, tokens)
         matrix = 6.0 * problem.head_parameters * tokens / hardware.matrix_rate / HEAD_EFFICIENCY
         moved = problem.logit_moved_bytes * problem.head_width * tokens
-        moved += math.ceil(tokens / max(1, piece)) * 8.0 * problem.head_parameters
-        total = matrix + moved / hardware.memory_rate + PASS_SECONDS
+        part = max(problem.length, min(decisions.part_tokens or tokens, tokens))
+        number = math.ceil(tokens / max(1, part))
+        pieces = number * math.ceil(part / max(1, piece))
+        moved += pieces * HEAD_SUM_BYTES * problem.head_parameters
+        total = max(matrix + moved / hardware.memory_rate, number * PART_SECONDS) + PASS_SECONDS
         for layer in range(len(problem.layers) - decisions.num_tail, len(problem.layers)):
             total += self.pass_seconds(layer, "kept_forward", rows)
             total += self.pass_seconds(layer, "kept_backward", rows)

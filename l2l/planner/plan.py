@@ -12,6 +12,8 @@ from l2l.schedule import OuterUnit, Shape
 
 ALWAYS = "always"
 
+PART_TOKENS = 2048  # fewer and the host may be slower than the device
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions:
@@ -51,6 +53,19 @@ class Decisions:
         number = min(self.num_shared, streamed)
         return frozenset(int((i + 0.5) * streamed / number) for i in range(number))
 
+    @property
+    def part_tokens(self) -> int | None:
+        """Positions that pass at once what of the epilogue is not in pieces; None: all of them."""
+        return None if self.piece_tokens is None else max(self.piece_tokens, PART_TOKENS)
+
+    def num_recorded_cells(self, num_microbatches: int) -> int:
+        """Cells for what layers are given besides hidden states: for all, where these stay too.
+
+        Else one for the running pass and one for the next. Small as they are, they would queue
+        behind weights that arrive.
+        """
+        return num_microbatches if num_microbatches + 2 <= self.num_cells else 2
+
     def outer_unit(self, unit: OuterUnit) -> OuterUnit:
         """A trained unit around the layers, placed as decided."""
         if not self.outer_state or not unit.trained:
@@ -83,6 +98,7 @@ class Decisions:
             num_microbatches=num_microbatches,
             num_slots=max(1, min(self.num_slots, num_layers - num_tail)),
             num_cells=self.num_cells,
+            num_recorded_cells=self.num_recorded_cells(num_microbatches),
             num_kept_cells=self.num_kept_cells,
             num_gradient_slots=self.num_gradient_slots,
             num_staging=NUM_STAGING,

@@ -24,7 +24,7 @@ from l2l.planner.problem import Problem
 from l2l.simulation import Simulation
 
 MOST_TOKENS = 16384  # of a microbatch: more gain nothing
-PIECES = (8192, 4096, 2048, 1024, 768, 512, 448, 384, 256, 192, 128)
+PIECES = (8192, 4096, 2048, 1024, 768, 512, 384, 256, 128)  # matrix products like 128s
 KEEPS = (0.0, 0.08, 0.16, 0.3)
 KEPT_CELLS = (2, 3)
 NUM_RANKED = 60  # candidates that are looked at more closely

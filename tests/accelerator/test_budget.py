@@ -57,7 +57,13 @@ def exact_products():
     torch.cuda.empty_cache()
 
 
-def build(num_layers: int = NUM_LAYERS, width: int = 256) -> LlamaForCausalLM:
+def build(
+    num_layers: int = NUM_LAYERS,
+    width: int = 256,
+    *,
+    num_words: int = VOCABULARY,
+    tied: bool = True,
+) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -66,8 +72,8 @@ def build(num_layers: int = NUM_LAYERS, width: int = 256) -> LlamaForCausalLM:
             num_hidden_layers=num_layers,
             num_attention_heads=4,
             num_key_value_heads=2,
-            vocab_size=VOCABULARY,
-            tie_word_embeddings=True,
+            vocab_size=num_words,
+            tie_word_embeddings=tied,
         )
     )
 
@@ -137,6 +143,28 @@ def test_the_peak_stays_under_the_budget(budget: str):
     assert torch.cuda.max_memory_reserved() <= limit
     assert plan.total_bytes("device") <= limit
     assert plan.predicted_seconds is not None
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
+def test_no_more_logits_than_the_budget_has_room_for(frozen: bool):
+    """A microbatch's would be 1 GiB, in training and in evaluation."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = build(num_layers=4, num_words=1 << 16, tied=False)
+    model.lm_head.weight.requires_grad_(not frozen)
+    with l2l.Engine(
+        model,
+        optimizer=l2l.AdamW(lr=1e-4),
+        device="cuda",
+        device_memory="512MiB",
+        microbatch_size=128,
+    ) as engine:
+        [batch] = batches(1, rows=256, length=64)
+        losses = [engine.step(batch).loss for _ in range(3)]
+        losses.append(engine.evaluate(batch))
+    assert losses[-1] < losses[0]
+    assert torch.cuda.max_memory_reserved() <= 512 << 20
 
 
 def test_a_budget_that_is_too_small_says_what_would_do():

@@ -139,7 +139,8 @@ def test_torchs_profiler_sees_the_lines_of_the_schedule():
     batch = FAMILIES["bert_classification"].batch(ROWS)
     with make_engine(build_bert(), device="cuda", microbatch_size=2) as engine:
         engine.step(batch)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        cpu = torch.profiler.ProfilerActivity.CPU
+        with torch.profiler.profile(activities=[cpu], acc_events=True) as profile:
             engine.step(batch)
     names = {event.name for event in profile.events()}
     assert any(name.startswith("forward L0 m0") for name in names)
