@@ -71,7 +71,7 @@ def measure(num_layers: int, num_microbatches: int, *, small: bool = False) -> d
 
 
 def main() -> None:
-    """Measure every depth at 8 microbatches, every number of microbatches at 24 layers."""
+    """Every depth at 8 microbatches, every number of them at 24 layers, small layers at 2."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 24, 48, 96, 192, 384])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 8, 64])
@@ -79,7 +79,7 @@ def main() -> None:
     arguments = parser.parse_args()
     cases = [(layers, 8, False) for layers in arguments.layers]
     cases += [(24, number, False) for number in arguments.microbatches if number != 8]
-    cases += [(layers, 8, True) for layers in arguments.small_layers]
+    cases += [(layers, 2, True) for layers in arguments.small_layers]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print("| layers | microbatches | parameters | device peak, reserved | allocated | step |")
     print("|---|---|---|---|---|---|")

@@ -846,7 +846,7 @@ class Engine:
     def _leave_device(self) -> None:
         """Bring everything that stays on the device from step to step back to the host."""
         self._server.settle_all()
-        for name in self._held:
+        for name in self._server.units:  # also of a plan whose first step has failed
             self._server.place_state(name, torch.device("cpu"))
         self._held = frozenset()
         self._transfer.clear()

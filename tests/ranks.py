@@ -271,7 +271,8 @@ def run(
     """For each number of ranks what each of them has found."""
     words = [sys.executable, __file__, str(folder), "--sizes", *map(str, sizes)]
     words += ["--device", device, "--backend", backend, "--scenarios", *scenarios]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     code = subprocess.run(words, env=environment, timeout=300, check=False).returncode
     found = {
         size: [

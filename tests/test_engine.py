@@ -33,6 +33,7 @@ from l2l.byte_size import format_bytes
 from l2l.device import CheckingDevice
 from l2l.engine import Engine
 from l2l.hardware import H200
+from l2l.parameter_server import ParameterServer
 from l2l.rehearsal import Rehearsal
 
 ROWS = 8
@@ -609,6 +610,27 @@ def test_a_step_that_the_device_has_too_little_memory_for_is_done_again(
     assert len(told) == 2
     assert "CUDA out of memory. Tried to allocate 1 MiB)" in told[0]
     assert "leaves 64.00 MiB of the budget free" in told[1]
+
+
+@pytest.mark.usefixtures("as_h200")
+def test_state_comes_back_from_a_device_whose_first_step_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next plan may have it on the host."""
+    placed: list[str] = []
+    place = ParameterServer.place_state
+
+    def note(server: ParameterServer, name: str, device: torch.device) -> None:
+        placed.append(name)
+        place(server, name, device)
+
+    monkeypatch.setattr(ParameterServer, "place_state", note)
+    settings: dict[str, Any] = {"overrides": {"num_tail": 1, "num_device_states": 1}}
+    with make_engine(build_llama(**BUDGETED), device_memory="300MiB", **settings) as engine:
+        run_out_of_memory(monkeypatch, {"forward"})
+        engine.step(causal_batch(ROWS))
+        last = f"L{engine._carved.num_layers - 1}"
+    assert placed.count(last) >= 4  # back at first, there, back and there again
 
 
 def test_a_device_with_too_little_memory_for_a_trial_says_what_would_do(

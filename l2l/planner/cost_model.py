@@ -42,7 +42,7 @@ HALVES = {"advance": 0.72, "refresh": 0.72, "complete": 0.7}  # of an exact upda
 EIGHT_BIT_HALVES = {"advance": 0.74, "refresh": 0.74, "complete": 0.7}
 SPARED = ((0.0, 0.0), (0.07, 0.37), (0.3, 0.5), (1.0, 1.0))
 """What a share of the results, the best of them, spares of the time to recompute all of them."""
-PART_SECONDS = 2e-3  # that the host needs to submit a part of the epilogue
+PART_SECONDS = 5e-3  # that the host needs to submit a part of the epilogue
 NUM_HEAD_VALUES = 8  # hidden states that an epilogue makes besides its logits
 
 COPIED: Final[Mapping[str, tuple[Literal["in", "out"], tuple[str, ...]]]] = {

@@ -12,7 +12,7 @@ from l2l.schedule import OuterUnit, Shape
 
 ALWAYS = "always"
 
-PART_TOKENS = 2048  # fewer and the host may be slower than the device
+PART_TOKENS = 4096  # with fewer, the host may be slower than the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -328,6 +328,7 @@ class _Transfers:
         if shape.shares_memory and shape.training:
             self.draft += [Action("drop", (name,)) for name in self._gradient_slots()]
         self.draft += [Action("take", (place,)) for place in self._lent_places()]
+        self._late = frozenset(shape.late_units)
         self._lent = deque(shape.reworked)
         self._num_lent = 0
         self._rework(before=0)
@@ -495,7 +496,7 @@ class _Transfers:
         shape = self._shape
         if shape.device_updates:
             self.draft += [Action("revise", (unit, slot, gradient)), Action("return", (unit, slot))]
-        elif unit in shape.late_units:
+        elif unit in self._late:
             self.draft.append(Action("drain", (unit, gradient, late_staging(unit))))
         else:
             own = unit.startswith("L")

@@ -1,12 +1,16 @@
 """Plans on a CUDA device: every choice gives the same training, and the budget is kept."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l
+from l2l.device.cuda import CudaDevice
+from l2l.planner.plan import STATE_ON_HOST
+from l2l.planning import Planning
 
 pytestmark = [
     pytest.mark.accelerator,
@@ -145,6 +149,35 @@ def test_the_peak_stays_under_the_budget(budget: str):
     assert plan.predicted_seconds is not None
 
 
+def test_a_plan_whose_first_step_fails_leaves_nothing_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The next plan has all optimizer state on the host, where updates expect it."""
+    failed: list[str] = []
+    submit, tighten = CudaDevice.submit, Planning.tighten
+
+    def failing(device: CudaDevice, lane: Any, text: str, work: Any) -> None:
+        if text.startswith(("forward", "epilogue")) and not failed:
+            failed.append(text)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        submit(device, lane, text, work)
+
+    def tighten_more(planning: Planning, reason: str) -> bool:
+        planning.restrict(STATE_ON_HOST)
+        monkeypatch.setattr(CudaDevice, "submit", submit)
+        return tighten(planning, reason)
+
+    monkeypatch.setattr(Planning, "tighten", tighten_more)
+    settings = {"optimizer": l2l.AdamW(lr=1e-4), "device": "cuda", "device_memory": "1GiB"}
+    with l2l.Engine(build(), **settings, clip_norm=1.0, compile=False) as engine:
+        monkeypatch.setattr(CudaDevice, "submit", failing)
+        losses = [engine.step(batch).loss for batch in batches(3)]
+        assert engine._planning.decisions.num_device_states == 0
+    assert len(failed) == 1
+    assert losses[-1] < losses[0] + 0.1
+
+
+@pytest.mark.filterwarnings("ignore:1 frozen parameters")
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
 def test_no_more_logits_than_the_budget_has_room_for(frozen: bool):
     """A microbatch's would be 1 GiB, in training and in evaluation."""
