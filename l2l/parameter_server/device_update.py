@@ -507,35 +507,39 @@ def _encoded(first: Tensor, root: Tensor, *, first_block: Tensor, seed: Tensor) 
 
     Compiled on CUDA, a code in ten million may round the other way.
     """
-    high, low = _random_halves(first, first_block=first_block, seed=seed)
+    random, others = _random_numbers(first, first_block=first_block, seed=seed)
     magnitude = first.abs()
     first_unit = _units(magnitude, largest_code=_LARGEST_FIRST_CODE)
     root_unit = _units(root, largest_code=_LARGEST_SECOND_CODE)
     smallest = torch.where(root_unit > 0, float(_SMALLEST_SECOND_CODE), 0.0)
-    first_code = _codes(magnitude, first_unit, high, smallest=torch.zeros_like(smallest))
+    first_code = _codes(magnitude, first_unit, random, smallest=torch.zeros_like(smallest))
     return {
         "exp_avg": torch.where(first < 0, -first_code, first_code).to(torch.int8),
-        "exp_avg_sq": _codes(root, root_unit, low, smallest=smallest).to(torch.uint8),
+        "exp_avg_sq": _codes(root, root_unit, others, smallest=smallest).to(torch.uint8),
         "exp_avg_unit": first_unit,
         "exp_avg_sq_unit": root_unit,
     }
 
 
-def _random_halves(
+def _random_numbers(
     like: Tensor, *, first_block: Tensor, seed: Tensor
 ) -> tuple[Tensor, Tensor]:  # int32, in rows
-    """32 uniform bits per element, in halves so that nothing overflows 32 bits."""
+    """16 uniform bits per element, and those of the element half a block away."""
     rows, width = like.shape
     block = torch.arange(rows, device=like.device).view(-1, 1) + first_block
     x = ((block & _MODULUS) ^ seed) * _GOLDEN_RATIO & _MODULUS
     x = (x ^ (x >> 15)) * 0x85EBCA6B & _MODULUS
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & _MODULUS
     x = x ^ (x >> 16)
-    # The sum of the hash and a multiple of the golden ratio, half by half.
     within = torch.arange(width, dtype=torch.int32, device=like.device)
-    low = (x & 0xFFFF).int() + within * (_GOLDEN_RATIO & 0xFFFF)
-    high = (x >> 16).int() + within * (_GOLDEN_RATIO >> 16) + (low >> 16)
-    return high & 0xFFFF, low & 0xFFFF
+    return _upper_half(x, within), _upper_half(x, within ^ (BLOCK_SIZE // 2))
+
+
+def _upper_half(hashed: Tensor, within: Tensor) -> Tensor:
+    """Of the sum of a hash and a multiple of the golden ratio; nothing overflows 32 bits."""
+    low = (hashed & 0xFFFF).int() + within * (_GOLDEN_RATIO & 0xFFFF)
+    high = (hashed >> 16).int() + within * (_GOLDEN_RATIO >> 16) + (low >> 16)
+    return high & 0xFFFF
 
 
 def _units(magnitude: Tensor, *, largest_code: int) -> Tensor:  # float32, one per row

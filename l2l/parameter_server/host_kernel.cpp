@@ -14,8 +14,8 @@
 // [Note: levels] Every loop is written once, as the `run` of an operation, and compiled three
 // times: for AVX-512, for AVX2 and for the compiler's baseline. The processor chooses at run time.
 // All levels perform the same IEEE operations in the same order (no contraction to fused
-// multiply-add, no approximating instruction, no reordered sum), so all give the same
-// bits. The one freedom left is which payload survives when two NaNs meet.
+// multiply-add, no approximating instruction, no reordered sum; but for a guess that the result
+// does not depend on, see [Note: 8-bit moments]), so all give the same bits. The one freedom left is which payload survives when two NaNs meet.
 //
 // [Note: split master] A float32 master is held as the bfloat16 weight that crosses the link and
 // the 16 bits that are missing, all modulo 2^32:
@@ -42,7 +42,8 @@
 // less than a half, so r would not follow gradients that shrink (simulated: 5 times too large for
 // ever), and a small m would never decay. The random number is uniform over seeds for each element
 // and evenly spread within a block: a hash of the block plus multiples of the golden ratio. So a
-// result depends on neither threads nor chunks.
+// result depends on neither threads nor chunks. The root of an element is rounded by the number of
+// the one half a block away: two for each would cost more.
 //
 // Let x be a magnitude over its unit, and u the random number, uniform in [0, 1). Then q + 1 is
 // chosen over q if
@@ -52,7 +53,8 @@
 // So the code is sqrt(x) - u rounded up, but for the small last term. Hence, with a root s that is
 // wrong by less than a quarter of a code, n = s - u rounded to nearest is the code or one below it,
 // and the comparison for q = n decides, exactly. So s may be rough, and no square root is spent on
-// it: a guess from the exponent and one Newton step, wrong by at most 0.0009 s. The divider, the
+// it: a guess from the exponent and one Newton step, wrong by at most 0.0009 s. Levels may even
+// differ in it, so it is the one place with fused multiply-adds where there are any. The divider, the
 // one slow unit of a processor, is left to the update: a square root and a division per element.
 //
 // No code of r is below 4 in a block that has any. Hence no denominator is lost; and since the step
@@ -418,23 +420,25 @@ struct GoldenMultiples {
 };
 constexpr GoldenMultiples golden_multiples;
 
-// To 0.0009 of itself, and 0 for 0. Constants that minimize that error were found by search; they
-// absorb the factors of the usual Newton step.
-INLINE float rough_root(float x) {
+// To 0.0009 of itself, and 0 for 0; less u. Constants that minimize that error were found by
+// search; they absorb the factors of the usual Newton step.
+template <bool fused>
+INLINE float rough_root_less(float x, float u) {
   const float guess = float_of(0x5f0b4000u - (bits_of(x) >> 1));  // near 0.79 / sqrt(x)
   const float product = x * guess;
-  return product * (1.891f - product * guess);
+  if (fused) return __builtin_fmaf(product, __builtin_fmaf(-product, guess, 1.891f), -u);
+  return product * (1.891f - product * guess) - u;
 }
 
 // Adding it rounds a small float to a whole number, which then is in the sum's lowest byte.
 constexpr float rounder = 0x1.8p23f;
 
-// `scaled` is a magnitude over its unit, `random` a whole number in [0, 65536). The code is in the
-// lowest byte of the result, above the bits of `rounder`: saves conversions.
-INLINE uint32_t code_of(float scaled, uint32_t random, float smallest_code) {
-  const float u = float(int32_t(random)) * 0x1p-16f;
+// `scaled` is a magnitude over its unit, `u` a random number in [0, 1). The code is in the lowest
+// byte of the result, above the bits of `rounder`: saves conversions.
+template <bool fused>
+INLINE uint32_t code_of(float scaled, float u, float smallest_code) {
   const float smallest = smallest_code + rounder;
-  const float rounded = (rough_root(scaled) - u) + rounder;
+  const float rounded = rough_root_less<fused>(scaled, u) + rounder;
   const float kept = rounded > smallest ? rounded : smallest;
   const float low = kept - rounder;
   return scaled > low * (low + u + u) + u ? bits_of(kept) + 1u : bits_of(kept);
@@ -508,7 +512,10 @@ INLINE void find_units(const uint32_t* largest_bits, float largest_code, int64_t
   }
 }
 
+template <bool fused>
 INLINE void encode_tile(const Job& job, int64_t start, int64_t count, Tile& tile) {
+  constexpr int64_t half = block_size / 2;
+  alignas(64) float uniform[block_size + half];  // the first half again at its end
   int8_t* const first_code = static_cast<int8_t*>(job.first) + start;
   uint8_t* const root_code = static_cast<uint8_t*>(job.second) + start;
   for (int64_t begin = 0; begin < count; begin += block_size) {
@@ -520,12 +527,16 @@ INLINE void encode_tile(const Job& job, int64_t start, int64_t count, Tile& tile
     const int64_t block = job.first_block + (start + begin) / block_size;
     const uint32_t hash = hash_of_block(uint32_t(block), job.coefficients.seed);
 #pragma omp simd
+    for (int64_t j = 0; j < block_size; ++j) {
+      uniform[j] = float(int32_t((hash + golden_multiples.of[j]) >> 16)) * 0x1p-16f;
+    }
+    std::memcpy(uniform + block_size, uniform, half * sizeof(float));
+#pragma omp simd
     for (int64_t j = begin; j < end; ++j) {
-      const uint32_t random = hash + golden_multiples.of[j - begin];
       const float first_scaled = magnitude(tile.first[j]) * first_inverse;
-      const uint32_t first = code_of(first_scaled, random >> 16, smallest_first);
+      const uint32_t first = code_of<fused>(first_scaled, uniform[j - begin], smallest_first);
       const float root_scaled = tile.root[j] * root_inverse;
-      const uint32_t root = code_of(root_scaled, random & 0xffffu, smallest_root);
+      const uint32_t root = code_of<fused>(root_scaled, uniform[j - begin + half], smallest_root);
       tile.first[j] = float_of(tile.first[j] < 0.0f ? 2u * bits_of(rounder) - first : first);
       tile.root[j] = float_of(root);
     }
@@ -537,7 +548,7 @@ INLINE void encode_tile(const Job& job, int64_t start, int64_t count, Tile& tile
 }
 
 // Constants are multiplied with each other first, and bias_correction2 enters them, not the root.
-template <class Weight, bool weights, bool moments>
+template <class Weight, bool weights, bool moments, bool fused = false>
 struct EightBitAdamWPass {
   static constexpr bool changes_weights = weights;
   static INLINE void update(const Job& job, int64_t start, int64_t count, float* gradients) {
@@ -570,7 +581,7 @@ struct EightBitAdamWPass {
                tile.first_inverse);
     find_units(tile.largest_root, 255.0f, num_blocks, job.second_unit + first_block,
                tile.root_inverse);
-    encode_tile(job, start, count, tile);
+    encode_tile<fused>(job, start, count, tile);
   }
 };
 template <class Weight>
@@ -595,6 +606,16 @@ struct Update {
     }
     return changes.sum();
   }
+};
+
+// What an operation is where fused multiply-adds are at hand, and give the same results.
+template <class Operation>
+struct WithFused {
+  using Type = Operation;
+};
+template <class Weight, bool weights, bool moments>
+struct WithFused<Update<EightBitAdamWPass<Weight, weights, moments>>> {
+  using Type = Update<EightBitAdamWPass<Weight, weights, moments, true>>;
 };
 
 // Sixteen running sums, always the same ones: any level, any number of threads, the same bits.
@@ -773,18 +794,19 @@ auto run_portable(const Job& job, Arguments... arguments) {
 
 #if defined(__x86_64__)
 template <class Operation, class... Arguments>
-__attribute__((target("avx2"))) auto run_avx2(const Job& job, Arguments... arguments) {
-  return Operation::run(job, arguments...);
+__attribute__((target("avx2,fma"))) auto run_avx2(const Job& job, Arguments... arguments) {
+  return WithFused<Operation>::Type::run(job, arguments...);
 }
 
 template <class Operation, class... Arguments>
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) auto
+__attribute__((target("fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) auto
 run_avx512(const Job& job, Arguments... arguments) {
-  return Operation::run(job, arguments...);
+  return WithFused<Operation>::Type::run(job, arguments...);
 }
 
 int32_t highest_level() {
   __builtin_cpu_init();
+  if (!__builtin_cpu_supports("fma")) return 0;
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     return 2;

@@ -146,15 +146,16 @@ class EightBitMoments:
         numel = self.first.numel()
         check_tensor(first, name="first", dtypes=(torch.float32,), numel=numel)
         check_tensor(root, name="root", dtypes=(torch.float32,), numel=numel)
-        random = _random_bits(numel, seed=seed, position=self.position)
+        random = _random_numbers(numel, seed=seed, position=self.position)
+        others = _random_numbers(numel, seed=seed, position=self.position, others=True)
         self.first_unit.copy_(_units(first, largest_code=_LARGEST_FIRST_CODE))
         self.second_unit.copy_(_units(root, largest_code=_LARGEST_SECOND_CODE))
         zero = torch.tensor(0.0)
         smallest = torch.where(self.second_unit > 0, float(_SMALLEST_SECOND_CODE), zero)
         first_scaled = first.abs() * _inverses(self.first_unit, numel)
         root_scaled = root * _inverses(self.second_unit, numel)
-        first_code = _codes(first_scaled, random >> 16, smallest=zero)
-        second_code = _codes(root_scaled, random & 0xFFFF, smallest=_per_element(smallest, numel))
+        first_code = _codes(first_scaled, random, smallest=zero)
+        second_code = _codes(root_scaled, others, smallest=_per_element(smallest, numel))
         self.first.copy_(torch.where(first < 0, -first_code, first_code))
         self.second.copy_(second_code)
 
@@ -301,14 +302,19 @@ def _per_element(of_blocks: Tensor, numel: int) -> Tensor:
     return of_blocks.repeat_interleave(BLOCK_SIZE)[:numel]
 
 
-def _random_bits(numel: int, *, seed: int, position: int) -> Tensor:  # int64 [numel]
-    """32 uniform bits per element: a hash of its block plus multiples of the golden ratio."""
+def _random_numbers(
+    numel: int, *, seed: int, position: int, others: bool = False
+) -> Tensor:  # int64 [numel]
+    """16 uniform bits per element: a hash of its block plus multiples of the golden ratio.
+
+    `others`: those of the element half a block away.
+    """
     block = torch.arange(num_blocks(numel)) + position // BLOCK_SIZE
     x = ((block & _MODULUS) ^ seed) * _GOLDEN_RATIO & _MODULUS
     x = (x ^ (x >> 15)) * 0x85EBCA6B & _MODULUS
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & _MODULUS
-    within = torch.arange(numel) % BLOCK_SIZE
-    return (_per_element(x ^ (x >> 16), numel) + within * _GOLDEN_RATIO) & _MODULUS
+    within = torch.arange(numel) % BLOCK_SIZE ^ (BLOCK_SIZE // 2 if others else 0)
+    return ((_per_element(x ^ (x >> 16), numel) + within * _GOLDEN_RATIO) & _MODULUS) >> 16
 
 
 def _units(values: Tensor, *, largest_code: int) -> Tensor:  # float32 [blocks]
