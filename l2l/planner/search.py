@@ -30,6 +30,7 @@ KEPT_CELLS = (2, 3)
 NUM_RANKED = 60  # candidates that are looked at more closely
 NUM_SIMULATED = 2  # of each kind
 MOST_SIMULATED = 24  # of all
+MOST_IN_VAIN = 8  # in a row that gain nothing, where the device is what is slow
 REFINED = (0.85, 0.75, 0.6, 0.5, 0.35, 0.25, 0.15)  # of updates that are left, or done whole
 TAILS = (0.75, 0.5, 0.25)  # of the tail that the formula likes best
 CERTAIN = 0.98  # of an estimate: what a simulation takes at least
@@ -130,15 +131,20 @@ def _simulated(
 ) -> tuple[Simulation, Decisions, int]:
     """The best of candidates, by simulation; those that can hardly be it are not simulated."""
     best: tuple[float, Simulation, Decisions, int] | None = None
-    num_simulated = 0
+    num_simulated = num_in_vain = 0
     for decisions, number in _distinct(ranked):
         least = _rated(CERTAIN * model.estimate(decisions, number), decisions)
         if num_simulated == MOST_SIMULATED or (best is not None and least > best[0]):
             continue
+        if best is not None and best[1].bound == "compute" and num_in_vain == MOST_IN_VAIN:
+            break  # how updates are done hardly matters then
         found = model.simulate(decisions, number)
         num_simulated += 1
+        num_in_vain += 1
         rated = _rated(found.seconds, decisions)
         if best is None or rated < best[0]:
+            if best is None or rated < (1 - LEAST_GAIN) * best[0]:
+                num_in_vain = 0
             best = (rated, found, decisions, number)
     assert best is not None
     return best[1:]
