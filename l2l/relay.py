@@ -46,7 +46,7 @@ from l2l.step import Step
 from l2l.transfer import Transfer
 from l2l.updates import PROLOGUE_SEED, Updates, mix_seed
 
-HOST_VERBS = ("update", "settle", "advance", "complete", "refresh", "order", "collect")
+HOST_VERBS = ("update", "settle", "advance", "complete", "refresh", "order", "assign", "collect")
 """Lines after which a unit's host memory has changed, or will."""
 
 
@@ -133,6 +133,8 @@ class Relay:
             "borrow": self._updates.borrow,
             "rework": self._updates.rework,
             "repay": self._updates.repay,
+            "lease": self._updates.lease,
+            "redo": self._updates.redo,
             "revise": self._updates.revise,
             "return": lambda _, unit, slot: self._transfer.give_back(unit, slot),
             "stash": lambda _, value, m, cell: self._stash.stash(f"{value} {m}", cell),
@@ -195,8 +197,9 @@ class Relay:
         if action.verb == "refresh":
             halves = self._shape.halves and step.training
             return self._updates.refresh(step, *action.operands[:2], halves=halves)
-        if action.verb == "order":
-            return self._updates.order(step, action.operands[0])
+        if action.verb in ("order", "assign"):
+            work: Work = getattr(self._updates, action.verb)(step, action.operands[0])
+            return work
         return partial(self._perform[action.verb], step, *action.operands)
 
     def _after(self, action: Action, step: Step) -> None:
@@ -207,10 +210,12 @@ class Relay:
         elif action.verb in HOST_VERBS:
             event = self._device.record(Lane.UPDATE)
             self._server.note_pending(action.operands[0], event)
+            if action.verb == "assign":
+                self._server.waiting[action.operands[0]].drained = event  # its numbers are there
             step.collected = event if action.verb == "collect" else step.collected
         elif action.verb in ("return", "mirror", "repay"):
             self._server.note_pending(action.operands[0], self._device.record(Lane.DRAIN))
-        if action.verb in ("update", "return", "repay"):
+        if action.verb in ("update", "assign", "return", "repay"):
             step.updates_submitted = True
 
     # ----------------------------------------------------------------------------------------------

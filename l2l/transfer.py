@@ -66,7 +66,8 @@ class Transfer:
         if self._rounding is None:
             widest = max(unit.form.gradient_layout.nbytes for unit in units.values())
             self._rounding = self._device.empty(min(ROUNDING_BYTES, max(256, widest)))
-        staged = [name for name in shape.drained_units if name not in shape.late_units]
+        elsewhere = {*shape.late_units, *shape.redone}
+        staged = [name for name in shape.drained_units if name not in elsewhere]
         layers = [name for name in staged if name.startswith("L")]
         largest = max((units[name].held.staging_layout.nbytes for name in layers), default=0)
         for index in range(min(shape.num_staging, len(layers))):
@@ -124,9 +125,24 @@ class Transfer:
         for mine, theirs in zip(self.lent(place, source).tensors, source.tensors, strict=True):
             mine.copy_(theirs, non_blocking=True)
 
-    def repay(self, unit: str, span: slice, staging: str, place: str) -> None:
+    def lease(self, unit: str, span: slice, place: str) -> None:
+        """Copy the state of elements, and what completes their weights; for the fetch lane."""
+        source = self._server.units[unit].part(span)
+        lent = self.lent(place, source)
+        for mine, theirs in zip(lent.changed[1:], source.changed[1:], strict=True):
+            mine.copy_(theirs, non_blocking=True)
+
+    def join(self, unit: str, span: slice, slot: str, gradient_slot: str, place: str) -> None:
+        """Copy weights and gradients, which are on the device, to their state."""
+        one = self._server.units[unit]
+        lent, form = self.lent(place, one.part(span)), one.form
+        lent.weight.copy_(form.weight_layout.segment_views(self._slots[slot])[0][span])
+        sums = form.gradient_layout.segment_views(self._gradients[gradient_slot])[0]
+        lent.gradient.copy_(sums[span])
+
+    def repay(self, unit: str, span: slice, place: str) -> None:
         """Copy them back, but for the gradient; the drain lane does this."""
-        target = self._server.units[unit].part(span, self.staging[staging])
+        target = self._server.units[unit].part(span)
         for mine, theirs in zip(self.lent(place, target).changed, target.changed, strict=True):
             theirs.copy_(mine, non_blocking=True)
 

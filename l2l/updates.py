@@ -18,6 +18,7 @@ The schedule says when; the parameter server owns what is changed. Here is what 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -30,6 +31,7 @@ from l2l.parameter_server import (
     Adafactor,
     HostOptimizer,
     ParameterServer,
+    UpdateOrder,
     WaitingUpdate,
     device_update,
     state_name,
@@ -200,9 +202,28 @@ class Updates:
         if waiting.numbers is not None:  # a step that failed has ordered it
             return lambda: None
         self._device.wait(Lane.UPDATE, waiting.drained)
-        trained = self._server.units[unit].form.trained.names
+        return self._numbers(waiting)
+
+    def _numbers(self, waiting: WaitingUpdate) -> Work:
+        trained = self._server.units[waiting.unit].form.trained.names
         waiting.numbers = self._device.host_record(len(trained), device_update.NUM_NUMBERS)
         return partial(self._write_numbers, waiting, waiting.numbers)
+
+    def assign(self, step: Step, unit: str) -> Work:
+        """The work of an assign line: the same, for an update under this step's backward passes.
+
+        Which parameters get gradients is not known yet: all, until `redo` knows better.
+        """
+        assert step.reported is not None
+        names = frozenset(self._server.units[unit].form.trained.names)
+
+        def order() -> UpdateOrder | None:
+            found = step.order(unit)
+            return None if found is None else replace(found, received=names)
+
+        waiting = WaitingUpdate(unit=unit, order=order, drained=step.reported, step=step)
+        self._server.leave(waiting)
+        return self._numbers(waiting)
 
     def _write_numbers(self, waiting: WaitingUpdate, record: Tensor) -> None:
         self._server.before_change(waiting.unit)  # numbers of steps now, the rest soon
@@ -250,7 +271,6 @@ class Updates:
         """The update of a borrowed piece."""
         waiting, optimizer = self._server.waiting[unit], self._server.optimizer
         assert waiting.numbers is not None
-        assert waiting.gradient is not None
         assert isinstance(optimizer, HostOptimizer)
         numbers = waiting.numbers.to(self._device.torch_device, non_blocking=True)
         held, span = self._server.units[unit], self._piece(unit, piece)
@@ -262,9 +282,36 @@ class Updates:
                 part = lent.cut(start - span.start, end - span.start)
                 device_update.update(optimizer, part, numbers[row], compiled=self._compiled)
 
+    def lease(self, step: Step, unit: str, piece: str, place: str) -> None:
+        """State of a piece to the device."""
+        self._transfer.lease(unit, self._piece(unit, piece), place)
+
+    def redo(
+        self, step: Step, unit: str, piece: str, slot: str, gradient_slot: str, place: str
+    ) -> None:
+        """The update of a piece whose weights and gradients are on the device."""
+        if piece == "p0":
+            self._withdraw(step, unit)
+        self._transfer.join(unit, self._piece(unit, piece), slot, gradient_slot, place)
+        self.rework(step, unit, piece, place)
+
+    def _withdraw(self, step: Step, name: str) -> None:
+        """Take back what was assigned to parameters that got no gradient: hardly ever any."""
+        unit, waiting = self._server.units[name], self._server.waiting[name]
+        names = unit.form.trained.names
+        without = [owner for owner in names if owner not in step.received.get(name, ())]
+        if not without:
+            return
+        waiting.drained.synchronize()
+        assert waiting.numbers is not None
+        if waiting.order() is not None:
+            for owner in without:
+                unit.steps[owner] -= 1
+                waiting.numbers[names.index(owner), device_update.APPLY] = 0.0
+
     def repay(self, step: Step, unit: str, piece: str, place: str) -> None:
         """Weights and state of a piece to the host; after the last the update waits no longer."""
-        self._transfer.repay(unit, self._piece(unit, piece), late_staging(unit), place)
+        self._transfer.repay(unit, self._piece(unit, piece), place)
         if piece == f"p{self.num_pieces - 1}":  # of a small unit the last pieces are empty
             self._server.waiting.pop(unit, None)
 

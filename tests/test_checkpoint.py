@@ -151,6 +151,15 @@ KINDS: dict[str, Kind] = {
     "shared, readable": Kind(
         {**CLIP, "overrides": {"num_shared": 2}, "kernel": "readable"}, verbs={"rework"}
     ),
+    "shared at once": Kind({"overrides": {"num_shared": 2}}, verbs={"redo", "repay"}, alike=False),
+    "shared at once, 8-bit": Kind(
+        {
+            "overrides": {"num_shared": 2, "num_late": 2, "num_pieces": 3},
+            "optimizer": l2l.AdamW(lr=1e-2, moments="8bit"),
+            "kernel": "readable",
+        },
+        verbs={"redo", "rework"},
+    ),
     "everything": Kind(
         {**CLIP, "embedding": "host", "precision": "bfloat16", "overrides": EVERYTHING},
         verbs={"renew", "rework", "refresh", "advance"},

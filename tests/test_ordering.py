@@ -228,7 +228,7 @@ def scheduled(make: MakeSchedule) -> Iterator[list[Shape]]:
 def engine_result(
     case: Case, make: MakeSchedule, first: Lane | None, *, expected: Result | None = None
 ) -> Result:
-    """Losses and weights of some steps, all submitted before anything is read.
+    """Losses, weights and norms of some steps, all submitted before anything is read.
 
     With `expected` it ends after the first step with another loss: that says enough.
     """
@@ -242,12 +242,13 @@ def engine_result(
             if expected is not None and reports[-1].loss != expected[0][seed]:
                 return [report.loss for report in reports], {}
         losses = [report.loss for report in reports]
+        norms = torch.tensor([report.gradient_norm for report in reports])
         # What the host would have if the engine had to be left now.
         units = engine._server.units
         mirrored = {f"{unit} mirrored": units[unit].weights for unit in shapes[-1].on_device}
         mirrored = {name: weights.clone() for name, weights in mirrored.items()}
         engine.close()
-    return losses, {**model.state_dict(), **mirrored}
+    return losses, {**model.state_dict(), **mirrored, "norms": norms}
 
 
 def is_same(found: Result, expected: Result) -> bool:
@@ -366,6 +367,25 @@ LATER = {  # the waits are those of the second step, which settles what the firs
         batch=make_tokens,
         settings={"overrides": {"num_shared": 1, "num_pieces": 6}, "clip_norm": 0.05},
         kinds=("rework waits borrow", "drain waits rework", "lend waits repay"),
+    ),
+    "shared updates at once": Case(
+        build=build_untied,
+        batch=make_tokens,
+        settings={"overrides": {"num_shared": 1, "num_pieces": 6}},
+        kinds=(
+            "rework waits lease",
+            "rework waits assign",
+            "drain waits redo",
+            "fetch waits repay",
+        ),
+    ),
+    "shared updates at once, shared memory": Case(
+        build=build_untied,
+        batch=make_tokens,
+        settings={
+            "overrides": {"num_shared": 2, "num_pieces": 5, "num_late": 2, "shares_memory": True}
+        },
+        kinds=("rework waits borrow", "rework waits lease", "fetch waits take"),
     ),
     "shared memory": Case(
         build=build_untied,
@@ -724,6 +744,41 @@ def test_the_device_updates_layers_of_fewer_blocks_than_pieces(first: Lane | Non
         num_steps=3,
     )
     assert is_same(engine_result(case, make_schedule, first), plain_result(case))
+
+
+class IdleLayer(ScaledLayer):
+    """Has a parameter that never gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Parameter(torch.ones(WIDTH))
+
+
+def build_idle() -> nn.Module:
+    torch.manual_seed(0)
+    return ScaledClassifier([IdleLayer() for _ in range(3)])
+
+
+@every_order
+def test_the_device_updates_at_once_only_what_got_a_gradient(first: Lane | None) -> None:
+    overrides = {"num_shared": 3, "num_pieces": 2}
+    case = Case(
+        build=build_idle,
+        batch=partial(make_batch, rows=FEW_ROWS),
+        settings={"overrides": overrides, "optimizer": ADAMW},
+        num_steps=3,
+    )
+    assert is_same(engine_result(case, make_schedule, first), plain_result(case))
+    with make_engine(case.build(), first, **case.settings) as engine:
+        for seed in range(case.num_steps):
+            engine.step(case.batch(seed))
+        engine._server.settle_all()
+        steps = engine._server.units["L1"].steps
+        assert {name.rpartition(".")[2]: number for name, number in steps.items()} == {
+            "weight": 3,
+            "bias": 3,
+            "idle": 0,
+        }
 
 
 @every_order

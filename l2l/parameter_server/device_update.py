@@ -155,6 +155,7 @@ class _Numbers(NamedTuple):
 
 
 NUM_NUMBERS = len(_Numbers._fields)
+APPLY = _Numbers._fields.index("apply")  # of a step that does not count, 0
 
 Tensors = dict[str, Tensor]  # weight, companion if there is one, gradient and state, in rows
 Function = Callable[[Tensors, Tensor], None]

@@ -161,13 +161,19 @@ class Unit:
             position=span.start,
         )
 
-    def part(self, span: slice, gradients: Tensor) -> device_update.FlatUnit:
-        """Some elements of a unit that is one row, here on the host; for copies to and fro."""
+    def part(self, span: slice, gradients: Tensor | None = None) -> device_update.FlatUnit:
+        """Some elements of a unit that is one row, here on the host; for copies to and fro.
+
+        Without gradients here, of the type in which they cross the link, weights stand for them.
+        """
         weight = self.held.weight_layout.segment_views(self.weights)[0][span]
+        gradient = weight
+        if gradients is not None:
+            gradient = self.held.staging_layout.segment_views(gradients)[0][span]
         return device_update.FlatUnit(
             weight=weight,
             companion=self._companion(span, weight),
-            gradient=self.held.staging_layout.segment_views(gradients)[0][span],
+            gradient=gradient,
             state=self._state(span),
             position=span.start,
         )

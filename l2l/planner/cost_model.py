@@ -52,6 +52,7 @@ COPIED: Final[Mapping[str, tuple[Literal["in", "out"], tuple[str, ...]]]] = {
     "return": ("out", ("weight",)),
     "borrow": ("in", ("weight", "staging", "state")),
     "repay": ("out", ("weight", "state")),
+    "lease": ("in", ("state",)),
 }
 """Which way a line copies a unit, and what of it."""
 
@@ -178,7 +179,8 @@ class CostModel:
         yield ALWAYS, "kept results", decisions.num_kept_cells * kept
         if decisions.num_shared:
             lent = NUM_LENT * cut.largest_lent // decisions.num_pieces
-            yield "forward" if decisions.shares_memory else ALWAYS, "lent optimizer state", lent
+            for phase in ("forward", "backward") if decisions.shares_memory else (ALWAYS,):
+                yield phase, "lent optimizer state", lent
         yield ALWAYS, "buffers, libraries", problem.buffer_bytes + LIBRARY_BYTES + ROUNDING_BYTES
 
     def _of_outer(self, decisions: Decisions) -> Iterator[tuple[str, str, int]]:
@@ -582,7 +584,9 @@ class _Costs:
             way, parts = COPIED[action.verb]
             nbytes = sum(getattr(size, f"{part}_bytes") for part in parts)
             nbytes //= self._model.problem.together.num_shares
-            pieces = self._decisions.num_pieces if action.verb in ("borrow", "repay") else 1
+            pieces = (
+                self._decisions.num_pieces if action.verb in ("borrow", "lease", "repay") else 1
+            )
             return Cost(link=way, nbytes=nbytes // pieces)
         if action.lane is Lane.UPDATE:
             return Cost(self._host_seconds(action, size))
@@ -602,10 +606,10 @@ class _Costs:
         if verb == "backward":
             layer = int(action.operands[0][1:])
             return self._scale * model.backward_seconds(layer, self._decisions, self._mean)
-        if size is not None and verb in ("renew", "revise", "rework"):
+        if size is not None and verb in ("renew", "revise", "rework", "redo"):
             each = REVISE_BYTES if verb == "revise" else DEVICE_UPDATE_BYTES
             moved = size.num_trained * each / model.hardware.memory_rate
-            return moved / self._decisions.num_pieces if verb == "rework" else moved
+            return moved / self._decisions.num_pieces if verb in ("rework", "redo") else moved
         return 0.0
 
     def _collective_seconds(self, action: Action, size: UnitSize | None) -> float:

@@ -35,7 +35,7 @@ class Decisions:
     num_late: int = 0
     """Units whose update is left to the next step although it could be done in its own."""
     num_shared: int = 0
-    """Streamed layers whose late updates the device does, with state brought over the link."""
+    """Streamed layers whose updates the device does, with state brought over the link."""
     num_pieces: int = 16
     """In which the state of such a layer is lent."""
     halves: bool = False

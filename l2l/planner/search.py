@@ -21,6 +21,7 @@ from l2l.parameter_server import UpdatePolicy
 from l2l.planner.cost_model import CostModel
 from l2l.planner.plan import Decisions, LedgerLine
 from l2l.planner.problem import Problem
+from l2l.schedule import NUM_LENT
 from l2l.simulation import Simulation
 
 MOST_TOKENS = 16384  # of a microbatch: more gain nothing
@@ -40,6 +41,7 @@ SLACK = 0.02  # of the budget, for what lies between tensors
 WHOLE = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of streamed layers that are not updated in two
 LENDING_GAIN = 0.05  # that lending must promise: it burdens the host's memory like nothing else
 LENT_PIECES = (6, 16)  # few are sooner submitted, many take less memory
+AT_ONCE_PIECES = (NUM_LENT, *LENT_PIECES)  # of all layers: all pieces of one arrive ahead, or fewer
 MOST_CLIMBED = 40  # simulations
 STEPS = (1, -1, 3, -3)
 LEAST_GAIN = 0.002
@@ -252,13 +254,13 @@ def _shared(
     problem = model.problem
     for decisions, rows in candidates:
         yield decisions, rows
-        late = problem.policy is UpdatePolicy.JUST_IN_TIME or decisions.num_late
-        if not problem.may_update_on_device or not late:
+        if not problem.may_update_on_device or problem.policy is UpdatePolicy.ON_DEVICE:
             continue
         streamed = len(problem.layers) - decisions.num_tail
+        every = LENT_PIECES if problem.policy is UpdatePolicy.JUST_IN_TIME else AT_ONCE_PIECES
         for share in SHARES[1:]:
             number = int(share * streamed)
-            for pieces in LENT_PIECES if number else ():
+            for pieces in every if number else ():
                 yield replace(decisions, num_shared=number, num_pieces=pieces), rows
 
 

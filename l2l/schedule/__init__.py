@@ -55,7 +55,10 @@ are needed last are updated at once (`num_whole`): their gradients are the first
 layers, the device does some of these updates (`shared`), over the link that is idle then: `borrow
 L3 p0 HL3 W0` copies a piece of layer 3 to the device, weights, gradient and optimizer state;
 `rework L3 p0 W0` updates it there; `repay L3 p0 W0` copies weights and state back. To everybody
-else this is an update on the host: the fetch of layer 3 waits for it.
+else this is an update on the host: the fetch of layer 3 waits for it. Shared layers that are not
+late are updated under their own step's backward passes. Weights and gradient are on the device
+then, so that `lease L3 p0 W0` brings the state alone, and `redo L3 p0 S1 G0 W0` puts them together;
+`assign L3` has given the numbers as soon as the loss was known.
 
 [Note: device updates] An optimizer with next to no state runs on the device: `revise L2 S0 G0`
 updates the weights in their slot after the last backward pass, and `return L2 S0` copies them to
@@ -236,10 +239,12 @@ def _contents(action: Action, shape: Shape) -> tuple[dict[str, str], dict[str, s
         value, cell = " ".join(operands[:2]), operands[2]
         out, back = {cell: value}, {f"host {value}": value}
         expects, leaves = (out, back) if verb == "stash" else (back, out)
-    if verb in ("rework", "repay"):
-        expects[operands[2]] = f"state {operands[0]} {operands[1]}"
-    elif verb == "borrow":
-        leaves[operands[3]] = f"state {operands[0]} {operands[1]}"
+    if verb in ("rework", "redo", "repay"):
+        expects[operands[-1]] = f"state {operands[0]} {operands[1]}"
+        if verb == "redo":
+            expects |= {operands[2]: operands[0], operands[3]: f"gradient {operands[0]}"}
+    elif verb in ("borrow", "lease"):
+        leaves[operands[-1]] = f"state {operands[0]} {operands[1]}"
     elif verb == "lookup":
         leaves[f"host e {operands[0]}"] = f"e {operands[0]}"
     return expects, leaves

@@ -84,6 +84,9 @@ VERBS: Final[Mapping[str, Verb]] = {
     "advance": Verb(lane=Lane.UPDATE, operands=("LOT", "H<")),
     "complete": Verb(lane=Lane.UPDATE, operands=("LOT", "H<")),
     "order": Verb(lane=Lane.UPDATE, operands=("LOT",)),
+    "assign": Verb(lane=Lane.UPDATE, operands=("L",), also=("host loss<",)),
+    "lease": Verb(lane=Lane.FETCH, operands=("L", "p", "W>")),
+    "redo": Verb(lane=Lane.REWORK, operands=("L", "p", "S<", "G<", "W>")),
     "renew": Verb(lane=Lane.COMPUTE, operands=("LOT", "S>", "G<")),
     "borrow": Verb(lane=Lane.LEND, operands=("L", "p", "H<", "W>")),
     "rework": Verb(lane=Lane.REWORK, operands=("L", "p", "W>")),
@@ -137,8 +140,8 @@ def _find_accesses(verb: str, operands: tuple[str, ...]) -> Iterator[tuple[str, 
             yield f"x m{number}", False
     elif verb == "lookup":
         yield f"e {operands[0]}", True
-    elif verb in ("order", "renew", "rework"):
-        yield f"numbers {operands[0]}", verb == "order"
+    elif verb in ("order", "assign", "renew", "rework", "redo"):
+        yield f"numbers {operands[0]}", verb in ("order", "assign")
     elif verb in ("fetch", "update", "settle", "advance", "return", "mirror", "repay"):
         yield f"weights {operands[0]}", verb != "fetch"
 

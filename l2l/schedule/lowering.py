@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 
@@ -83,7 +83,7 @@ class Shape:
     """Units whose update the step before has left."""
     device_updates: bool = False
     shared: frozenset[int] = frozenset()
-    """Streamed layers whose late update is done on the device, with borrowed state."""
+    """Streamed layers whose update is done on the device, with borrowed state."""
     num_pieces: int = 16
     """In which the state of such a layer is lent."""
     halves: bool = False
@@ -199,6 +199,15 @@ class Shape:
         if not self.training:
             return ()
         return tuple(f"L{i}" for i in self.streamed if i in self.shared and f"L{i}" in self.pending)
+
+    @property
+    def redone(self) -> tuple[str, ...]:
+        """Units whose update this step does on the device, under its own backward passes."""
+        if not self.training or self.device_updates or not self.shared:
+            return ()
+        late = {*self.late_units}
+        own = (f"L{i}" for i in self.backward_layers if i in self.shared - self.frozen_layers)
+        return tuple(unit for unit in own if unit not in late)
 
     @property
     def on_device(self) -> tuple[str, ...]:
@@ -327,7 +336,8 @@ class _Transfers:
         self._order = [run[0].layer for run in runs if run[0].layer is not None]
         if shape.shares_memory and shape.training:
             self.draft += [Action("drop", (name,)) for name in self._gradient_slots()]
-        self.draft += [Action("take", (place,)) for place in self._lent_places()]
+        self.draft += [Action("take", (place,)) for place in self._lent_places(shape.reworked)]
+        self._redone = frozenset(shape.redone)
         self._late = frozenset(shape.late_units)
         self._lent = deque(shape.reworked)
         self._num_lent = 0
@@ -349,6 +359,7 @@ class _Transfers:
                 self._order = self._order[1:]
                 self.draft += self._slots.keep_next(self._order, shape.num_slots)
         self._release(unit for unit in shape.outer if unit.stays)
+        self.draft += [Action("drop", (place,)) for place in self._lent_places(self._redone)]
 
     def _prologue(self, run: list[Pass]) -> None:
         before = [unit for unit in self._shape.outer if unit.in_prologue]
@@ -378,17 +389,17 @@ class _Transfers:
                     Action("repay", (unit, f"p{piece}", place)),
                 ]
 
-    def _lent_places(self) -> list[str]:
-        """Places for lent state that the schedule takes itself."""
+    def _lent_places(self, units: Collection[str]) -> list[str]:
+        """Places for lent state of units that the schedule takes itself."""
         shape = self._shape
-        number = min(NUM_LENT, shape.num_pieces * len(shape.reworked)) if shape.shares_memory else 0
+        number = min(NUM_LENT, shape.num_pieces * len(units)) if shape.shares_memory else 0
         return [f"W{index}" for index in range(number)]
 
     def _prepare_epilogue(self) -> None:
         """Bring what the epilogue needs; it arrives under the passes before."""
         shape = self._shape
         passing = [unit for unit in shape.outer if unit.passes]
-        self.draft += [Action("drop", (place,)) for place in self._lent_places()]
+        self.draft += [Action("drop", (place,)) for place in self._lent_places(shape.reworked)]
         if shape.shares_memory:
             self.draft += [Action("take", (f"S{unit.name}",)) for unit in passing]
         self.draft += [
@@ -428,6 +439,7 @@ class _Transfers:
             self.draft += [Action("take", (f"G{unit.name}",)) for unit in passing if unit.trained]
         self.draft += [(one, slots, gradients) for one in run]
         self.draft.append(Action("report"))
+        self.draft += [Action("assign", (unit,)) for unit in shape.redone]
         for unit in passing:
             if shape.training and unit.trained:
                 self._leave(unit.name, f"S{unit.name}", f"G{unit.name}")
@@ -444,7 +456,8 @@ class _Transfers:
                 names += [f"G{unit.name}" for unit in passing if unit.trained]
             self.draft += [Action("drop", (name,)) for name in names]
             if shape.training:
-                self.draft += [Action("take", (name,)) for name in self._gradient_slots()]
+                lent = self._lent_places(self._redone)
+                self.draft += [Action("take", (name,)) for name in self._gradient_slots() + lent]
 
     def _leave_tail(self, layer: int) -> None:
         shape, unit, slot, gradient = self._shape, f"L{layer}", f"SL{layer}", f"GL{layer}"
@@ -464,12 +477,29 @@ class _Transfers:
         trains = layer not in shape.frozen_layers
         gradient = f"G{self._num_drained % shape.num_gradient_slots}" if trains else NOTHING
         slot = self._slots.resident[layer]
-        self.draft += [(one, slot, gradient) for one in run]
-        if trains:
-            self._leave(f"L{layer}", slot, gradient)
+        unit = f"L{layer}"
+        if unit in self._redone:
+            self._redo(run, slot, gradient)
+        else:
+            self.draft += [(one, slot, gradient) for one in run]
+        if trains and unit not in self._redone:
+            self._leave(unit, slot, gradient)
             if shape.device_updates:
                 self._slots.free.append(self._slots.resident.pop(layer))
-            self._num_drained += 1
+        self._num_drained += trains
+
+    def _redo(self, run: list[Pass], slot: str, gradient: str) -> None:
+        """Backward passes, and the update on the device: its state arrives under them."""
+        unit, number = f"L{run[0].layer}", self._shape.num_pieces
+        pieces = [(f"p{index}", f"W{index % NUM_LENT}") for index in range(number)]
+        leases = [Action("lease", (unit, *piece)) for piece in pieces]
+        self.draft += leases[:NUM_LENT]
+        self.draft += [(one, slot, gradient) for one in run]
+        self.draft.append(Action("measure", (unit, gradient)))
+        for index, (piece, place) in enumerate(pieces):
+            self.draft += leases[index : index + 1] if index >= NUM_LENT else []
+            self.draft.append(Action("redo", (unit, piece, slot, gradient, place)))
+            self.draft.append(Action("repay", (unit, piece, place)))
 
     def _regress(self, run: list[Pass]) -> None:
         shape = self._shape
