@@ -482,10 +482,10 @@ class _Transfers:
             self._redo(run, slot, gradient)
         else:
             self.draft += [(one, slot, gradient) for one in run]
-        if trains and unit not in self._redone:
-            self._leave(unit, slot, gradient)
-            if shape.device_updates:
-                self._slots.free.append(self._slots.resident.pop(layer))
+            if trains:
+                self._leave(unit, slot, gradient)
+        if trains and shape.device_updates:
+            self._slots.free.append(self._slots.resident.pop(layer))
         self._num_drained += trains
 
     def _redo(self, run: list[Pass], slot: str, gradient: str) -> None:
