@@ -298,17 +298,17 @@ class _HeadLoss(torch.autograd.Function):
         mean: bool,
         head: Head,
     ) -> Tensor:
-        total = torch.zeros((), device=given.device)
         counted = targets != ignored
         columns = torch.where(counted, targets, 0)
         number = counted.sum() if mean else torch.ones((), device=given.device)
         factors = counted * (head.scale / number)
-        gradient = torch.empty_like(given if ctx.needs_input_grad[0] else total)
+        total = torch.zeros((), device=given.device)
+        gradient = torch.empty_like(given) if ctx.needs_input_grad[0] else None
         for rows in head.pieces(given.shape[0]):
             logits = F.linear(given[rows], weight)
             losses = differentiate(logits, columns[rows], factors[rows], compiled=head.compiled)
             total += torch.where(counted[rows], losses, 0.0).sum()
-            if ctx.needs_input_grad[0]:
+            if gradient is not None:
                 torch.mm(logits, weight, out=gradient[rows])
             if head.add is not None:
                 head.add(logits, given[rows])
@@ -321,8 +321,9 @@ class _HeadLoss(torch.autograd.Function):
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        wanted = gradient.mul_(gradients[0] / ctx.scale) if ctx.needs_input_grad[0] else None
-        return wanted, None, None, None, None, None
+        if gradient is not None:
+            gradient.mul_(gradients[0] / ctx.scale)
+        return gradient, None, None, None, None, None
 
 
 Losses = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

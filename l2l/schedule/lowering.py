@@ -497,7 +497,8 @@ class _Transfers:
         self.draft += [(one, slot, gradient) for one in run]
         self.draft.append(Action("measure", (unit, gradient)))
         for index, (piece, place) in enumerate(pieces):
-            self.draft += leases[index : index + 1] if index >= NUM_LENT else []
+            if index >= NUM_LENT:  # its place was another piece's before
+                self.draft.append(leases[index])
             self.draft.append(Action("redo", (unit, piece, slot, gradient, place)))
             self.draft.append(Action("repay", (unit, piece, place)))
 
