@@ -459,8 +459,9 @@ def describe(decisions: Decisions, num_layers: int) -> tuple[tuple[str, str], ..
         shared = f"by the host; of {decisions.num_shared} layers by the device, state lent"
     if decisions.halves:
         shared += ", weights first and moments afterwards"
-        if decisions.num_whole:
-            shared += f" but for the last {decisions.num_whole} layers"
+        whole = [f"the last {decisions.num_whole} layers"] if decisions.num_whole else []
+        whole += ["tables"] if decisions.whole_tables else []
+        shared += f" but for {' and '.join(whole)}" if whole else ""
     late = f"{decisions.num_late} units in the next step" if decisions.num_late else "none"
     around = "stays on the device with its state" if decisions.outer_state else "comes when needed"
     return (

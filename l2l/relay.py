@@ -195,7 +195,7 @@ class Relay:
         if action.verb == "advance":
             return self._updates.advance(action.operands[0])
         if action.verb == "refresh":
-            halves = self._shape.halves and step.training
+            halves = step.training and self._shape.halves and not self._shape.whole_tables
             return self._updates.refresh(step, *action.operands[:2], halves=halves)
         if action.verb in ("order", "assign"):
             work: Work = getattr(self._updates, action.verb)(step, action.operands[0])

@@ -140,6 +140,11 @@ KINDS: dict[str, Kind] = {
     "lookups in halves": Kind(
         {**CLIP, "embedding": "host", "overrides": {"halves": True}}, {"tied": True}, {"refresh"}
     ),
+    "layers in halves": Kind(
+        {**CLIP, "embedding": "host", "overrides": {"halves": True, "whole_tables": True}},
+        {"tied": True},
+        {"refresh", "settle", "advance"},
+    ),
     "device state": Kind({**CLIP, "overrides": TAIL}, verbs={"renew", "mirror"}),
     "all state on the device": Kind(
         {**CLIP, "overrides": {"num_tail": 3, "num_device_states": 3, "outer_state": True}},
@@ -580,6 +585,7 @@ COPIED = (
     "Adafactor",
     "lookups",
     "lookups in halves",
+    "layers in halves",
     "device state",
     "all state on the device",
     "shared",

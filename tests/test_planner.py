@@ -440,6 +440,17 @@ def test_late_updates_are_done_in_halves_where_the_forward_pass_waits_for_them()
     assert made.seconds <= halved.seconds < whole.seconds
 
 
+def test_a_table_is_updated_at_once_where_its_moments_would_follow_its_weights() -> None:
+    """Nothing waits for weights then that two halves would bring sooner, and they take longer."""
+    model = CostModel(replace(problem_of("exact"), num_rows=8), H200)
+    in_two = Decisions(halves=True, num_late=4, num_whole=1)
+    at_once = replace(in_two, whole_tables=True)
+    assert model.simulate(at_once, rows=4).seconds < model.simulate(in_two, rows=4).seconds
+    problem, slow = problem_of("clipped"), replace(H200, host_rate=H200.host_rate / 2.4)
+    made = find_plan(problem, slow, budget_bytes=3 * GIB, rows=None)
+    assert not made.decisions.whole_tables  # all is late: passes wait for the table
+
+
 def test_what_has_no_halves_is_updated_at_once() -> None:
     assert problem_of("clipped").has_halves
     assert problem_of("8-bit").has_halves

@@ -39,6 +39,7 @@ def first_layers(count: int) -> tuple[int, ...]:
     return tuple(range(count))
 
 
+PASSES = ("prologue", "forward", "score", "epilogue", "backward", "regress")
 FROZEN = (OuterUnit(trained=False),)
 AFTER = OuterUnit(in_prologue=False)  # a norm
 TIED = (OuterUnit(name="T0", in_prologue=False, looked_up=True), AFTER)
@@ -94,6 +95,15 @@ GOLDEN = {
         num_late=4,
         pending=("T0", "O", "L2", "L1", "L0"),
         halves=True,
+    ),
+    "layers_in_halves_and_the_table_at_once": Shape(
+        layers=first_layers(3),
+        num_microbatches=2,
+        outer=TIED,
+        num_late=4,
+        pending=("T0", "O", "L2", "L1", "L0"),
+        halves=True,
+        whole_tables=True,
     ),
     "untied_table_on_the_host": Shape(
         layers=first_layers(3), num_microbatches=2, outer=UNTIED, pending=("T0",)
@@ -225,6 +235,7 @@ MODES_WITH_MANY_CELLS = (
     {"num_late": 1},
     {"num_late": 9, "shared": frozenset({1}), "num_pieces": 2},
     {"num_late": 1, "halves": True},
+    {"num_late": 9, "halves": True, "whole_tables": True},
     {"num_late": 9, "shared": frozenset({1}), "num_pieces": 2, "halves": True},
     {"training": False, "num_late": 9, "halves": True},
     {"training": False, "num_late": 9, "shared": frozenset({0, 1}), "num_pieces": 2},
@@ -526,7 +537,8 @@ def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> No
         pending, looked_up = set(shape.pending), {u.name for u in shape.outer if u.looked_up}
         renewed, reworked = pending & units_with_state(shape), pending & borrowing_units(shape)
         settled = pending - renewed - reworked
-        halved = settled if shape.halves and shape.training else set()
+        in_two = settled - looked_up if shape.whole_tables else settled
+        halved = in_two if shape.halves and shape.training else set()
         for verb in ("renew", "mirror"):
             assert units_of(schedule, verb) == renewed, shape
         assert units_of(schedule, "order") == renewed | reworked, shape
@@ -597,6 +609,37 @@ def test_in_halves_weights_come_as_they_are_fetched_and_moments_after_all_as_the
                     (Lane.DRAIN, "complete"),
                 ), (schedule.shape, line)
     assert num_advanced > 1000
+
+
+def must_keep_order(one: Action, other: Action) -> bool:
+    """Whether two lines are on one lane, or touch a place that one of them writes."""
+    mine = dict(one.accesses())
+    touched = [
+        place for place, writes in other.accesses() if place in mine and (writes or mine[place])
+    ]
+    return bool(touched) or one.lane is other.lane
+
+
+def test_what_a_pass_unstashes_is_submitted_before_the_pass_that_precedes_it() -> None:
+    """Or as early as its cell and what was stashed allow."""
+    num_ahead = 0
+    for schedule in all_schedules():
+        actions = schedule.actions
+        passes = [i for i, action in enumerate(actions) if action.verb in PASSES]
+        for i, action in enumerate(actions):
+            if action.verb != "unstash":
+                continue
+            arrives = (action.operands[2], False)
+            reader = next(n for n in passes if n > i and arrives in actions[n].accesses())
+            before = [n for n in passes if n < reader]
+            if not before or i < before[-1]:
+                num_ahead += 1
+                assert sum(i < n for n in before) <= 1, (schedule.shape, action)
+            else:
+                between = actions[before[-1] : i]
+                found = any(must_keep_order(one, action) for one in between)
+                assert found, (schedule.shape, action)
+    assert num_ahead > 1000
 
 
 def borrowing_units(shape: Shape) -> set[str]:

@@ -44,6 +44,7 @@ SPARED = ((0.0, 0.0), (0.07, 0.37), (0.3, 0.5), (1.0, 1.0))
 """What a share of the results, the best of them, spares of the time to recompute all of them."""
 PART_SECONDS = 5e-3  # that the host needs to submit a part of the epilogue
 NUM_HEAD_VALUES = 8  # hidden states that an epilogue makes besides its logits
+NUM_NORM_VALUES = 12  # those of 16 bits that its norm makes in its backward pass, in float32
 
 COPIED: Final[Mapping[str, tuple[Literal["in", "out"], tuple[str, ...]]]] = {
     "fetch": ("in", ("weight",)),
@@ -223,8 +224,10 @@ class CostModel:
         piece = min(decisions.piece_tokens or 2**62, rows * problem.length)
         logits = int(piece * problem.head_width * problem.logit_bytes)
         part = max(1.0, min(rows, (decisions.part_tokens or 2**62) / problem.length))
-        values = NUM_HEAD_VALUES * part + (rows if part < rows else 0)  # the gradient, put together
-        working = logits + int(values * problem.hidden_bytes)
+        rest = rows if part < rows else 0  # the gradient, put together
+        working = logits + int((NUM_HEAD_VALUES * part + rest) * problem.hidden_bytes)
+        if not problem.is_single:
+            working = max(working, int((NUM_NORM_VALUES * part + rest) * problem.hidden_bytes))
         if cut.tail:
             held, last = self._held(range(len(cut.streamed), len(problem.layers)), rows)
             yield "epilogue", "tail: kept for backward", held
@@ -629,7 +632,8 @@ class _Costs:
         share = min(1.0, problem.num_rows * problem.looked_up_bytes / max(1, size.weight_bytes))
         if verb == "refresh":
             rows = size.num_trained * share * 0.8
-            half = "refresh" if self._decisions.halves else None
+            in_two = self._decisions.halves and not self._decisions.whole_tables
+            half = "refresh" if in_two else None
             whole = model.update_seconds(rows, half=half)
             return self._scale * whole / model.num_microbatches(self._rows)
         if verb == "collect":

@@ -42,6 +42,8 @@ class Decisions:
     """Whether late updates do weights before they are needed and moments afterwards."""
     num_whole: int = 0
     """Layers, of those needed last, whose late update is done at once nevertheless."""
+    whole_tables: bool = False
+    """Whether those of tables that are looked up are, too."""
     shares_memory: bool = False
     """Whether head and layers' gradients take turns in the same memory."""
     outer_state: bool = False
@@ -112,6 +114,7 @@ class Decisions:
             num_pieces=self.num_pieces,
             halves=self.halves,
             num_whole=self.num_whole,
+            whole_tables=self.whole_tables,
             shares_memory=self.shares_memory,
         )
 

@@ -235,10 +235,13 @@ def _neighbours(
     streamed = len(problem.layers) - decisions.num_tail
     if problem.has_halves and not fixed & {"halves", "num_whole"}:  # of tables alone, or of none
         yield replace(decisions, halves=not decisions.halves, num_whole=streamed)
-    for name in ("num_late", "num_shared", "num_whole"):
+    if decisions.halves and "whole_tables" not in fixed:
+        yield replace(decisions, whole_tables=not decisions.whole_tables)
+    least = {"num_late": 1, "num_shared": 1} | ({"num_whole": 0} if decisions.halves else {})
+    for name in [name for name in least if name not in fixed]:
         number = getattr(decisions, name)
-        for step in STEPS if number and name not in fixed else ():
-            if 0 < number + step <= streamed:
+        for step in STEPS if number >= least[name] else ():
+            if least[name] <= number + step <= streamed:
                 yield replace(decisions, **{name: number + step})
 
 

@@ -90,6 +90,8 @@ class Shape:
     """Whether late updates are done in two: weights before they are needed, moments afterwards."""
     num_whole: int = 0
     """Layers, of those needed last, whose late update is done at once nevertheless."""
+    whole_tables: bool = False
+    """Whether those of tables that are looked up are, too."""
     shares_memory: bool = False
     """Whether units of the epilogue and the gradients of layers take turns in the same memory."""
     parallel: bool = False
@@ -583,7 +585,9 @@ def _host_lines(draft: Draft, shape: Shape) -> list[Action]:
 def _halved(needed: Sequence[str], shape: Shape) -> frozenset[str]:
     """Units, in the order of need, whose late update is done in two."""
     layers = [unit for unit in needed if unit.startswith("L")]
-    return frozenset(needed) - frozenset(layers[max(0, len(layers) - shape.num_whole) :])
+    whole = layers[max(0, len(layers) - shape.num_whole) :]
+    tables = [unit.name for unit in shape.outer if unit.looked_up] if shape.whole_tables else []
+    return frozenset(needed) - frozenset(whole) - frozenset(tables)
 
 
 def _actions(draft: Draft) -> Iterator[Action]:
@@ -640,6 +644,7 @@ class _Cells:
 
 
 RESTED = 1  # passes
+PASSES = frozenset(("prologue", "forward", "score", "epilogue", "backward", "regress"))
 
 
 def add_stash(draft: Draft, shape: Shape) -> list[Action]:
@@ -650,7 +655,35 @@ def add_stash(draft: Draft, shape: Shape) -> list[Action]:
     Gradients of looked-up rows (`x`) always leave: the host collects them.
     """
     first = _Placing(draft, shape, stashed=frozenset())
-    return _Placing(draft, shape, stashed=frozenset(first.evicted)).lines
+    return _ahead(_Placing(draft, shape, stashed=frozenset(first.evicted)).lines)
+
+
+def _ahead(lines: Sequence[Action]) -> list[Action]:
+    """Submit what a pass unstashes before the pass that precedes it, if its cell is free by then.
+
+    For the device that changes nothing. But the host may need as long to submit a pass as the
+    device to run it, and copies should not come late for that.
+    """
+    found: list[Action] = []
+    for action in lines:
+        place = len(found)
+        if action.verb == "unstash":
+            end = place
+            while end and not _conflict(found[end - 1], action):
+                end -= 1
+                if found[end].verb in PASSES:
+                    place = end
+                    break
+        found.insert(place, action)
+    return found
+
+
+def _conflict(one: Action, other: Action) -> bool:
+    """Whether two lines must stay in their order: they are on one lane, or touch one place."""
+    if one.lane is other.lane:
+        return True
+    mine = dict(one.accesses())
+    return any(place in mine and (writes or mine[place]) for place, writes in other.accesses())
 
 
 class _Placing:
