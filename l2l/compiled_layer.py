@@ -70,12 +70,36 @@ class _Place:
     strides: tuple[int, ...]
     dtype: torch.dtype
 
-    def view(self, anchors: Mapping[str, Tensor]) -> Tensor:
-        """The same view of what is there now."""
-        base = anchors[self.anchor]
-        whole = base[: base.numel() // 16 * 16].view(self.dtype)
-        start = base.storage_offset() + self.offset_bytes
-        return whole.as_strided(self.shape, self.strides, start // self.dtype.itemsize)
+
+@final
+class _Anchors:
+    """The slots and cells that a pass reads; asked for every tensor that a graph hands over."""
+
+    def __init__(self, bases: Mapping[str, Tensor]) -> None:
+        self._bases = bases
+        starts = [(name, base, base.data_ptr()) for name, base in bases.items()]
+        self._spans = [(name, start, start + base.numel()) for name, base, start in starts]
+        self._typed: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def place(self, tensor: Tensor) -> _Place | None:
+        """Where a tensor is; None: not here."""
+        address = tensor.data_ptr()
+        for name, start, end in self._spans:
+            if start <= address < end and tensor.device == self._bases[name].device:
+                shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+                return _Place(name, address - start, shape, strides, tensor.dtype)
+        return None
+
+    def view(self, place: _Place) -> Tensor:
+        """What is in a place now."""
+        key = (place.anchor, place.dtype)
+        base = self._bases[place.anchor]
+        if key not in self._typed:
+            self._typed[key] = base[: base.numel() // 16 * 16].view(place.dtype)
+        start = base.storage_offset() + place.offset_bytes
+        return self._typed[key].as_strided(
+            place.shape, place.strides, start // place.dtype.itemsize
+        )
 
 
 @final
@@ -87,18 +111,15 @@ class Packed:
     no collector sees: what was handed over and never used would stay for ever.
     """
 
-    anchors: Mapping[str, Tensor] | None
+    anchors: _Anchors | None
     kept: list[Tensor] = field(default_factory=list)
 
     def pack(self, tensor: Tensor) -> Any:
         """Note the place of a tensor, or keep it."""
         assert self.anchors is not None
-        address = tensor.data_ptr()
-        for name, base in self.anchors.items():
-            offset = address - base.data_ptr()
-            if tensor.device == base.device and 0 <= offset < base.numel() and tensor.numel():
-                shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-                return _Place(name, offset, shape, strides, tensor.dtype)
+        place = self.anchors.place(tensor) if tensor.numel() else None
+        if place is not None:
+            return place
         if tensor.nbytes <= SMALL_BYTES:
             return tensor
         self.kept.append(tensor)
@@ -108,7 +129,7 @@ class Packed:
         """The tensor again."""
         if isinstance(packed, _Place):
             assert self.anchors is not None
-            return packed.view(self.anchors)
+            return self.anchors.view(packed)
         found = self.kept[packed] if isinstance(packed, int) else packed
         assert isinstance(found, Tensor)
         return found
@@ -184,11 +205,12 @@ class Program:
         """Run the layer; `anchors` are the slots and cells it reads, None keeps all tensors."""
         hidden, recorded, bound = inputs.leaves()
         args, kwargs = inputs.call.arguments(hidden, recorded)
-        handed, num_graphs = Handed(self, Packed(anchors)), self._num_graphs
+        packed = Packed(None if anchors is None else _Anchors(anchors))
+        handed, num_graphs = Handed(self, packed), self._num_graphs
         hooks = (
             contextlib.nullcontext()
             if anchors is None
-            else saved_tensors_hooks(handed.packed.pack, handed.packed.unpack)
+            else saved_tensors_hooks(packed.pack, packed.unpack)
         )
         with torch.enable_grad(), hooks, _own_numbers(template):
             output = self._function(template.module, template.tensors(bound), args, kwargs)
@@ -196,7 +218,7 @@ class Program:
         handed.wanted = inputs.wanted(hidden, recorded, bound)
         if output.requires_grad:
             handed.edge = get_gradient_edge(output)
-        handed.packed.anchors = None
+        packed.anchors = None
         return output.detach(), handed
 
     def backward(
@@ -208,7 +230,7 @@ class Program:
         anchors: Mapping[str, Tensor] | None,
     ) -> BackwardResult:
         """Gradients of a layer; `anchors` as in its forward pass, as they are now."""
-        handed.packed.anchors = anchors
+        handed.packed.anchors = None if anchors is None else _Anchors(anchors)
         found: dict[Any, Tensor] = {}
         if handed.edge is not None and handed.wanted:
             gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
