@@ -482,6 +482,12 @@ class Checkpoint:
         self.folder = whole_folder(folder)
         self.manifest = Manifest.read(self.folder)
 
+    @property
+    def shares(self) -> list[Share]:
+        """The shares of units that it has, each in a file of its own."""
+        number = self.manifest.state.get("num_shares", 1)
+        return [Share(index=index, number=number) for index in range(number)]
+
     def check(self, *, share: Share | None = None) -> None:
         """Compare every file, or a share of them, with its size and checksum.
 

@@ -35,13 +35,11 @@ from l2l.parameter_server import (
     ParameterServer,
     ServerOptimizer,
     Snapshot,
-    state_name,
 )
-from l2l.precision import LossScale, join_master
+from l2l.precision import LossScale
+from l2l.saved_model import COMPANIONS, SavedModel
 
 logger = logging.getLogger("l2l")
-
-COMPANIONS = {torch.bfloat16: "remainders", torch.float16: "masters"}
 
 
 @final
@@ -229,7 +227,8 @@ class Persistence:
                 f"{_called(*mine)}. Make the engine with the same one."
             )
         units, files = self._server.units, checkpoint.manifest.files
-        expected = {file_name(unit, one): (unit, one) for unit in units for one in shares_of(state)}
+        shares = checkpoint.shares
+        expected = {file_name(unit, one): (unit, one) for unit in units for one in shares}
         for file in dict.fromkeys((*expected, *files)):
             if file in expected and file in files:
                 self._compare(checkpoint, *expected[file])
@@ -276,15 +275,15 @@ class Persistence:
                 manifest.state["link"],
                 str(self._link).removeprefix("torch."),
             )
-        shares = shares_of(manifest.state)
+        shares, saved = checkpoint.shares, None if same else SavedModel(checkpoint)
         self._server.waiting.clear()
         for name, unit in self._server.units.items():
             targets = dict(self._server.image(name).tensors)
-            if same:
+            if saved is None:
                 for share in shares:
                     self._load_share(checkpoint, name, share, targets)
             else:
-                self._load_converted(checkpoint, name, targets)
+                self._load_converted(checkpoint, saved, name, targets)
             for owner in unit.steps:
                 unit.steps[owner] = checkpoint.steps(file_name(name, shares[0]), owner)
         if self._loss_scale is not None and manifest.state["loss_scale"] is not None:
@@ -329,32 +328,19 @@ class Persistence:
             checkpoint.read(file, list(places), receive)
 
     def _load_converted(
-        self, checkpoint: Checkpoint, name: str, targets: Mapping[str, Tensor]
+        self, checkpoint: Checkpoint, saved: SavedModel, name: str, targets: Mapping[str, Tensor]
     ) -> None:
         """Load tensors of another precision: masters are joined there and split here."""
-        if self._server.world.is_parallel or len(shares_of(checkpoint.manifest.state)) > 1:
+        if self._server.world.is_parallel or len(checkpoint.shares) > 1:
             raise CheckpointError(
                 f"{checkpoint.folder} was saved with another precision. Load it in a single "
                 "process, as a single process has saved it, or keep the precision."
             )
-        stored = checkpoint.shapes(name)
         trained = self._server.units[name].form.trained.names
         as_it_is = [key for key in targets if key not in trained and not _is_companion(key)]
         checkpoint.read(name, as_it_is, _into(targets))
-        held: dict[str, Tensor] = {}
         for owner in trained:
-            names = [owner]
-            names += [
-                key for kind in COMPANIONS.values() if (key := state_name(owner, kind)) in stored
-            ]
-            checkpoint.read(name, names, held.__setitem__)
-            weight = held[owner]
-            if state_name(owner, "remainders") in held:
-                weight = join_master(weight, held[state_name(owner, "remainders")])
-            elif state_name(owner, "masters") in held:
-                weight = held[state_name(owner, "masters")]
-            self._server.set_weight(owner, weight)
-            held.clear()
+            self._server.set_weight(owner, saved.read(owner, targets[owner].shape))
 
     def load_buffers(self, checkpoint: Checkpoint, present: Mapping[str, Tensor]) -> None:
         """Buffers as they were; `present` are those on the device."""
@@ -374,12 +360,6 @@ class Persistence:
             checkpoint.read(BUFFERS, list(checkpoint.shapes(BUFFERS)), receive)
 
 
-def shares_of(state: Mapping[str, Any]) -> list[Share]:
-    """The shares of units that a checkpoint has, one in each file."""
-    number = state.get("num_shares", 1)
-    return [Share(index=index, number=number) for index in range(number)]
-
-
 def _into(targets: Mapping[str, Tensor]) -> Callable[[str, Tensor], None]:
     def receive(name: str, value: Tensor) -> None:
         targets[name].copy_(value)
@@ -388,7 +368,7 @@ def _into(targets: Mapping[str, Tensor]) -> Callable[[str, Tensor], None]:
 
 
 def _is_companion(name: str) -> bool:
-    return name.rpartition("|")[2] in COMPANIONS.values()
+    return name.rpartition("|")[2] in COMPANIONS
 
 
 def _called(name: str, moments: str | None) -> str:

@@ -65,7 +65,8 @@ MAY_IMPORT = {
     "tensor_file": "",
     "checkpoint": "distributed layout parameter_server tensor_file",
     "export": "hugging_face precision tensor_file",
-    "persistence": "byte_size carving checkpoint layout parameter_server precision",
+    "saved_model": "checkpoint parameter_server precision",
+    "persistence": "byte_size carving checkpoint layout parameter_server precision saved_model",
     "weights": "hugging_face initialization parameter_server tensor_file",
     "depth": "",
     "engine": (
@@ -88,8 +89,8 @@ MAY_IMPORT = {
     "progress": "byte_size",
     "settings": "byte_size data depth parameter_server",
     "training": (
-        "byte_size checkpoint data distributed engine hugging_face loss metrics planner preview "
-        "progress settings weights"
+        "byte_size checkpoint data distributed engine export hugging_face loss metrics planner "
+        "preview progress saved_model settings weights"
     ),
     "scale": "byte_size engine parameter_server preview weights workload",
     "cli": (

@@ -13,8 +13,10 @@ import pytest
 import ranks
 import torch
 from families import FAMILIES
+from safetensors.torch import load_file
 from torch import Tensor
 
+from l2l import cli
 from l2l.layout import FlatLayout, Share
 
 ROOT = Path(__file__).parent.parent
@@ -235,6 +237,14 @@ def test_torchrun_trains_as_a_single_process_does(tmp_path: Path):
     )
     assert text.count("step 4/4") == 1, "the first rank speaks for all"
     assert (tmp_path / "together" / "model" / "model.safetensors").exists()
+    exported = tmp_path / "exported"
+    assert cli.main(["export", str(tmp_path / "together"), str(exported)]) == 0
+    ours, theirs = (
+        load_file(folder / "model.safetensors")
+        for folder in (exported, tmp_path / "together/model")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     run([sys.executable], "together", "--steps", "6")
     assert [one["step"] for one in killed.metrics(tmp_path / "together")] == [1, 2, 3, 4, 5, 6]
 

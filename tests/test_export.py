@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import l2l
 from l2l import export, hugging_face
+from l2l.checkpoint import Checkpoint, CheckpointError
+from l2l.saved_model import SavedModel
 from l2l.tensor_file import TensorFileError
 
 transformers.utils.logging.disable_progress_bar()
@@ -153,6 +155,34 @@ def test_updates_that_wait_are_done_first(tmp_path: Path) -> None:
         engine.export(tmp_path / "export")
     found = tensors_of(tmp_path / "export")
     assert all(torch.equal(found[name], one) for name, one in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("llama_tied", "float32"),
+        ("llama_tied", "bfloat16"),
+        ("llama_tied", "float16"),
+        ("batchnorm", "float32"),
+    ],
+)
+def test_a_checkpoint_has_what_an_export_has(name: str, precision: str, tmp_path: Path) -> None:
+    """Masters are put together, and buffers are as training has left them."""
+    family = FAMILIES[name]
+    settings = {"precision": precision, "clip_norm": 0.5}
+    with engine_of(family.build(), **settings) as engine:
+        for seed in range(2):
+            engine.step(family.batch(4, seed))
+        engine.save(tmp_path / "saved")
+        engine.export(tmp_path / "export", dtype="float32")
+    saved = SavedModel(Checkpoint(tmp_path / "saved"))
+    for key, value in tensors_of(tmp_path / "export").items():
+        assert key in saved
+        assert torch.equal(saved.read(key, value.shape), value), key
+    with pytest.raises(CheckpointError, match="'nothing'"):
+        saved.read("nothing", (1,))
+    with pytest.raises(CheckpointError, match=r"elements, expected 3"):
+        saved.read(key, (3,))
 
 
 def test_training_goes_on_after_an_export(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 from l2l.training import export_checkpoint
 
 HELP = """Write the model of a checkpoint as a Hugging Face folder: configuration, tokenizer, and
-weights in safetensors files, one tensor at a time. It needs no accelerator, and as much host memory
-as training."""
+weights in safetensors files. It needs no accelerator, and host memory for one tensor at a time."""
 
 EXAMPLES = """examples:
   l2l export runs/alpaca exported                                    its last checkpoint

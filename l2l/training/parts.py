@@ -11,10 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from l2l.checkpoint import MANIFEST, CheckpointFolder, Manifest
+from l2l.checkpoint import MANIFEST, Checkpoint, CheckpointFolder, Manifest
 from l2l.data import PLAIN_TEMPLATE
 from l2l.engine import Engine
+from l2l.export import export_model
 from l2l.hugging_face import empty_model, tokenizer_of
+from l2l.saved_model import SavedModel
 from l2l.settings import LANGUAGE_TASKS, Settings
 from l2l.training.folder import RunFolder, TrainingError
 from l2l.weights import RandomInit
@@ -126,12 +128,8 @@ def export_checkpoint(
     if "settings" not in extra:
         raise TrainingError(f"{checkpoint} was not written by l2l train, so its model is unknown.")
     settings = Settings.of_table(extra["settings"])
-    settings = dataclasses.replace(
-        settings,
-        model=dataclasses.replace(settings.model, folder=model_folder or settings.model.folder),
-        training=dataclasses.replace(settings.training, device="cpu", compile=False),
-        memory=dataclasses.replace(settings.memory, device_memory=None),
-    )
+    described = dataclasses.replace(settings.model, folder=model_folder or settings.model.folder)
+    settings = dataclasses.replace(settings, model=described)
     tokenizer = make_tokenizer(settings)
     model = make_model(
         settings,
@@ -139,8 +137,15 @@ def export_checkpoint(
         num_labels=extra["num_labels"],
         label_names=extra["label_names"],
     )
-    with make_engine(settings, model) as engine:
-        engine.load(checkpoint)
-        dtype = dtype or settings.output.export_dtype
-        engine.export(folder, dtype=dtype, tokenizer=tokenizer)
+    files = Checkpoint(checkpoint)
+    files.check()
+    saved, shapes = SavedModel(files), {k: v.shape for k, v in model.named_parameters()}
+    export_model(
+        model,
+        folder,
+        weight_of=lambda name: saved.read(name, shapes[name]),
+        buffers={k: saved.read(k, v.shape) for k, v in model.named_buffers() if k in saved},
+        dtype=dtype or settings.output.export_dtype,
+        tokenizer=tokenizer,
+    )
     return checkpoint
