@@ -34,7 +34,14 @@ from l2l.export import SHARD_BYTES, export_model
 from l2l.host_memory import Arena, HostBudget, available_bytes
 from l2l.layers import Layers, Layout, changed_model
 from l2l.lookup import HostRows
-from l2l.loss import LossFunction, Rule, output_shares, refuse_unknown, total_count
+from l2l.loss import (
+    LossFunction,
+    Rule,
+    output_shares,
+    refuse_nothing,
+    refuse_unknown,
+    total_count,
+)
 from l2l.outer_pass import OuterPass
 from l2l.parameter_server import (
     HostKernel,
@@ -741,8 +748,10 @@ class Engine:
                     "same on all ranks."
                 )
         number = max(1, *(fact[0] for fact in facts))
+        total = 1 if keep_outputs else sum(fact[1] for fact in facts)
         if not keep_outputs:
             refuse_unknown(rule, sum(fact[0] for fact in facts))
+            refuse_nothing(total)
         microbatches, num_own = split_into(batch, number, microbatch_size=rows)
         self._transfer.reserve(self._shape(len(microbatches), training=training))
         return _Cut(
@@ -752,7 +761,7 @@ class Engine:
             ],
             num_own=num_own if batch is given else 0,
             rule=rule,
-            total=1 if keep_outputs else sum(fact[1] for fact in facts),
+            total=total,
             num_tokens_elsewhere=sum(fact[2] for fact in facts) - tokens,
         )
 

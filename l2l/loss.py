@@ -70,28 +70,36 @@ def refuse_unknown(rule: Rule, num_microbatches: int) -> None:
 
 
 def total_count(rule: Rule, microbatches: list[Microbatch]) -> int:
-    """What the loss of the whole batch is a mean over.
+    """What the loss of some microbatches is a mean over; 0: every label is ignored.
 
     Raises:
-        ValueError: every label is ignored, or the rule is unknown and there is more than one.
+        ValueError: it cannot be known.
     """
     refuse_unknown(rule, len(microbatches))
     if rule in (Rule.SUM_AND_WEIGHT, Rule.UNKNOWN):
         return 1
     if rule is Rule.ROWS and len(microbatches) > 1:
         _refuse_ignored_rows(microbatches)
-    total = sum(count(rule, microbatch) for microbatch in microbatches)
+    return sum(count(rule, microbatch) for microbatch in microbatches)
+
+
+def refuse_nothing(total: int) -> None:
+    """Refuse a loss that is a mean over nothing.
+
+    Raises:
+        ValueError: it is.
+    """
     if total == 0:
         raise ValueError(
             f"every label of the batch is ignored ({IGNORED}), so there is nothing to average. "
             "Expected at least one label to learn from."
         )
-    return total
 
 
 def scales(rule: Rule, microbatches: list[Microbatch]) -> list[float]:
     """What each microbatch's loss counts in the step: n_m / N."""
     total = total_count(rule, microbatches)
+    refuse_nothing(total)
     return [count(rule, microbatch) / total for microbatch in microbatches]
 
 

@@ -11,6 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +36,7 @@ SMALLER = (
     "float16_overflow",
     "outputs",
     "uneven",
+    "unlabelled",
 )
 """Scenarios that need not be tried with more than two ranks."""
 SCENARIOS: dict[str, Callable[["Rank"], Any]] = {}
@@ -155,6 +157,21 @@ def uneven(rank: Rank) -> Any:
 
 
 @scenario
+def unlabelled(rank: Rank) -> Any:
+    """Ranks of whose rows nothing is learnt: the first ones in one step, the last in the next."""
+    family = FAMILIES["llama_tied"]
+
+    def half_labelled(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
+        batch = family.batch(rows, seed=seed)
+        ignored = slice(0, rows // 2) if seed % 2 else slice(rows // 2, rows)
+        batch["labels"] = batch["labels"].clone()
+        batch["labels"][ignored] = -100
+        return batch
+
+    return trained(rank, replace(family, batch=half_labelled), clip_norm=0.5)
+
+
+@scenario
 def eight_bit(rank: Rank) -> Any:
     optimizer = l2l.AdamW(**ADAMW, moments="8bit")
     settings = {"optimizer": optimizer, "precision": "bfloat16", "overrides": {"num_tail": 1}}
@@ -262,6 +279,13 @@ def refused(rank: Rank) -> Any:
     with torch.no_grad():
         next(model.parameters()).add_(float(rank.rank))
     attempt("weights", model=model)
+    batch = rank.rows(family.batch(ROWS))
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    with rank.engine(family, family.build()) as engine:
+        try:
+            engine.step(batch)
+        except ValueError as error:
+            found["labels"] = str(error)
     return found
 
 

@@ -78,6 +78,7 @@ TRAINED = (
     "experts",
     "copies",
     "uneven",
+    "unlabelled",
     "adafactor",
     "changing_depth",
 )
@@ -205,6 +206,7 @@ def test_refusals_name_what_is_wrong(results: Results, size: int):
         assert f"group_size=3 does not divide the {size} ranks" in one["refused"]["group size"]
         assert "rank 0 and rank 1 differ: 'model.embed_tokens.weight'" in one["refused"]["weights"]
         assert "embedding='host', but several ranks hold" in one["refused"]["embedding"]
+        assert "every label of the batch is ignored" in one["refused"]["labels"]
 
 
 # -- Training --------------------------------------------------------------------------------------
