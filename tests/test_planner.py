@@ -15,6 +15,7 @@ import pytest
 import torch
 from families import build_llama
 from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification
 
 import l2l
 from l2l.byte_size import parse_bytes
@@ -438,6 +439,30 @@ def test_late_updates_are_done_in_halves_where_the_forward_pass_waits_for_them()
     assert halved.decisions.halves
     assert not whole.decisions.halves
     assert made.seconds <= halved.seconds < whole.seconds
+
+
+def test_hidden_states_stay_between_layers_where_there_is_room() -> None:
+    """Also where nothing would wait for their copies: BERT-Large in 2 GiB."""
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+    with META:
+        model = BertForSequenceClassification(BertConfig(**shape, num_hidden_layers=24))
+        rows = {"input_ids": torch.zeros(256, 512, dtype=torch.long)}
+        rows["labels"] = torch.zeros(256, dtype=torch.long)
+    problem = problem_for(model, batch=rows)
+    found, fewer = (
+        find_plan(
+            problem,
+            H200,
+            budget_bytes=2 * GIB,
+            rows=None,
+            overrides=Decisions(num_cells=6),
+            fixed=fixed,
+        )
+        for fixed in (frozenset[str](), frozenset({"num_cells"}))
+    )
+    assert found.decisions.num_tail < 24
+    assert found.decisions.num_cells == CostModel(problem, H200).num_microbatches(found.rows) + 2
+    assert 0.99 * fewer.seconds < found.seconds <= fewer.seconds
 
 
 def test_a_table_is_updated_at_once_where_its_moments_would_follow_its_weights() -> None:

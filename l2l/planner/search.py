@@ -118,7 +118,8 @@ def find_plan(
     if "num_tail" not in fixed:
         best = _shorter(model, best, limit, fixed)
     best = _refined(model, best, fixed)
-    simulation, decisions, number = _climbed(model, best, limit, fixed)
+    best = _climbed(model, best, limit, fixed)
+    simulation, decisions, number = _roomier(model, best, limit, fixed)
     return Candidate(
         decisions=decisions,
         rows=number,
@@ -227,6 +228,32 @@ def _climbed(
     return best
 
 
+def _roomier(
+    model: CostModel,
+    best: tuple[Simulation, Decisions, int],
+    limit: float,
+    fixed: frozenset[str],
+) -> tuple[Simulation, Decisions, int]:
+    """The best, with hidden states that stay between layers where there is room left for them.
+
+    Simulated, copies that nothing waits for are free. But the host has to submit them, and they
+    take a share of its memory's rate.
+    """
+    simulation, decisions, rows = best
+    other = replace(decisions, num_cells=_many_cells(model, rows))
+    more = decisions.num_cells < other.num_cells <= MOST_CELLS
+    streams = decisions.num_tail < len(model.problem.layers)
+    if "num_cells" in fixed or not (more and streams) or model.peak_bytes(other, rows) > limit:
+        return best
+    found = model.simulate(other, rows)
+    return (found, other, rows) if found.seconds <= simulation.seconds else best
+
+
+def _many_cells(model: CostModel, rows: int) -> int:
+    """Cells in which the hidden states of all microbatches stay for a while."""
+    return model.num_microbatches(rows) + 2
+
+
 def _neighbours(
     model: CostModel, decisions: Decisions, fixed: frozenset[str]
 ) -> Iterator[Decisions]:
@@ -238,10 +265,10 @@ def _neighbours(
     if decisions.halves and "whole_tables" not in fixed:
         yield replace(decisions, whole_tables=not decisions.whole_tables)
     least = {"num_late": 1, "num_shared": 1} | ({"num_whole": 0} if decisions.halves else {})
-    for name in [name for name in least if name not in fixed]:
+    for name, lowest in least.items():
         number = getattr(decisions, name)
-        for step in STEPS if number >= least[name] else ():
-            if least[name] <= number + step <= streamed:
+        for step in STEPS if number >= lowest and name not in fixed else ():
+            if lowest <= number + step <= streamed:
                 yield replace(decisions, **{name: number + step})
 
 
@@ -323,7 +350,7 @@ def _candidates(
         if problem.may_cut_rows:
             smallest = 1 if problem.may_cut_positions else problem.length
             pieces += [size for size in PIECES if smallest <= size < tokens]
-        many = model.num_microbatches(number) + 2  # cells in which all of them stay for a while
+        many = _many_cells(model, number)
         cells = sorted({Decisions().num_cells, many if many <= MOST_CELLS else 0} - {0})
         num_fitting, start_piece = 0, pieces[0]
         for piece, shares, num_cells in product(pieces, (False, True), cells):
