@@ -37,9 +37,9 @@ from l2l.lookup import HostRows
 from l2l.loss import (
     LossFunction,
     Rule,
+    ignored_targets,
     output_shares,
-    refuse_nothing,
-    refuse_unknown,
+    refuse_uncountable,
     total_count,
 )
 from l2l.outer_pass import OuterPass
@@ -739,8 +739,9 @@ class Engine:
         rule = self._rehearsal.rule or Rule.ROWS
         own = split_batch(batch, microbatch_size=rows) if batch is given else []
         counted = total_count(rule, own) if own and not keep_outputs else 0
+        ignored = None if keep_outputs else ignored_targets(rule, own)
         tokens = sum(num_rows(one) * token_length(one) for one in own)
-        facts = self._world.gather_facts((len(own), counted, tokens, choice.layers))
+        facts = self._world.gather_facts((len(own), counted, tokens, choice.layers, ignored))
         for rank, fact in enumerate(facts):
             if fact[3] != facts[0][3]:
                 raise ValueError(
@@ -750,8 +751,12 @@ class Engine:
         number = max(1, *(fact[0] for fact in facts))
         total = 1 if keep_outputs else sum(fact[1] for fact in facts)
         if not keep_outputs:
-            refuse_unknown(rule, sum(fact[0] for fact in facts))
-            refuse_nothing(total)
+            refuse_uncountable(
+                rule,
+                num_microbatches=sum(fact[0] for fact in facts),
+                total=total,
+                ignored=next((fact[4] for fact in facts if fact[4] is not None), None),
+            )
         microbatches, num_own = split_into(batch, number, microbatch_size=rows)
         self._transfer.reserve(self._shape(len(microbatches), training=training))
         return _Cut(

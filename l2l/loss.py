@@ -55,11 +55,36 @@ def count(rule: Rule, microbatch: Mapping[str, Any]) -> int:
     return num_rows(microbatch)
 
 
-def refuse_unknown(rule: Rule, num_microbatches: int) -> None:
-    """Refuse several microbatches whose losses cannot be put together.
+def total_count(rule: Rule, microbatches: list[Microbatch]) -> int:
+    """What the loss of some microbatches is a mean over; 0: every label is ignored."""
+    if rule in (Rule.SUM_AND_WEIGHT, Rule.UNKNOWN):
+        return 1
+    return sum(count(rule, microbatch) for microbatch in microbatches)
+
+
+def ignored_targets(rule: Rule, microbatches: list[Microbatch]) -> str | None:
+    """The name of targets that losses ignore although their rows are counted; None: none are."""
+    for microbatch in microbatches if rule is Rule.ROWS else ():
+        for name, value in microbatch.items():
+            integers = isinstance(value, Tensor) and not value.is_floating_point()
+            if integers and bool((value == IGNORED).any()):
+                return name
+    return None
+
+
+def refuse_uncountable(
+    rule: Rule, *, num_microbatches: int, total: int, ignored: str | None
+) -> None:
+    """Refuse a batch whose loss cannot be put together from those of its microbatches.
+
+    Args:
+        rule: what the loss averages over.
+        num_microbatches: of all ranks.
+        total: of all ranks (`total_count`).
+        ignored: of any rank (`ignored_targets`).
 
     Raises:
-        ValueError: the rule is unknown and there is more than one.
+        ValueError: it is such a batch.
     """
     if rule is Rule.UNKNOWN and num_microbatches > 1:
         raise ValueError(
@@ -67,28 +92,12 @@ def refuse_unknown(rule: Rule, num_microbatches: int) -> None:
             "whole batch: it is not a mean over rows or over labels that are not ignored. Pass "
             "loss=(outputs, batch) -> (sum, weight), or let one microbatch hold all rows."
         )
-
-
-def total_count(rule: Rule, microbatches: list[Microbatch]) -> int:
-    """What the loss of some microbatches is a mean over; 0: every label is ignored.
-
-    Raises:
-        ValueError: it cannot be known.
-    """
-    refuse_unknown(rule, len(microbatches))
-    if rule in (Rule.SUM_AND_WEIGHT, Rule.UNKNOWN):
-        return 1
-    if rule is Rule.ROWS and len(microbatches) > 1:
-        _refuse_ignored_rows(microbatches)
-    return sum(count(rule, microbatch) for microbatch in microbatches)
-
-
-def refuse_nothing(total: int) -> None:
-    """Refuse a loss that is a mean over nothing.
-
-    Raises:
-        ValueError: it is.
-    """
+    if ignored is not None and num_microbatches > 1:
+        raise ValueError(
+            f"{ignored!r} contains {IGNORED}, which losses ignore, but only targets called "
+            "'labels' are counted. Rename it, pass loss=(outputs, batch) -> (sum, weight), "
+            "or let one microbatch hold all rows."
+        )
     if total == 0:
         raise ValueError(
             f"every label of the batch is ignored ({IGNORED}), so there is nothing to average. "
@@ -96,33 +105,18 @@ def refuse_nothing(total: int) -> None:
         )
 
 
-def scales(rule: Rule, microbatches: list[Microbatch]) -> list[float]:
-    """What each microbatch's loss counts in the step: n_m / N."""
-    total = total_count(rule, microbatches)
-    refuse_nothing(total)
-    return [count(rule, microbatch) / total for microbatch in microbatches]
-
-
 def output_shares(rule: Rule | None, microbatches: list[Microbatch]) -> list[float]:
     """What each microbatch's own loss counts in the outputs of a prediction.
 
     Where no rule makes it the loss of the whole batch, the loss of several microbatches is NaN.
     """
+    number = len(microbatches)
     if rule in (None, Rule.UNKNOWN, Rule.SUM_AND_WEIGHT):
-        return [1.0 if len(microbatches) == 1 else math.nan] * len(microbatches)
-    return scales(rule, microbatches)
-
-
-def _refuse_ignored_rows(microbatches: list[Microbatch]) -> None:
-    for microbatch in microbatches:
-        for name, value in microbatch.items():
-            integers = isinstance(value, Tensor) and not value.is_floating_point()
-            if integers and bool((value == IGNORED).any()):
-                raise ValueError(
-                    f"{name!r} contains {IGNORED}, which losses ignore, but only targets called "
-                    "'labels' are counted. Rename it, pass loss=(outputs, batch) -> (sum, weight), "
-                    "or let one microbatch hold all rows."
-                )
+        return [1.0 if number == 1 else math.nan] * number
+    total = total_count(rule, microbatches)
+    if total == 0 or (number > 1 and ignored_targets(rule, microbatches) is not None):
+        return [math.nan] * number
+    return [count(rule, microbatch) / total for microbatch in microbatches]
 
 
 def loss_of(outputs: Any) -> Tensor | None:

@@ -228,6 +228,12 @@ class Persistence:
             )
         units, files = self._server.units, checkpoint.manifest.files
         shares = checkpoint.shares
+        several = self._server.world.is_parallel or len(shares) > 1
+        if several and not self._is_same_link(checkpoint):
+            raise CheckpointError(
+                f"{folder} was saved with another precision. Load it in a single process, as a "
+                "single process has saved it, or keep the precision."
+            )
         expected = {file_name(unit, one): (unit, one) for unit in units for one in shares}
         for file in dict.fromkeys((*expected, *files)):
             if file in expected and file in files:
@@ -331,11 +337,6 @@ class Persistence:
         self, checkpoint: Checkpoint, saved: SavedModel, name: str, targets: Mapping[str, Tensor]
     ) -> None:
         """Load tensors of another precision: masters are joined there and split here."""
-        if self._server.world.is_parallel or len(checkpoint.shares) > 1:
-            raise CheckpointError(
-                f"{checkpoint.folder} was saved with another precision. Load it in a single "
-                "process, as a single process has saved it, or keep the precision."
-            )
         trained = self._server.units[name].form.trained.names
         as_it_is = [key for key in targets if key not in trained and not _is_companion(key)]
         checkpoint.read(name, as_it_is, _into(targets))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from l2l.checkpoint import BUFFERS, Checkpoint, CheckpointError, file_name
 from l2l.parameter_server import state_name
@@ -32,39 +32,60 @@ class SavedModel:
             CheckpointError: a file cannot be read.
         """
         self._checkpoint = checkpoint
-        self._files: dict[str, list[str]] = {}  # by tensor, in the order of the shares
+        self._files: dict[str, dict[int, str]] = {}  # by tensor and share
         names = [name for name in checkpoint.manifest.files if name != BUFFERS]
         for share in checkpoint.shares:
             for file in names:
                 for name in checkpoint.shapes(file) if file.endswith(file_name("", share)) else ():
-                    self._files.setdefault(name, []).append(file)
+                    self._files.setdefault(name, {})[share.index] = file
         if BUFFERS in checkpoint.manifest.files:  # those of layers once more, as they are now
-            self._files |= {name: [BUFFERS] for name in checkpoint.shapes(BUFFERS)}
+            self._files |= {name: {0: BUFFERS} for name in checkpoint.shapes(BUFFERS)}
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model that has other parameters, or buffers, than the one that was saved.
+
+        Raises:
+            CheckpointError: it has.
+        """
+        folder, kept = self._checkpoint.folder, model.state_dict().keys()
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        needed = {**parameters, **{k: v for k, v in buffers.items() if k in kept}}
+        for name, tensor in needed.items():
+            if tensor.numel() and name not in self:
+                raise CheckpointError(f"{folder} lacks {name!r}: it is of another model.")
+        for name in self._files:
+            if "|" not in name and name not in parameters and name not in buffers:
+                raise CheckpointError(f"{folder} also has {name!r}: it is of another model.")
 
     def read(self, name: str, shape: Sequence[int]) -> Tensor:
         """A parameter, its float32 master if there is one, or a buffer.
 
         Raises:
-            CheckpointError: there is none of that name and size, or it cannot be read.
+            CheckpointError: there is none of that name and shape, or it cannot be read.
         """
+        if not math.prod(shape):  # ranks do not save what has no elements
+            return torch.empty(tuple(shape))
         if name not in self:
-            raise CheckpointError(f"{self._checkpoint.folder} has no {name!r}: of another model.")
+            raise CheckpointError(
+                f"{self._checkpoint.folder} lacks {name!r}: it is of another model."
+            )
         remainders, masters = (state_name(name, kind) for kind in COMPANIONS)
         value = self._whole(masters if masters in self else name)
         if remainders in self:
             value = join_master(value, self._whole(remainders))
-        if value.numel() != math.prod(shape):
+        found, is_cut = tuple(value.shape), len(self._checkpoint.shares) > 1
+        if found != tuple(shape) and not (is_cut and found == (math.prod(shape),)):
             raise CheckpointError(
-                f"{self._checkpoint.folder}: {name!r} has {value.numel():,} elements, expected "
-                f"{math.prod(shape):,}: it is of another model."
+                f"{self._checkpoint.folder}: {name!r} has shape {list(found)}, expected "
+                f"{list(shape)}: it is of another model."
             )
         return value.view(tuple(shape))
 
     def _whole(self, name: str) -> Tensor:
         pieces: list[Tensor] = []
-        for file in self._files[name]:
+        for _, file in sorted(self._files[name].items()):
             self._checkpoint.read(file, [name], lambda _, piece: pieces.append(piece))
         return pieces[0] if len(pieces) == 1 else torch.cat([piece.view(-1) for piece in pieces])

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from families import FAMILIES, Family
+from families import FAMILIES, HIDDEN, Family, SequentialClassifier
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -279,14 +279,34 @@ def refused(rank: Rank) -> Any:
     with torch.no_grad():
         next(model.parameters()).add_(float(rank.rank))
     attempt("weights", model=model)
-    batch = rank.rows(family.batch(ROWS))
-    batch["labels"] = torch.full_like(batch["labels"], -100)
+    nothing = rank.rows(family.batch(ROWS))
+    nothing["labels"] = torch.full_like(nothing["labels"], -100)
+    kinds = torch.full((2,), -100 if rank.rank == rank.size - 1 else 1)  # some of one rank's
+    some = {"inputs": torch.randn(2, 4, HIDDEN), "kinds": kinds}
     with rank.engine(family, family.build()) as engine:
-        try:
-            engine.step(batch)
-        except ValueError as error:
-            found["labels"] = str(error)
+        found["labels"] = refusal(engine, nothing)
+        predicted = engine.predict(nothing)
+        found["predicted"] = (predicted.logits.isfinite().all(), predicted.loss.isnan())
+    torch.manual_seed(0)
+    classifier = OtherTargets(lambda: torch.nn.LayerNorm(HIDDEN))
+    with rank.engine(FAMILIES["sequential"], classifier) as engine:
+        found["targets"] = refusal(engine, some)
     return found
+
+
+class OtherTargets(SequentialClassifier):
+    """Its targets have a name that nobody counts by."""
+
+    def forward(self, inputs: Tensor, kinds: Tensor) -> dict[str, Tensor]:
+        return super().forward(inputs, kinds)
+
+
+def refusal(engine: l2l.Engine, batch: dict[str, Tensor]) -> str:
+    try:
+        engine.step(batch)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
 
 
 def run(

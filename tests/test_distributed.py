@@ -207,6 +207,8 @@ def test_refusals_name_what_is_wrong(results: Results, size: int):
         assert "rank 0 and rank 1 differ: 'model.embed_tokens.weight'" in one["refused"]["weights"]
         assert "embedding='host', but several ranks hold" in one["refused"]["embedding"]
         assert "every label of the batch is ignored" in one["refused"]["labels"]
+        assert "'kinds' contains -100" in one["refused"]["targets"]
+        assert all(one["refused"]["predicted"]), "outputs, with a loss that is NaN"
 
 
 # -- Training --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import copy
 import json
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +180,53 @@ def test_a_checkpoint_has_what_an_export_has(name: str, precision: str, tmp_path
     for key, value in tensors_of(tmp_path / "export").items():
         assert key in saved
         assert torch.equal(saved.read(key, value.shape), value), key
-    with pytest.raises(CheckpointError, match="'nothing'"):
+    saved.check(family.build())
+    with pytest.raises(CheckpointError, match="lacks 'nothing'"):
         saved.read("nothing", (1,))
-    with pytest.raises(CheckpointError, match=r"elements, expected 3"):
+    with pytest.raises(CheckpointError, match=r"has shape \[.*\], expected \[3\]"):
         saved.read(key, (3,))
+
+
+def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path) -> None:
+    """One with more or fewer layers, with its head tied, or of other shapes."""
+    with engine_of(FAMILIES["llama_untied"].build()) as engine:
+        engine.save(tmp_path / "saved")
+    saved = SavedModel(Checkpoint(tmp_path / "saved"))
+    for build, words in (
+        (partial(build_llama, num_hidden_layers=LAYERS + 1), "lacks 'model.layers"),
+        (partial(build_llama, num_hidden_layers=LAYERS - 1), "also has 'model.layers"),
+        (FAMILIES["llama_tied"].build, "also has 'lm_head.weight'"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            saved.check(build())
+
+
+class Shared(nn.Module):
+    """A layer with a buffer that all layers share, and a parameter without elements."""
+
+    def __init__(self, scale: nn.Module) -> None:
+        super().__init__()
+        self.scale = scale
+        self.linear = nn.Linear(4, 4)
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.linear(hidden) * self.scale.factor
+        return found
+
+
+def test_buffers_that_layers_share_are_saved_once(tmp_path: Path) -> None:
+    scale = nn.Module()
+    scale.register_buffer("factor", torch.arange(4.0))
+    layers = nn.Sequential(*(Shared(scale) for _ in range(3)))
+    model = nn.Sequential(nn.Linear(4, 4), layers)
+    with engine_of(model, loss=lambda outputs, _: outputs.square().mean()) as engine:
+        engine.step({"input": torch.randn(4, 4)})
+        engine.save(tmp_path / "saved")
+    saved = SavedModel(Checkpoint(tmp_path / "saved"))
+    saved.check(model)
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        assert torch.equal(saved.read(name, value.shape), value), name
 
 
 def test_training_goes_on_after_an_export(tmp_path: Path) -> None:

@@ -471,9 +471,10 @@ def test_a_table_is_updated_at_once_where_its_moments_would_follow_its_weights()
     in_two = Decisions(halves=True, num_late=4, num_whole=1)
     at_once = replace(in_two, whole_tables=True)
     assert model.simulate(at_once, rows=4).seconds < model.simulate(in_two, rows=4).seconds
-    problem, slow = problem_of("clipped"), replace(H200, host_rate=H200.host_rate / 2.4)
-    made = find_plan(problem, slow, budget_bytes=3 * GIB, rows=None)
-    assert not made.decisions.whole_tables  # all is late: passes wait for the table
+    problem, machine = problem_of("large"), replace(H200, host_rate=1.3 * H200.host_rate)
+    made = find_plan(replace(problem, num_rows=8), machine, budget_bytes=8 * GIB, rows=None)
+    assert made.decisions.halves
+    assert made.decisions.whole_tables
 
 
 def test_what_has_no_halves_is_updated_at_once() -> None:

@@ -5,7 +5,8 @@ epilogue, whether head and gradients share memory, length of the tail, how much 
 on the device, how much streamed layers keep. For each, the ledger says what it takes, phase by
 phase; those over the budget are dropped. A formula ranks the rest, and the best few are simulated
 line by line (simulation.py). From the best of them, single choices are changed a little as long as
-that makes it better still. What cannot fit at all is refused with what would.
+that makes it better still; what memory is left saves copies, if it can. What cannot fit at all is
+refused with what would.
 """
 
 from __future__ import annotations
@@ -262,7 +263,8 @@ def _neighbours(
     streamed = len(problem.layers) - decisions.num_tail
     if problem.has_halves and not fixed & {"halves", "num_whole"}:  # of tables alone, or of none
         yield replace(decisions, halves=not decisions.halves, num_whole=streamed)
-    if decisions.halves and "whole_tables" not in fixed:
+    tables = any(unit.looked_up and unit.trained for unit, _ in problem.outer)
+    if decisions.halves and tables and "whole_tables" not in fixed:
         yield replace(decisions, whole_tables=not decisions.whole_tables)
     least = {"num_late": 1, "num_shared": 1} | ({"num_whole": 0} if decisions.halves else {})
     for name, lowest in least.items():

@@ -14,15 +14,15 @@ Three layers, one microbatch, two slots, before waits are added:
     ...
     fetch T0 ST0                      the embedding table, which is the head too
     fetch O SO                        what else is around the layers (final norm)
-    epilogue m0 SO,ST0 GO,GT0 - C4 C5 hidden state in, its gradient out, loss on the way
+    epilogue m0 ST0,SO GT0,GO - C4 C5   hidden state in, its gradient out, loss on the way
     report                            the losses leave the device
     drain T0 GT0 HT0                  gradient to the host
     backward L2 m0 S0 G0 R0 C3 - C5 C0  recomputes L2 from C3; gradient in C5, out C0; sums in G0
     drain L2 G0 H0
     update L2 H0                      the optimizer, on the host
     ...
-    regress m0 - - C2 C3 C4           the prologue backward; gradients of the rows C3 into C4
-    stash x m0 C4
+    regress m0 - - C3 C5 C2           the prologue backward; gradients of the rows C5 into C2
+    stash x m0 C2
     collect T0 m0 HT0                 the host adds those that no later microbatch has
 
 [Note: outer units] Parameters around the layers are units too: `T0`, `T1`, .. are embedding tables,

@@ -662,12 +662,14 @@ def _ahead(lines: Sequence[Action]) -> list[Action]:
     """Submit what a pass unstashes before the pass that precedes it, if its cell is free by then.
 
     For the device that changes nothing. But the host may need as long to submit a pass as the
-    device to run it, and copies should not come late for that.
+    device to run it, and copies should not come late for that. Rows that are looked up (`e`) wait
+    for the host's own work, and whoever submits them may have to wait, too: they stay where they
+    are.
     """
     found: list[Action] = []
     for action in lines:
         place = len(found)
-        if action.verb == "unstash":
+        if action.verb == "unstash" and action.operands[0] != "e":
             end = place
             while end and not _conflict(found[end - 1], action):
                 end -= 1

@@ -140,6 +140,7 @@ def export_checkpoint(
     files = Checkpoint(checkpoint)
     files.check()
     saved, shapes = SavedModel(files), {k: v.shape for k, v in model.named_parameters()}
+    saved.check(model)
     export_model(
         model,
         folder,
