@@ -62,6 +62,10 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written or read; the message names the file."""
 
 
+class OtherCheckpointError(CheckpointError):
+    """A checkpoint is whole, but of another model, optimizer or precision."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
     """A file of tensors, as the manifest knows it."""

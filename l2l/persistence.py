@@ -23,6 +23,7 @@ from l2l.checkpoint import (
     BUFFERS,
     Checkpoint,
     CheckpointError,
+    OtherCheckpointError,
     Saving,
     file_name,
     measure_disk,
@@ -216,21 +217,21 @@ class Persistence:
         """Refuse a checkpoint that is not of this model and optimizer.
 
         Raises:
-            CheckpointError: with the file, and what does not fit.
+            OtherCheckpointError: with the file, and what does not fit.
         """
         state, folder = checkpoint.manifest.state, checkpoint.folder
         mine = (type(self._description).__name__, getattr(self._description, "moments", None))
         found = (state["optimizer"], state["moments"])
         if mine != found:
-            raise CheckpointError(
+            raise OtherCheckpointError(
                 f"{folder} was saved with the optimizer {_called(*found)}; the engine has "
-                f"{_called(*mine)}. Make the engine with the same one."
+                f"{_called(*mine)}. Expected the same one."
             )
         units, files = self._server.units, checkpoint.manifest.files
         shares = checkpoint.shares
         several = self._server.world.is_parallel or len(shares) > 1
         if several and not self._is_same_link(checkpoint):
-            raise CheckpointError(
+            raise OtherCheckpointError(
                 f"{folder} was saved with another precision. Load it in a single process, as a "
                 "single process has saved it, or keep the precision."
             )
@@ -239,7 +240,7 @@ class Persistence:
             if file in expected and file in files:
                 self._compare(checkpoint, *expected[file])
             elif file != BUFFERS:
-                raise CheckpointError(
+                raise OtherCheckpointError(
                     f"{folder} has {'no' if file in expected else 'a'} unit {file}: it is of "
                     f"another model, expected one with {self._carved.num_layers} layers."
                 )
@@ -256,12 +257,12 @@ class Persistence:
                 continue
             if name not in found or name not in wanted:
                 has = "lacks" if name in wanted else "also has"
-                raise CheckpointError(
+                raise OtherCheckpointError(
                     f"{path} {has} {name!r}: it is of another model, or of one in which other "
                     "parameters are trained."
                 )
             if found[name] != wanted[name]:
-                raise CheckpointError(
+                raise OtherCheckpointError(
                     f"{path}: {name!r} has shape {list(found[name])}, expected "
                     f"{list(wanted[name])}: it is of another model."
                 )

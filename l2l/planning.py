@@ -416,14 +416,14 @@ class Planning:
             )
             return Plan(
                 ledger=device + host,
-                choices=(*choices, *describe(decisions, self._carved.num_layers)),
+                choices=(*choices, *describe(decisions, self._carved.num_layers, self._policy)),
                 measured=self._measured(peak_bytes),
             )
         places = {"device"} if arena else {"device", "host"}
         planned = tuple(line for line in found.ledger if line.place in places)
         return Plan(
             ledger=planned + host,
-            choices=(*choices, *describe(decisions, self._carved.num_layers)),
+            choices=(*choices, *describe(decisions, self._carved.num_layers, self._policy)),
             budget_bytes=self._budget,
             predicted_seconds=found.seconds,
             bound=found.bound,
@@ -445,7 +445,9 @@ def _check_host(found: Candidate, host: HostBudget) -> None:
         )
 
 
-def describe(decisions: Decisions, num_layers: int) -> tuple[tuple[str, str], ...]:
+def describe(
+    decisions: Decisions, num_layers: int, policy: UpdatePolicy
+) -> tuple[tuple[str, str], ...]:
     """Choices for people."""
     tail = "none: all layers are streamed"
     if decisions.num_tail:
@@ -459,10 +461,17 @@ def describe(decisions: Decisions, num_layers: int) -> tuple[tuple[str, str], ..
         shared = f"by the host; of {decisions.num_shared} layers by the device, state lent"
     if decisions.halves:
         shared += ", weights first and moments afterwards"
-        whole = [f"the last {decisions.num_whole} layers"] if decisions.num_whole else []
+        last = (
+            "the last layer"
+            if decisions.num_whole == 1
+            else f"the last {decisions.num_whole} layers"
+        )
+        whole = [last] if decisions.num_whole else []
         whole += ["tables"] if decisions.whole_tables else []
         shared += f" but for {' and '.join(whole)}" if whole else ""
     late = f"{decisions.num_late} units in the next step" if decisions.num_late else "none"
+    if policy is UpdatePolicy.JUST_IN_TIME:
+        late = "all to the next step"
     around = "stays on the device with its state" if decisions.outer_state else "comes when needed"
     return (
         ("tail", tail),

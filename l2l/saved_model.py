@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from l2l.checkpoint import BUFFERS, Checkpoint, CheckpointError, file_name
+from l2l.checkpoint import BUFFERS, Checkpoint, OtherCheckpointError, file_name
 from l2l.parameter_server import state_name
 from l2l.precision import join_master
 
@@ -48,28 +48,29 @@ class SavedModel:
         """Refuse a model that has other parameters, or buffers, than the one that was saved.
 
         Raises:
-            CheckpointError: it has.
+            OtherCheckpointError: it has.
         """
         folder, kept = self._checkpoint.folder, model.state_dict().keys()
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         needed = {**parameters, **{k: v for k, v in buffers.items() if k in kept}}
         for name, tensor in needed.items():
             if tensor.numel() and name not in self:
-                raise CheckpointError(f"{folder} lacks {name!r}: it is of another model.")
+                raise OtherCheckpointError(f"{folder} lacks {name!r}: it is of another model.")
         for name in self._files:
             if "|" not in name and name not in parameters and name not in buffers:
-                raise CheckpointError(f"{folder} also has {name!r}: it is of another model.")
+                raise OtherCheckpointError(f"{folder} also has {name!r}: it is of another model.")
 
     def read(self, name: str, shape: Sequence[int]) -> Tensor:
         """A parameter, its float32 master if there is one, or a buffer.
 
         Raises:
-            CheckpointError: there is none of that name and shape, or it cannot be read.
+            OtherCheckpointError: there is none of that name and shape.
+            CheckpointError: it cannot be read.
         """
         if not math.prod(shape):  # ranks do not save what has no elements
             return torch.empty(tuple(shape))
         if name not in self:
-            raise CheckpointError(
+            raise OtherCheckpointError(
                 f"{self._checkpoint.folder} lacks {name!r}: it is of another model."
             )
         remainders, masters = (state_name(name, kind) for kind in COMPANIONS)
@@ -78,7 +79,7 @@ class SavedModel:
             value = join_master(value, self._whole(remainders))
         found, is_cut = tuple(value.shape), len(self._checkpoint.shares) > 1
         if found != tuple(shape) and not (is_cut and found == (math.prod(shape),)):
-            raise CheckpointError(
+            raise OtherCheckpointError(
                 f"{self._checkpoint.folder}: {name!r} has shape {list(found)}, expected "
                 f"{list(shape)}: it is of another model."
             )

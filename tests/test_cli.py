@@ -303,3 +303,20 @@ def test_the_help_of_a_plan_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         "--hardware",
         "--largest",
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "--learning_rate", "1e-3"], "Did you mean --learning-rate? l2l train --help"),
+        (["bench", "step", "--device-memry=8GiB"], "Did you mean --device-memory?"),
+        (["plan", "3.2b", "--moments", "8bit"], "unknown: --moments 8bit. l2l plan --help"),
+    ],
+)
+def test_what_a_verb_does_not_take_is_said_with_what_it_does(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -21,7 +21,7 @@ from l2l import cli, planning
 from l2l.checkpoint import CheckpointError, CheckpointFolder
 from l2l.data import Batches
 from l2l.progress import Display, Status, read_metrics
-from l2l.settings import Settings
+from l2l.settings import Settings, SettingsError
 from l2l.settings.values import to_toml
 from l2l.training import RunFolder, Training, TrainingError
 from l2l.training import run as run_module
@@ -406,6 +406,8 @@ def test_a_run_at_its_end_says_so_and_more_steps_go_on(tiny: Path, tmp_path: Pat
     assert train(settings, display)
     assert "is at its end, step 3" in display.text
     assert len(display.said) == 1
+    train(write_settings(tiny, tmp_path, training={"steps": 2}), display)
+    assert "changed:" not in display.text, "as nothing goes on"
     longer = write_settings(tiny, tmp_path, training={"steps": 5})
     assert train(longer, display)
     assert "changed: [training] steps was 3 and is 5 from here" in display.said
@@ -504,6 +506,29 @@ def test_a_damaged_checkpoint_is_named_and_so_is_the_one_before(
 # The command line
 
 
+def test_a_checkpoint_of_another_optimizer_is_refused_without_bad_advice(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """The checkpoints before it are of that optimizer too: there is nothing to delete."""
+    train_until(write_settings(tiny, tmp_path), 4)
+    path = write_settings(tiny, tmp_path, optimizer={"name": "sgd"})
+    with pytest.raises(CheckpointError, match="with the optimizer AdamW") as refused:
+        train(path)
+    assert "delete" not in str(refused.value)
+
+
+def test_the_folder_of_the_model_is_not_that_of_a_run(tiny: Path, tmp_path: Path) -> None:
+    path = write_settings(tiny, tmp_path, output={"folder": str(tiny / "text" / ".." / "model")})
+    with pytest.raises(SettingsError, match="is the folder of the model"):
+        train(path)
+
+
+def test_what_cannot_begin_leaves_no_folder(tiny: Path, tmp_path: Path) -> None:
+    path = write_settings(tiny, tmp_path, memory={"host_memory": "16KiB"})
+    assert cli.main(["train", str(path)]) == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_dry_run_shows_all_and_writes_nothing(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -517,6 +542,11 @@ def test_a_dry_run_shows_all_and_writes_nothing(
     assert "of which is learnt" in shown
     assert "host:" in shown
     assert "8 steps" in shown
+    settings = write_settings(tiny, tmp_path, training={"device": "cpu"})
+    assert cli.main(["train", str(settings), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "on the CPU nothing is planned" in shown
+    assert "H200" not in shown
 
 
 def test_flags_alone_train_and_plain_lines_show_it(
@@ -677,3 +707,5 @@ def test_a_checkpoint_is_exported_as_the_run_would(
     assert "step-00000006 is now a model folder" in capsys.readouterr().out
     assert cli.main(["export", str(tmp_path), str(output)]) == 1
     assert "is not a run folder" in capsys.readouterr().err
+    assert cli.main(["export", str(checkpoint.with_name("step-00000002")), str(output)]) == 1
+    assert "step-00000006 or step-00000008" in capsys.readouterr().err, "what there is"

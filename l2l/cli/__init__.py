@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -55,7 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     host.add_argument("--level", default=None, help="instructions: portable, avx2, avx512")
     _add_step_options(subjects.add_parser("step", help="training steps", description=STEP_HELP))
     scale.add_options(subjects.add_parser("scale", help="the largest model"))
-    parsed = parser.parse_args(arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        chosen = (
+            verbs.choices[parsed.verb]
+            if parsed.verb != "bench"
+            else subjects.choices[parsed.subject]
+        )
+        chosen.error(_unknown(chosen, unknown))
     verb = {"train": train.run, "plan": plan.run, "report": report.run, "export": export.run}
     if parsed.verb in verb:
         return verb[parsed.verb](parsed)
@@ -71,6 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return bench_host(
         num_parameters=int(parsed.parameters), num_threads=parsed.threads, level=parsed.level
     )
+
+
+def _unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
+    """What to say of arguments that a verb does not take."""
+    known = [option for action in parser._actions for option in action.option_strings]
+    given = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("-")]
+    close = [match for word in given for match in get_close_matches(word, known, n=1, cutoff=0.75)]
+    hint = f" Did you mean {' and '.join(close)}?" if close else ""
+    return f"unknown: {' '.join(words)}.{hint} {parser.prog} --help lists what there is."
 
 
 def bench_host(*, num_parameters: int, num_threads: int | None, level: str | None) -> int:

@@ -37,8 +37,8 @@ EXAMPLES = """examples:
                                               four devices, which hold the model together
   l2l train --help-settings > run.toml        all that a TOML file may say
 
-Ends with status 0 if the run is at its end or was stopped by SIGTERM, 130 if it was stopped by
-Ctrl-C, 1 if something went wrong, 2 if a setting cannot be."""
+Ends with status 0 if the run is at its end or SIGTERM has stopped it between steps, 130 if Ctrl-C
+has, or either before the first step, 1 if something went wrong, 2 if a setting cannot be."""
 
 FLAGS = {  # flag -> section, key, what it takes
     "--model": ("model", "folder", "FOLDER"),
@@ -172,6 +172,8 @@ def _words(error: Exception, settings: Settings, *, is_shown: bool) -> str:
         text = f"{type(error).__name__}: {text}"
         text += "" if is_shown else "\nWith --debug it is shown where this came from."
     folder = RunFolder(settings.output.folder)
+    if isinstance(error, ValueError):  # the same command would end alike
+        return text
     if folder.checkpoints.is_dir() and any(folder.checkpoints.iterdir()):
         text += f"\nWhat was saved is in {folder.checkpoints}; go on with: l2l train {folder.root}"
     return text

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+LOCK = ".lock"
+
 
 class TrainingError(ValueError):
     """A run cannot go on; the message says why and what can be done."""
@@ -79,7 +81,7 @@ class RunFolder:
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            lock = (self.root / ".lock").open("w")
+            lock = (self.root / LOCK).open("w")
         except OSError as error:
             raise TrainingError(
                 f"cannot write to the run folder {self.root}: {error.strerror or error}. Name "
@@ -93,4 +95,14 @@ class RunFolder:
                     f"another process trains in {self.root}. Wait for it, or name another folder "
                     "with --output."
                 ) from error
-            yield
+            try:
+                yield
+            finally:
+                self._forget_if_empty()
+
+    def _forget_if_empty(self) -> None:
+        """Leave nothing where nothing was written."""
+        with contextlib.suppress(OSError):
+            if [path.name for path in self.root.iterdir()] == [LOCK]:
+                (self.root / LOCK).unlink()
+                self.root.rmdir()

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from l2l.checkpoint import MANIFEST, Checkpoint, CheckpointFolder, Manifest
+from l2l.checkpoint import MANIFEST, Checkpoint, CheckpointFolder, Manifest, whole_folder
 from l2l.data import PLAIN_TEMPLATE
 from l2l.engine import Engine
 from l2l.export import export_model
@@ -117,9 +117,15 @@ def export_checkpoint(
     Raises:
         ValueError: there is no such checkpoint, it is damaged, or the folder cannot be written.
     """
-    checkpoint = path
-    if not (path / MANIFEST).is_file():
-        run = RunFolder.around(path)
+    checkpoint = whole_folder(path)
+    if not (checkpoint / MANIFEST).is_file():
+        run = RunFolder(path)
+        if not run.settings_file.is_file():
+            beside = [one.name for one in CheckpointFolder(path.parent).all()]
+            raise TrainingError(
+                f"{path} is not a run folder, nor a checkpoint. Expected what l2l train has "
+                f"written{': ' + ' or '.join(beside) if beside else '.'}"
+            )
         found = CheckpointFolder(run.checkpoints).latest()
         if found is None:
             raise TrainingError(f"{run.checkpoints} has no checkpoint. Expected one to export.")

@@ -17,7 +17,13 @@ from typing import Any, TypeVar, cast, final
 from torch import Tensor, nn
 
 from l2l.byte_size import format_bytes
-from l2l.checkpoint import CheckpointError, CheckpointFolder, Manifest, Saving
+from l2l.checkpoint import (
+    CheckpointError,
+    CheckpointFolder,
+    Manifest,
+    OtherCheckpointError,
+    Saving,
+)
 from l2l.data import Batches, Examples, make_examples, packing_holds, read_records
 from l2l.distributed import Alone, World
 from l2l.engine import Engine
@@ -103,9 +109,14 @@ class Training:
         """
         self._describe()
         self._display.say(self._sample())
+        training, memory = self._settings.training, self._settings.memory
+        if training.device == "cpu" and memory.device_memory is None:
+            self._display.say(
+                "on the CPU nothing is planned unless device_memory is given: layers are streamed"
+            )
+            return
         if measured_hardware() is None:
             self._display.say("there is no accelerator here: the plan is for an NVIDIA H200")
-        training, memory = self._settings.training, self._settings.memory
         self._display.say(
             str(
                 plan(
@@ -141,7 +152,7 @@ class Training:
                 self._own = RunFolder(Path(holding.enter_context(TemporaryDirectory())))
                 if self._folder.metrics_file.exists():
                     shutil.copy(self._folder.metrics_file, self._own.metrics_file)
-            step = self._compare(latest) if latest is not None else 0
+            step, changes = self._compare(latest) if latest is not None else (0, [])
             must_export = self._first_says(lambda: self._must_export(step))
             if latest is not None and step >= self._num_steps and not must_export:
                 self._display.say(
@@ -149,6 +160,9 @@ class Training:
                     "--steps with a larger number; to begin anew, --no-resume."
                 )
                 return True
+            for line in changes:
+                kept = " (dropout keeps the one it began with)" if "[training] seed" in line else ""
+                self._display.say(f"changed: {line}{kept}")
             self._describe()
             with self._engine() as engine:
                 if latest is not None:
@@ -315,8 +329,8 @@ class Training:
         self._make_batches(packing=False)
         self._display.say(f"{self._batches}\n{self._num_steps:,} steps")
 
-    def _compare(self, latest: Path) -> int:
-        """See whether a checkpoint is of this run, and say what has changed; its step.
+    def _compare(self, latest: Path) -> tuple[int, list[str]]:
+        """See whether a checkpoint is of this run; its step, and what settings have changed.
 
         Raises:
             TrainingError: it is of another model or other data.
@@ -339,10 +353,7 @@ class Training:
                     "another folder with --output, or begin anew with --no-resume."
                     + (f" Settings that differ:{told}" if told else "")
                 )
-        for line in changes:
-            kept = " (dropout keeps the one it began with)" if "[training] seed" in line else ""
-            self._display.say(f"changed: {line}{kept}")
-        return manifest.step
+        return manifest.step, changes
 
     def _load(self, engine: Engine, latest: Path) -> None:
         """Go on from a checkpoint; what the settings say of the optimizer holds, not what it was.
@@ -561,9 +572,11 @@ class Training:
 
 @contextlib.contextmanager
 def _naming_older(latest: Path) -> Iterator[None]:
-    """Let an error about a checkpoint name the one before it."""
+    """Let an error about a damaged checkpoint name the one before it."""
     try:
         yield
+    except OtherCheckpointError:  # as all before it are
+        raise
     except CheckpointError as error:
         older = [path for path in CheckpointFolder(latest.parent).all() if path < latest]
         advice = f" To go on from {older[-1]} instead, delete {latest}." if older else ""
