@@ -437,7 +437,8 @@ def test_columns_can_be_named() -> None:
             {"txt": "one", "id": 1},
             {},
             "there is no column for the text. Found 'txt', 'id'; looked for 'text', 'content', "
-            "'document'. Say which column it is: text = 'NAME'.",
+            "'document'. Say which column it is (text = 'NAME' under [columns] of a TOML file), or "
+            "name another task.",
         ),
         ({"prompt": "hi"}, {"task": "instruct"}, "no column for the completion. Found 'prompt'"),
         ({"text": "a"}, {"task": "classification"}, "no column for the label. Found 'text'"),

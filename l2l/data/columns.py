@@ -100,7 +100,7 @@ def find_columns(record: Record, *, task: str, columns: Columns) -> dict[str, st
             raise DataError(
                 f"{record.place}: there is no column for the {role}. Found "
                 f"{listed(list(record.values))}; looked for {listed(usual)}. Say which column it "
-                f"is: {role} = 'NAME'."
+                f"is ({role} = 'NAME' under [columns] of a TOML file), or name another task."
             )
         return found
 

@@ -80,9 +80,11 @@ class Settings:
             try:
                 table = tomllib.loads(path.read_text())
             except (OSError, UnicodeDecodeError) as error:
+                is_model = (path.parent / "config.json").is_file()
                 raise SettingsError(
                     f"{path} cannot be read: {error}. Expected a TOML file with the sections "
                     f"{_listed(SECTIONS)}."
+                    + (f" To train the model in {path.parent}, say --model." if is_model else "")
                 ) from error
             except tomllib.TOMLDecodeError as error:
                 raise SettingsError(f"{path} is not TOML: {error}.") from error
