@@ -186,7 +186,11 @@ class Recording:
             return False
         pairs = [*zip(args, last_args, strict=True)]
         pairs += [(value, last_kwargs[name]) for name, value in kwargs.items()]
-        return all(one is other or (one is hidden and other is last_hidden) for one, other in pairs)
+        return all(
+            (one is other and not isinstance(one, dict | list))  # which may have changed
+            or (one is hidden and other is last_hidden)
+            for one, other in pairs
+        )
 
     def _add(self, layer: int, args: Any, kwargs: Any, hidden: Tensor) -> None:
         leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))

@@ -53,6 +53,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 BUFFERS = "buffers"
 LATEST = "latest"
+DELETED = ".deleted"
 PARTIAL = ".partial"
 REPLACED = ".replaced"
 PROBE_BYTES = 64 << 20
@@ -580,9 +581,9 @@ class CheckpointFolder:
                 folder = old.with_name(old.name.removesuffix(REPLACED))
                 if whole_folder(folder) == old:
                     old.rename(folder)
-        half_deleted = [path for path in self._folders() if not (path / MANIFEST).exists()]
-        for left in (*self._folders(PARTIAL), *self._folders(REPLACED), *half_deleted):
-            shutil.rmtree(left, ignore_errors=True)
+        for suffix in (PARTIAL, REPLACED, DELETED):
+            for left in self._folders(suffix):
+                shutil.rmtree(left, ignore_errors=True)
 
     def _folders(self, suffix: str = "") -> list[Path]:
         """Folders of steps, by number, with this behind it."""
@@ -636,6 +637,5 @@ class CheckpointFolder:
             raise CheckpointError(f"cannot write {pointer}: {error.strerror or error}") from error
         others = [path for path in self.all() if path != folder]
         for old in others[: max(0, len(others) + 1 - self._keep)]:
-            with contextlib.suppress(OSError):
-                (old / MANIFEST).unlink()  # first: what has one is whole
-            shutil.rmtree(old, ignore_errors=True)
+            with contextlib.suppress(OSError):  # under another name: what has its own is whole
+                shutil.rmtree(old.rename(old.with_name(old.name + DELETED)), ignore_errors=True)

@@ -205,6 +205,8 @@ def empty_model(
 def _label_settings(task: str, num_labels: int | None) -> dict[str, Any]:
     if task == "regression":
         return {"num_labels": num_labels or 1, "problem_type": "regression"}
+    if task == "classification" and num_labels is not None:
+        return {"num_labels": num_labels, "problem_type": "single_label_classification"}
     return {} if num_labels is None else {"num_labels": num_labels}
 
 

@@ -104,6 +104,12 @@ class Readers(TorchFunctionMode):
             self._note(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
+    def note_given(self, tensors: Iterable[Tensor | None]) -> None:
+        """Note tensors that are handed on as they are: no function reads those."""
+        for name in (self._names.get(id(tensor)) for tensor in tensors):
+            if name is not None:
+                self.readings.setdefault(name, Reading()).otherwise = True
+
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         for leaf in pytree.tree_leaves((args, kwargs)):
             name = self._names.get(id(leaf))

@@ -164,8 +164,15 @@ def trial_batch(microbatch: Mapping[str, Any], *, cut: bool) -> Microbatch:
     return rows
 
 
-def find_rule(trial: Microbatch, loss: Callable[[Microbatch], float]) -> tuple[Rule, bool]:
+def find_rule(
+    trial: Microbatch, loss: Callable[[Microbatch], float], *, is_single: bool
+) -> tuple[Rule, bool]:
     """Find and verify what a model's loss averages over ([Note: counting rule]).
+
+    Args:
+        trial: two rows.
+        loss: gives the loss of rows.
+        is_single: whether it computes in float32.
 
     Returns:
         the rule, and whether that is final: with weights that give no finite loss it is a guess.
@@ -193,6 +200,7 @@ def find_rule(trial: Microbatch, loss: Callable[[Microbatch], float]) -> tuple[R
     found = loss(trial)
     if not math.isfinite(found) or not math.isfinite(expected):
         return rule, False
-    # 16-bit losses carry two to three digits; a wrong rule is off by far more.
-    close = math.isclose(found, expected, rel_tol=2e-2, abs_tol=1e-4)
+    # 16-bit losses carry two to three digits; most wrong rules are off by far more.
+    tolerance = 2e-5 if is_single else 2e-2
+    close = math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance / 200)
     return (rule if close else Rule.UNKNOWN), True

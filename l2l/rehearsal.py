@@ -265,8 +265,10 @@ class Rehearsal:
         before = {name: buffer.clone() for name, buffer in outer.items()}
         first, second = Readers(weights), Readers(weights)
         with first:
-            hidden = self._carved.prologue(trial).hidden
+            recording = self._carved.prologue(trial)
+        hidden = recording.hidden
         assert hidden is not None
+        first.note_given([hidden, *recording.tensors])
 
         def start() -> None:
             second.watching = True
@@ -328,7 +330,12 @@ class Rehearsal:
             assert hidden is not None
             return float(require_loss(self._carved.epilogue(batch, hidden)))
 
-        return find_rule(trial, loss)
+        hidden = self._carved.prologue(trial).hidden
+        assert hidden is not None
+        try:
+            return find_rule(trial, loss, is_single=hidden.dtype is torch.float32)
+        except IndexError:  # the loss ignores another number than what the trial has put there
+            return Rule.UNKNOWN, True
 
     def _pieces_agree(self, trial: Microbatch) -> bool:
         """Whether the loss, and its gradient, may be taken position by position."""
@@ -338,7 +345,7 @@ class Rehearsal:
         assert isinstance(labels, Tensor)
         self._carved.set_training(False)
         hidden = self._carved.prologue(trial).hidden
-        if labels.dim() != 2 or hidden is None or hidden.dim() != 3:
+        if labels.dim() != 2 or hidden is None or hidden.is_nested or hidden.dim() != 3:
             return False
         length = labels.shape[1]
         if length < 4 or hidden.shape[1] != length:

@@ -1460,7 +1460,10 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path):
     for name in ("step-notes", "other.partial", "step-1.partial.txt"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "step-1000").mkdir()  # somebody else's checkpoint
+    (tmp_path / "step-1000" / "model.pt").write_text("all of it")
     folder = filled(tmp_path, 1, 2, 3)
+    assert (tmp_path / "step-1000" / "model.pt").read_text() == "all of it"
     assert {"step-notes", "other.partial", "step-1.partial.txt", "metrics.jsonl"} < set(
         names(tmp_path)
     )
@@ -1470,7 +1473,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path):
 @pytest.mark.parametrize("saves", [False, True], ids=["tidied", "saved to"])
 def test_what_killed_runs_left_goes_once_somebody_writes(tmp_path: Path, *, saves: bool):
     filled(tmp_path, 1, 2)
-    for name in ("step-00000003.partial", "step-00000002.replaced", "step-00000004"):
+    for name in ("step-00000003.partial", "step-00000002.replaced", "step-00000004.deleted"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "L0.safetensors").write_text("half")
     before = names(tmp_path)
@@ -1507,7 +1510,7 @@ def test_what_is_deleted_only_in_part_does_not_look_whole(
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before that
         folder.save(TinyEngine(3))
-    assert (tmp_path / "step-00000001" / "L0.safetensors").exists()
+    assert (tmp_path / "step-00000001.deleted" / "L0.safetensors").exists()
     assert folder.all() == [folder.path_of(2), folder.path_of(3)]
     CheckpointFolder(tmp_path).tidy()
     assert names(tmp_path) == ["latest", "step-00000002", "step-00000003"]

@@ -111,6 +111,93 @@ def test_layers_that_write_into_their_input_train_exactly():
     assert_same_gradients(lambda: Small(InPlace, InPlace, Mixing), batch_of())
 
 
+class Biased(Mixing):
+    def forward(self, hidden: Tensor, bias: Tensor) -> Tensor:
+        return super().forward(hidden) + bias
+
+
+class HandsOver(Small):
+    """Gives its layers a parameter as it is, as DeBERTa does: nothing has read it before."""
+
+    def __init__(self) -> None:
+        super().__init__(Biased, Biased, Biased)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, ids: Tensor, labels: Tensor):
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden, self.bias)
+        return {"loss": F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
+
+
+def test_a_parameter_that_is_only_handed_to_the_layers_is_there_for_them():
+    batch = batch_of()
+    expected = plain_gradients(HandsOver(), batch, 2)
+    found = engine_gradients(HandsOver(), batch)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-5, atol=1e-7), name
+
+
+class Scaled(Mixing):
+    def forward(self, hidden: Tensor, settings: dict[str, float]) -> Tensor:
+        return hidden + settings["scale"] * torch.tanh(self.linear(hidden))
+
+
+class ChangesItsDict(Small):
+    """Gives all layers one dict, with other values in it."""
+
+    def __init__(self) -> None:
+        super().__init__(Scaled, Scaled, Scaled)
+
+    def forward(self, ids: Tensor, labels: Tensor):
+        hidden, settings = self.embedding(ids), {"scale": 0.0}
+        for number, layer in enumerate(self.layers, start=1):
+            settings["scale"] = 1 / number
+            hidden = layer(hidden, settings)
+        return {"loss": F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
+
+
+def test_what_changes_in_a_dict_between_layers_is_seen():
+    assert_same_gradients(ChangesItsDict, batch_of())
+
+
+class IgnoresZero(Small):
+    def forward(self, ids: Tensor, labels: Tensor):
+        logits = self.head(self.layers[2](self.layers[1](self.layers[0](self.embedding(ids)))))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)}
+
+
+def test_a_loss_that_ignores_another_number_takes_one_microbatch():
+    batch, model = batch_of(), IgnoresZero()
+    expected = float(model(**batch)["loss"].detach())
+    with make(IgnoresZero(), microbatch_size=6) as engine:
+        assert engine.step(batch).loss == pytest.approx(expected, rel=1e-6)
+    with (
+        make(IgnoresZero(), microbatch_size=2) as engine,
+        pytest.raises(ValueError, match="3 micro"),
+    ):
+        engine.step(batch)
+
+
+class TwoHeads(Small):
+    """A little of the loss is a mean over something else."""
+
+    def forward(self, ids: Tensor, labels: Tensor, kinds: Tensor):
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(hidden)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss + 0.01 * F.cross_entropy(logits.mean(1), kinds)}
+
+
+def test_a_loss_that_is_a_little_of_something_else_is_not_miscounted():
+    batch = batch_of() | {"kinds": torch.arange(6) % CLASSES}
+    with make(TwoHeads()) as engine, pytest.raises(ValueError, match="cannot be made that of"):
+        engine.step(batch)
+
+
 def test_a_model_of_fixed_length_is_rehearsed_at_that_length():
     assert_same_gradients(lambda: Small(positions=40), batch_of(length=40))
 

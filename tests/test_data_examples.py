@@ -355,8 +355,16 @@ def test_long_pairs_lose_tokens_of_the_longer_text_and_keep_the_special_ones() -
 
 
 def test_tokenizers_without_token_types_make_none() -> None:
-    examples = make({"text": "one", "label": 0}, task="classification")
-    assert examples.token_types is None
+    rows = [{"text": "one", "label": 0}, {"text": "two", "label": 1}]
+    assert make(*rows, task="classification").token_types is None
+    with pytest.raises(DataError, match="Expected at least two classes"):
+        make(rows[0], task="classification")
+
+
+def test_a_question_about_a_sentence_goes_with_it() -> None:
+    rows = [{"question": "a", "sentence": "b", "label": label} for label in (0, 1)]
+    examples = make(*rows, task="classification", tokenizer=words_tokenizer())
+    assert examples.columns == {"text": "question", "pair": "sentence", "label": "label"}
 
 
 def test_classes_that_are_texts_are_numbered_in_their_order() -> None:
@@ -424,9 +432,9 @@ def test_columns_can_be_named() -> None:
     examples = make(row, task="instruct", columns=columns)
     assert whole(examples) == "<|user|>hi\n\nthere<|end|>\n<|assistant|>hello<|end|>"
     assert examples.columns == {"prompt": "q", "input": "extra", "completion": "output"}
-    row = {"sentence1": "a", "sentence2": "b", "label": 0}
+    rows = [{"sentence1": "a", "sentence2": "b", "label": label} for label in (0, 1)]
     columns = Columns(text="sentence1")
-    alone = make(row, task="classification", columns=columns, tokenizer=words_tokenizer())
+    alone = make(*rows, task="classification", columns=columns, tokenizer=words_tokenizer())
     assert ids_of(alone, 0) == [1, 4, 2]
 
 

@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from typing_extensions import override
 
 from l2l import cli, planning
@@ -274,6 +275,25 @@ def test_epochs_are_as_many_steps_as_they_need(tiny: Path, tmp_path: Path) -> No
     assert json.loads(to_toml(Settings.read(tmp_path / "run" / "run.toml").training.epochs)) == 0.5
 
 
+def test_what_convolves_over_tokens_is_not_packed(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short convolution reaches into the next example, by too little for a loss to show it."""
+    make_model = run_module.make_model
+
+    def with_convolution(*args: Any, **settings: Any) -> nn.Module:
+        model = make_model(*args, **settings)
+        model.short = nn.Conv1d(1, 1, 3, device="meta")
+        model.short.requires_grad_(False)
+        return model
+
+    monkeypatch.setattr(run_module, "make_model", with_convolution)
+    monkeypatch.setattr(run_module, "packing_holds", lambda *_: True)
+    display = Record()
+    train(write_settings(tiny, tmp_path, training={"steps": 1}), display)
+    assert "does not keep the examples of a row from each other" in display.text
+
+
 def test_rows_are_padded_where_packing_does_not_hold(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -519,7 +539,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_without_bad_advice(
 
 def test_the_folder_of_the_model_is_not_that_of_a_run(tiny: Path, tmp_path: Path) -> None:
     path = write_settings(tiny, tmp_path, output={"folder": str(tiny / "text" / ".." / "model")})
-    with pytest.raises(SettingsError, match="is the folder of the model"):
+    with pytest.raises(SettingsError, match="is, or holds, the folder of the model"):
         train(path)
 
 

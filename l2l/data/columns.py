@@ -24,7 +24,7 @@ MESSAGES = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "instruction", "question", "query", "input")
 COMPLETIONS = ("completion", "output", "response", "answer")
 INPUTS = {"instruction": "input"}  # what such a prompt is about, where it is there and not blank
-SENTENCES = ("sentence1", "premise", "question1", "text1", "text", "sentence", "question")
+SENTENCES = ("sentence1", "premise", "question1", "text1", "text", "question", "sentence")
 PAIRS = {  # what goes with such a text, if it is there
     "sentence1": "sentence2",
     "premise": "hypothesis",

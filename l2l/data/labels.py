@@ -120,6 +120,10 @@ class ClassLabels(RowLabels):
                     "at least once, or texts. Number them so, or write them as texts."
                 )
             classes = classes or Classes(len(numbers))
+        if classes.number < 2:
+            raise DataError(
+                f"all labels are {listed([*self._seen])}. Expected at least two classes."
+            )
         return torch.tensor(numbers)[torch.tensor(self._met)], classes
 
     def _check_known(self, label: int | str, record: Record) -> None:

@@ -318,10 +318,11 @@ class _Reading:
                 f"{self._where('output', 'folder')} = {shown(found.output.folder)} is a file. "
                 "Expected a folder, or a path where nothing is yet."
             )
-        if found.output.folder.resolve() == found.model.folder.resolve():
+        if found.model.folder.resolve().is_relative_to(found.output.folder.resolve()):
             raise SettingsError(
-                f"{self._where('output', 'folder')} = {shown(found.output.folder)} is the folder "
-                "of the model. Expected another one: a run is written there, and may be moved."
+                f"{self._where('output', 'folder')} = {shown(found.output.folder)} is, or holds, "
+                "the folder of the model. Expected another one: a run is written there, and may "
+                "be moved."
             )
         for name in ("device_memory", "host_memory"):
             self._check_size(name, getattr(found.memory, name))

@@ -4,7 +4,7 @@
       run.toml            the settings in force; `l2l train folder` goes on with them
       metrics.jsonl       what happened (progress.py)
       events/             the same for TensorBoard
-      checkpoints/        the last ones (checkpoint.py); `latest` names the one to go on with
+      checkpoints/        the last ones (checkpoint.py); it goes on with the last of them
       model/              the trained model, for `from_pretrained`
 
 [Note: resuming] Everything that a step depends on is in the checkpoint, or is a function of the

@@ -61,7 +61,8 @@ def evaluate(
             "spearman": metrics.spearman_correlation(scores.squeeze(-1), wanted),
         }
     chosen, num_classes = scores.argmax(-1), scores.shape[-1]
-    positive = [1] if num_classes == 2 else list(range(num_classes))  # of more, the mean of all
+    occurring = sorted({*chosen.tolist(), *wanted.tolist()})
+    positive = [1] if num_classes == 2 else occurring  # of more, the mean of those there are
     parts = [metrics.f1(chosen, wanted, positive=number) for number in positive]
     return found | {
         "accuracy": metrics.accuracy(chosen, wanted),

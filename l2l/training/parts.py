@@ -60,8 +60,7 @@ def make_model(
         return empty_model(settings.model.folder, task="causal")
     model = empty_model(settings.model.folder, task=task, num_labels=num_labels)
     config: Any = model.config
-    if getattr(config, "pad_token_id", None) is None:
-        config.pad_token_id = pad_id  # decoders look for the last token of a row by it
+    config.pad_token_id = pad_id  # decoders look for the last token of a row by it
     if names:
         config.id2label = names
         config.label2id = {name: number for number, name in names.items()}

@@ -231,7 +231,9 @@ class Training:
 
     def _check_vocabulary(self) -> None:
         model: Any = self._model
-        size, most = model.get_input_embeddings().num_embeddings, int(self._examples.ids.max())
+        size = model.get_input_embeddings().num_embeddings
+        sets = [one for one in (self._examples, self._held_out) if one is not None and len(one)]
+        most = max(self._pad_id, *(int(one.ids.max()) for one in sets))
         if most >= size:
             raise TrainingError(
                 f"the tokenizer makes token {most}, but the model has {size} embeddings. Expected "
@@ -313,8 +315,10 @@ class Training:
         Raises:
             TrainingError: it does not, and the settings ask for packing.
         """
-        if not self._settings.data.packing or packing_holds(
-            engine.evaluate, self._batches.batch(0)
+        # Convolutions over tokens run across examples, with too little effect on a loss to be seen.
+        convolves = any(isinstance(module, nn.Conv1d) for module in self._model.modules())
+        if not self._settings.data.packing or (
+            not convolves and packing_holds(engine.evaluate, self._batches.batch(0))
         ):
             return
         kind = type(self._model).__name__
