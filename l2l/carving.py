@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, final
 
@@ -239,6 +239,7 @@ class Stub(nn.Module):
         super().__init__()
         object.__setattr__(self, "_layer", layer)
         object.__setattr__(self, "_handler", None)
+        object.__setattr__(self, "_written", frozenset())
         self._index = index
 
     @override
@@ -252,7 +253,26 @@ class Stub(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name in self.__dict__["_written"]:
+                raise CutError(
+                    f"the model reads {name!r} of layer {self._index}, which the layer writes when "
+                    "it runs. Layers run elsewhere: let them return what the model needs of them, "
+                    "as part of the hidden state."
+                ) from None
             return getattr(self.__dict__["_layer"], name)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_handler") is not None and name != "training":
+            raise CutError(
+                f"the model sets {name!r} of layer {self._index} while it runs. Layers run "
+                "elsewhere: give it to them as an argument."
+            )
+        super().__setattr__(name, value)
+
+    def note_written(self, names: Collection[str]) -> None:
+        """The layer writes these attributes of its own when it runs."""
+        self.__dict__["_written"] = frozenset(names)
 
 
 def copy_tree(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
@@ -452,9 +472,14 @@ class CarvedModel:
             ValueError: the model does not run its layers once each and in order.
         """
         _refuse_router_losses(self.skeleton.module, batch)
-        recording = Recording()
+        recording, has_graph = Recording(), torch.is_grad_enabled()
 
         def handler(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if has_graph and not torch.is_grad_enabled():
+                raise CutError(
+                    f"the model runs layer {index} under torch.no_grad(). What is not to be "
+                    "trained is frozen instead: requires_grad_(False) for its parameters."
+                )
             hidden = chain.receive(index, args, kwargs)
             recording.add(index, args, kwargs, hidden)
             if index == 0:

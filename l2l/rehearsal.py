@@ -217,7 +217,8 @@ class Rehearsal:
         outer = self._carved.skeleton.buffers()
         before = {name: buffer.clone() for name, buffer in outer.items()}
         self._carved.set_training(True)
-        self._carved.prologue(trial, learn=self._run_layer)
+        with torch.enable_grad():  # nothing requires gradients: only to see whether that is undone
+            self._carved.prologue(trial, learn=self._run_layer)
         for structure in self._carved.changing_input:  # it would write into a cell
             self._compiler.refuse(structure)
         changing = frozenset(
@@ -243,8 +244,22 @@ class Rehearsal:
         part.bind(weights)
         before = [buffer.clone() for buffer in part.buffers().values()]
         given = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
+        attributes, form = _attributes(part.module), pytree.tree_structure((args, kwargs))
         self._device.seed(1)
         value = part.module(*args, **kwargs)
+        if pytree.tree_structure((args, kwargs)) != form:
+            raise CutError(
+                f"layer {index} adds to its arguments. What layers leave there is lost: let them "
+                "return what the model needs of them, as part of the hidden state."
+            )
+        written = {
+            name.partition(".")[0]
+            for name, found in _attributes(part.module).items()
+            if name not in attributes or found is not attributes[name]
+        }
+        for other, stub in zip(self._carved.structures, self._carved.stubs, strict=True):
+            if other == structure:
+                stub.note_written(written)
         changed = [
             position
             for position, (old, new) in enumerate(zip(before, part.buffers().values(), strict=True))
@@ -498,3 +513,13 @@ def _same(first: Any, second: Any) -> bool:
     return torch.equal(first.isnan(), second.isnan()) and torch.equal(
         torch.nan_to_num(first), torch.nan_to_num(second)
     )
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What the modules of a layer have as attributes, by path; without tensors that are bound."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, one in module.named_modules()
+        for name, value in vars(one).items()
+        if not name.startswith("_") and name != "training"
+    }

@@ -162,6 +162,74 @@ def test_what_changes_in_a_dict_between_layers_is_seen():
     assert_same_gradients(ChangesItsDict, batch_of())
 
 
+class LeavesBehind(Mixing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = torch.zeros(())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.extra = self.linear(hidden).square().mean()
+        return super().forward(hidden)
+
+
+class Appends(Mixing):
+    def forward(self, hidden: Tensor, extra: list[Tensor]) -> Tensor:
+        extra.append(self.linear(hidden).square().mean())
+        return super().forward(hidden)
+
+
+class ReadsWhatLayersLeave(Small):
+    def __init__(self) -> None:
+        super().__init__(*[LeavesBehind] * 3)
+
+    def forward(self, ids: Tensor, labels: Tensor):
+        outputs = super().forward(ids, labels)
+        return {"loss": outputs["loss"] + sum(layer.extra for layer in self.layers)}
+
+
+class GivesAList(Small):
+    def __init__(self) -> None:
+        super().__init__(*[Appends] * 3)
+
+    def forward(self, ids: Tensor, labels: Tensor):
+        hidden, extra = self.embedding(ids), []
+        for layer in self.layers:
+            hidden = layer(hidden, extra)
+        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+        return {"loss": loss + sum(extra)}
+
+
+class SetsAttributes(Small):
+    def forward(self, ids: Tensor, labels: Tensor):
+        for layer in self.layers:
+            layer.mask = (ids > 4).float()
+        return super().forward(ids, labels)
+
+
+class WithoutGraph(Small):
+    def forward(self, ids: Tensor, labels: Tensor):
+        hidden = self.embedding(ids)
+        with torch.no_grad():
+            for layer in self.layers:
+                hidden = layer(hidden)
+        return {"loss": F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (ReadsWhatLayersLeave, "reads 'extra' of layer 0, which the layer writes"),
+        (GivesAList, "layer 0 adds to its arguments"),
+        (SetsAttributes, "sets 'mask' of layer 0"),
+        (WithoutGraph, "runs layer 0 under torch.no_grad"),
+    ],
+    ids=["left behind", "a list", "set", "without graph"],
+)
+def test_what_goes_past_arguments_and_return_values_is_refused(build, said: str):
+    with make(build()) as engine, pytest.raises(ValueError, match=said):
+        engine.step(batch_of())
+
+
 class IgnoresZero(Small):
     def forward(self, ids: Tensor, labels: Tensor):
         logits = self.head(self.layers[2](self.layers[1](self.layers[0](self.embedding(ids)))))
