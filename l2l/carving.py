@@ -82,11 +82,29 @@ class HandedOn(Tensor):
 
 @final
 class NotKept:
-    """Stands for an entry of a layer's return value besides the hidden state."""
+    """Stands for an entry of a layer's return value besides the hidden state; not to be used."""
 
     def __init__(self, layer: int, entry: int) -> None:
         self.layer = layer
         self.entry = entry
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise CutError(
+            f"the model uses entry {self.entry} of what layer {self.layer} returns. Only the "
+            "hidden state, the first, goes from layer to layer: put what the loss needs into it."
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __getitem__ = __float__ = _refuse
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        """Refuse to be computed with."""
+        del func, types
+        found = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, NotKept))
+        next(found)._refuse()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +278,18 @@ class Stub(nn.Module):
                     "as part of the hidden state."
                 ) from None
             return getattr(self.__dict__["_layer"], name)
+
+    def __iter__(self) -> NoReturn:
+        self._refuse_parts()
+
+    def __getitem__(self, key: object) -> NoReturn:
+        self._refuse_parts()
+
+    def _refuse_parts(self) -> NoReturn:
+        raise CutError(
+            f"the model takes layer {self._index} apart. Expected layers that are called as a "
+            "whole: put what belongs together into one module with a forward method."
+        )
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:

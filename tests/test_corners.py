@@ -206,6 +206,46 @@ class SetsAttributes(Small):
         return super().forward(ids, labels)
 
 
+class ReturnsTwo(Mixing):
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(hidden), self.linear(hidden).square().mean()
+
+
+class AddsWhatLayersReturn(Small):
+    def __init__(self) -> None:
+        super().__init__(*[ReturnsTwo] * 3)
+
+    def forward(self, ids: Tensor, labels: Tensor):
+        hidden, total = self.embedding(ids), 0.0
+        for layer in self.layers:
+            hidden, extra = layer(hidden)
+            total = total + extra
+        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+        return {"loss": loss + total}
+
+
+class StacksWhatLayersReturn(AddsWhatLayersReturn):
+    def forward(self, ids: Tensor, labels: Tensor):
+        hidden, extras = self.embedding(ids), []
+        for layer in self.layers:
+            hidden, extra = layer(hidden)
+            extras.append(extra)
+        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+        return {"loss": loss + torch.stack(extras).sum()}
+
+
+class TakesApart(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([Mixing(), Mixing()]) for _ in range(3))
+
+    def forward(self, ids: Tensor, labels: Tensor):
+        hidden = self.embedding(ids)
+        for first, second in self.layers:
+            hidden = second(first(hidden))
+        return {"loss": F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
+
+
 class WithoutGraph(Small):
     def forward(self, ids: Tensor, labels: Tensor):
         hidden = self.embedding(ids)
@@ -222,8 +262,11 @@ class WithoutGraph(Small):
         (GivesAList, "layer 0 adds to its arguments"),
         (SetsAttributes, "sets 'mask' of layer 0"),
         (WithoutGraph, "runs layer 0 under torch.no_grad"),
+        (AddsWhatLayersReturn, "uses entry 1 of what layer 0 returns"),
+        (StacksWhatLayersReturn, "uses entry 1 of what layer 0 returns"),
+        (TakesApart, "takes layer 0 apart"),
     ],
-    ids=["left behind", "a list", "set", "without graph"],
+    ids=["left behind", "a list", "set", "without graph", "added", "stacked", "apart"],
 )
 def test_what_goes_past_arguments_and_return_values_is_refused(build, said: str):
     with make(build()) as engine, pytest.raises(ValueError, match=said):
