@@ -210,6 +210,12 @@ def _label_settings(task: str, num_labels: int | None) -> dict[str, Any]:
     return {} if num_labels is None else {"num_labels": num_labels}
 
 
+def class_names(folder: Path) -> list[str]:
+    """The names of the classes of a model in a folder, in the order of their numbers."""
+    numbers = json.loads((folder / "config.json").read_text()).get("label2id") or {}
+    return sorted(numbers, key=numbers.__getitem__)
+
+
 def refuse_quantized(folder: Path) -> None:
     """Refuse weights that are not numbers as they are.
 

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -236,6 +238,44 @@ def test_a_classifier_learns_and_keeps_the_names_of_its_classes(tiny: Path, tmp_
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert config["id2label"] == {"0": "cat", "1": "count", "2": "dog"}
     assert config["pad_token_id"] == 1
+
+
+def test_classes_are_numbered_as_the_model_numbers_them(tiny: Path, tmp_path: Path) -> None:
+    """A head that was trained before knows them by its own numbers, not by the alphabet's."""
+    (tmp_path / "model").mkdir()
+    for path in (tiny / "model").iterdir():
+        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    lines = (tiny / "classification.jsonl").read_text().splitlines()
+    names = sorted({json.loads(line)["label"] for line in lines})
+    config["label2id"] = {name: number for number, name in enumerate(reversed(names))}
+    config["id2label"] = dict(enumerate(reversed(names)))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    model = {"folder": str(tmp_path / "model")}
+    train(write_settings(tiny, tmp_path, task="classification", model=model))
+    found = json.loads((tmp_path / "run" / "model" / "config.json").read_text())["label2id"]
+    assert found == config["label2id"]
+
+
+def test_a_run_without_checkpoints_is_kept_too(tiny: Path, tmp_path: Path) -> None:
+    settings = write_settings(tiny, tmp_path, training={"steps": 2})
+    train(settings)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    train(settings, resume=False)
+    assert (tmp_path / "run-1" / "model" / "model.safetensors").exists()
+
+
+def test_data_may_be_named_more_than_once(tiny: Path, tmp_path: Path) -> None:
+    words = ["train", "--model", str(tiny / "model"), "--random-init", "--dry-run"]
+    one = ["--data", str(tiny / "text.txt")]
+    words += ["--steps", "2", "--rows", "2", "--length", "16", "--output", str(tmp_path / "run")]
+    said = []
+    for more in (one, one + one):
+        done = subprocess.run(
+            [sys.executable, "-m", "l2l", *words, *more], capture_output=True, text=True, check=True
+        )
+        said.append(int(re.search(r"([\d,]+) examples", done.stdout)[1].replace(",", "")))
+    assert said[1] == 2 * said[0]
 
 
 def test_a_regression_is_judged_by_correlation(tiny: Path, tmp_path: Path) -> None:

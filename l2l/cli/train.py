@@ -58,6 +58,7 @@ FLAGS = {  # flag -> section, key, what it takes
     "--seed": ("training", "seed", "N"),
     "--random-init": ("model", "random_init", ""),
 }
+SEVERAL = ("--data", "--evaluation-data")  # may be given more than once
 INTERRUPTED = 130
 
 
@@ -78,6 +79,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         words = key.words.replace("%", "%%")
         if key.is_switch:
             group.add_argument(flag, action="store_const", const=True, help=words)
+        elif flag in SEVERAL:
+            group.add_argument(flag, metavar=value, help=words, action="append")
         else:
             group.add_argument(flag, metavar=value, help=words)
     parser.add_argument(

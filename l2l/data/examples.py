@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -151,6 +151,13 @@ class Examples:
             num_unanswered=self.num_unanswered,
             columns=tuple(self.columns.values()),
         )
+
+    def numbered_as(self, names: Sequence[str]) -> Examples:
+        """The same with classes numbered in this order, if these are their names."""
+        if self.targets is None or set(names) != {*self.label_names}:
+            return self
+        numbers = torch.tensor([names.index(name) for name in self.label_names])
+        return replace(self, targets=numbers[self.targets], label_names=tuple(names))
 
     def take(self, indices: Tensor) -> Examples:
         """Some of the examples, in the order of the indices."""

@@ -50,7 +50,7 @@ class Flag:
     word: str  # --rows
     section: str
     key: str
-    value: str | bool
+    value: str | bool | list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ class Key:
             f"{did_you_mean(str(value), self.about.choices)} {self.name}: {self.about.words}"
         )
 
-    def parse_text(self, value: str | bool, *, where: str) -> Any:  # noqa: FBT001 (what a flag was given)
+    def parse_text(self, value: str | bool | list[str], *, where: str) -> Any:  # noqa: FBT001 (a flag)
         """A value of the command line as its field wants it.
 
         Raises:

@@ -65,7 +65,8 @@ class RunFolder:
 
     def set_aside(self) -> Path | None:
         """Give what is there another name; None if nothing is."""
-        if not self.checkpoints.exists():
+        parts = (self.settings_file, self.metrics_file, self.checkpoints, self.model)
+        if not any(part.exists() for part in parts):
             return None
         names = (self.root.with_name(f"{self.root.name}-{n}") for n in range(1, 10**6))
         free = next(name for name in names if not name.exists())

@@ -27,6 +27,7 @@ from l2l.checkpoint import (
 from l2l.data import Batches, Examples, make_examples, packing_holds, read_records
 from l2l.distributed import Alone, World
 from l2l.engine import Engine
+from l2l.hugging_face import class_names
 from l2l.loss import IGNORED
 from l2l.planner import Plan
 from l2l.preview import measured_hardware, plan
@@ -220,6 +221,7 @@ class Training:
         data, tokenizer = settings.data, self._tokenizer
         records = read_records(data.source, documents=data.documents)
         examples = make_examples(records, tokenizer=tokenizer, form=settings.form)
+        examples = examples.numbered_as(class_names(settings.model.folder))
         if data.hold_out is not None:
             return examples.hold_out(data.hold_out, seed=settings.training.seed)
         if data.evaluation_source is None:
