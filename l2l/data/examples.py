@@ -154,7 +154,7 @@ class Examples:
 
     def numbered_as(self, names: Sequence[str]) -> Examples:
         """The same with classes numbered in this order, if these are their names."""
-        if self.targets is None or set(names) != {*self.label_names}:
+        if self.targets is None or not self.label_names or set(names) != {*self.label_names}:
             return self
         numbers = torch.tensor([names.index(name) for name in self.label_names])
         return replace(self, targets=numbers[self.targets], label_names=tuple(names))
