@@ -487,7 +487,7 @@ class CarvedModel:
             names = {name: owners[id(tensor)] for name, tensor in tensors}
             numbers = tuple(
                 (module.get_submodule(path), name)
-                for path, name in sorted(numbering & _attributes(module).keys())
+                for path, name in sorted(numbering & attributes_of(module).keys())
             )
             templates.append(Template(module=module, names=names, index=index, numbers=numbers))
         return templates
@@ -713,7 +713,7 @@ def _comparable(value: Any) -> Any:
     return value if _is_plain(value) else id(value)
 
 
-def _attributes(layer: nn.Module) -> dict[tuple[str, str], Any]:
+def attributes_of(layer: nn.Module) -> dict[tuple[str, str], Any]:
     """What modules of a layer carry besides tensors and modules: plain values, or identities."""
     return {
         (path, name): _comparable(value)
@@ -727,7 +727,7 @@ def own_numbers(layers: list[nn.Module]) -> frozenset[tuple[str, str]]:
     """Attributes that hold the layer's own number, in every layer that has them."""
     found: dict[tuple[str, str], list[bool]] = {}
     for index, layer in enumerate(layers):
-        for key, value in _attributes(layer).items():
+        for key, value in attributes_of(layer).items():
             found.setdefault(key, []).append(type(value) is int and value == index)
     return frozenset(
         key for key, own in found.items() if all(own) and (len(own) > 1 or key[1] == "layer_idx")
@@ -743,7 +743,7 @@ def _structure(layer: nn.Module, numbering: frozenset[tuple[str, str]]) -> str:
             for name, module in layer.named_modules()
         ]
         + [f"{name}:{tuple(tensor.shape)}:{tensor.requires_grad}" for name, tensor in tensors]
-        + [f"{key}={v}" for key, v in _attributes(layer).items() if key not in numbering]
+        + [f"{key}={v}" for key, v in attributes_of(layer).items() if key not in numbering]
     )
 
 

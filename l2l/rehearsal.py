@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from l2l.batch import Microbatch, take_rows
 from l2l.byte_size import format_bytes
-from l2l.carving import CarvedModel, Recording, Returns
+from l2l.carving import CarvedModel, Recording, Returns, attributes_of
 from l2l.compiled_layer import Compiler
 from l2l.device import Device
 from l2l.interception import Head, Readers, Reading
@@ -244,7 +244,7 @@ class Rehearsal:
         part.bind(weights)
         before = [buffer.clone() for buffer in part.buffers().values()]
         given = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
-        attributes, form = _attributes(part.module), pytree.tree_structure((args, kwargs))
+        attributes, form = attributes_of(part.module), pytree.tree_structure((args, kwargs))
         self._device.seed(1)
         value = part.module(*args, **kwargs)
         if pytree.tree_structure((args, kwargs)) != form:
@@ -253,9 +253,9 @@ class Rehearsal:
                 "return what the model needs of them, as part of the hidden state."
             )
         written = {
-            name.partition(".")[0]
-            for name, found in _attributes(part.module).items()
-            if name not in attributes or found is not attributes[name]
+            path.partition(".")[0] or name
+            for (path, name), found in attributes_of(part.module).items()
+            if (path, name) not in attributes or found != attributes[path, name]
         }
         for other, stub in zip(self._carved.structures, self._carved.stubs, strict=True):
             if other == structure:
@@ -513,13 +513,3 @@ def _same(first: Any, second: Any) -> bool:
     return torch.equal(first.isnan(), second.isnan()) and torch.equal(
         torch.nan_to_num(first), torch.nan_to_num(second)
     )
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What the modules of a layer have as attributes, by path; without tensors that are bound."""
-    return {
-        f"{path}.{name}" if path else name: value
-        for path, one in module.named_modules()
-        for name, value in vars(one).items()
-        if not name.startswith("_") and name != "training"
-    }

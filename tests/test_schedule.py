@@ -47,6 +47,14 @@ TIED = (OuterUnit(name="T0", in_prologue=False, looked_up=True), AFTER)
 UNTIED = (OuterUnit(name="T0", in_prologue=False, in_epilogue=False, looked_up=True), AFTER)
 APART = (OuterUnit(name="T0", in_epilogue=False), AFTER)
 
+IN_HALVES = Shape(
+    layers=first_layers(3),
+    num_microbatches=2,
+    outer=TIED,
+    num_late=4,
+    pending=("T0", "O", "L2", "L1", "L0"),
+    halves=True,
+)
 GOLDEN = {
     "three_layers_one_microbatch": Shape(layers=first_layers(3), num_microbatches=1),
     "three_layers_two_microbatches": Shape(
@@ -82,30 +90,9 @@ GOLDEN = {
     "several_ranks_device_updates": Shape(
         layers=first_layers(3), num_microbatches=2, device_updates=True, parallel=True
     ),
-    "tied_table_on_the_host_clipped": Shape(
-        layers=first_layers(3),
-        num_microbatches=2,
-        outer=TIED,
-        num_late=4,
-        pending=("T0", "O", "L2", "L1", "L0"),
-    ),
-    "tied_table_on_the_host_in_halves": Shape(
-        layers=first_layers(3),
-        num_microbatches=2,
-        outer=TIED,
-        num_late=4,
-        pending=("T0", "O", "L2", "L1", "L0"),
-        halves=True,
-    ),
-    "layers_in_halves_and_the_table_at_once": Shape(
-        layers=first_layers(3),
-        num_microbatches=2,
-        outer=TIED,
-        num_late=4,
-        pending=("T0", "O", "L2", "L1", "L0"),
-        halves=True,
-        whole_tables=True,
-    ),
+    "tied_table_on_the_host_clipped": dataclasses.replace(IN_HALVES, halves=False),
+    "tied_table_on_the_host_in_halves": IN_HALVES,
+    "layers_in_halves_and_the_table_at_once": dataclasses.replace(IN_HALVES, whole_tables=True),
     "untied_table_on_the_host": Shape(
         layers=first_layers(3), num_microbatches=2, outer=UNTIED, pending=("T0",)
     ),
