@@ -698,11 +698,11 @@ def _tables(tree: nn.Module, owners: Mapping[int, str]) -> tuple[str, ...]:
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(_is_plain(entry) for pair in value.items() for entry in pair)
+        return all(is_plain(entry) for pair in value.items() for entry in pair)
     if isinstance(value, tuple | list | set | frozenset):
-        return all(_is_plain(entry) for entry in value)
+        return all(is_plain(entry) for entry in value)
     return isinstance(value, PLAIN)
 
 
@@ -710,7 +710,7 @@ def _comparable(value: Any) -> Any:
     """A plain value as it is, a function by what it does, anything else by its identity."""
     if isinstance(value, functools.partial):
         return (id(value.func), _comparable(value.args), _comparable(value.keywords))
-    return value if _is_plain(value) else id(value)
+    return value if is_plain(value) else id(value)
 
 
 def attributes_of(layer: nn.Module) -> dict[tuple[str, str], Any]:

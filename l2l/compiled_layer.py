@@ -306,7 +306,17 @@ class Compiler:
         self._random: set[str] = set()  # structures that draw random numbers
         self._unchecked: set[str] = set()  # those of them whose gradients are to be compared
         self._recomputed: set[str] = set()  # those of them that keep nothing
+        self._paused = False
         self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside the block layers run as they are."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     @property
     def num_programs(self) -> int:
@@ -344,11 +354,11 @@ class Compiler:
 
     def compiles(self, structure: str) -> bool:
         """Whether a structure is compiled, as far as is known."""
-        return self._backend is not None and structure not in self._uncompiled
+        return self.is_on and not self._paused and structure not in self._uncompiled
 
     def program(self, structure: str, *, keep: float) -> Program | None:
         """The program of a structure; None if it runs uncompiled."""
-        if self._backend is None or structure in self._uncompiled:
+        if self._backend is None or not self.compiles(structure):
             return None
         key = (structure, 0.0 if structure in self._recomputed and keep < EVERYTHING else keep)
         if key not in self._programs:

@@ -60,6 +60,7 @@ from l2l.persistence import Persistence
 from l2l.planner import STATE_ON_HOST, Decisions, Plan
 from l2l.planning import Planning, parse_budget
 from l2l.precision import PrecisionPolicy
+from l2l.proof import FLOAT16_SCALE, Evidence, Proof, ProofMemory
 from l2l.rehearsal import LARGE_UNIT_BYTES, Rehearsal
 from l2l.relay import Relay, Scaler
 from l2l.report import StepReport
@@ -69,7 +70,7 @@ from l2l.step import Step
 from l2l.trace import Trace
 from l2l.transfer import Transfer
 from l2l.units import forms_of, models_for, moves_for, units_of
-from l2l.updates import Updates
+from l2l.updates import PROLOGUE_SEED, Updates, mix_seed
 from l2l.weights import Incoming, RandomInit
 
 logger = logging.getLogger("l2l")
@@ -83,6 +84,7 @@ PLACED = (
     "outer_state",
 )
 """Choices by which a layer is computed, or updated, by other code: the same but for last bits."""
+PROVEN = ProofMemory.of_user()
 RANK_SEED = 0x9E3779B9  # ranks draw different random numbers
 MOST_SCHEDULES = 32  # that are kept
 MOST_STEPS_AHEAD = 2  # how far the host may run ahead of the device
@@ -118,6 +120,7 @@ class Engine:
         embedding: str | None = None,
         kernel: str = "native",
         seed: int | None = None,
+        prove: bool = True,
         depth: Depth | None = None,
         overrides: Mapping[str, Any] | None = None,
         group_size: int | None = None,
@@ -154,6 +157,8 @@ class Engine:
             kernel: "native", or "readable" for the slow PyTorch version with the same arithmetic.
             seed: of dropout, of stochastic rounding, of `depth`, and of a new head that `weights`
                 does not have. None: torch's initial seed.
+            prove: whether the first step is preceded by a comparison with the model's own code, on
+                a few tokens: see `l2l.proof`.
             depth: which layers every training step runs: `l2l.StochasticDepth()`, say. None: all.
             overrides: choices of the plan to be made otherwise, by name: see `l2l.planner`.
             group_size: where torch.distributed is initialised, all its ranks train together, each
@@ -212,6 +217,7 @@ class Engine:
         )
         self.optimizer.state_of = self._server.state_of
         self._loss, self._host_budget, self._seed = loss, budget, seed
+        self._proves = prove
         self._make_memory(stash_policy, native)
         self._make_parts()
         self._microbatch_size, self._clip_norm = microbatch_size, clip_norm
@@ -620,6 +626,16 @@ class Engine:
             ),
         )
 
+        self._proof = Proof(
+            model=self._model,
+            carved=self._carved,
+            server=self._server,
+            device=self._device,
+            loss_function=self._loss,
+            link=self._precision.link,
+            memory=PROVEN,
+        )
+
     def _make_relay(self, seed: int) -> Relay:
         return Relay(
             carved=self._carved,
@@ -734,7 +750,8 @@ class Engine:
         first = batch if isinstance(batch, Mapping) else split_batch(batch, microbatch_size=1)[0]
         num_rows(first)
         self._rehearsal.run(dict(first), needs_loss=needs_loss)
-        self._decide(batch)
+        proves = training and self._proves
+        self._decide(batch, proves=proves)
         rows = self._rows_of(batch)
         rule = self._rehearsal.rule or Rule.ROWS
         own = split_batch(batch, microbatch_size=rows) if batch is given else []
@@ -759,6 +776,8 @@ class Engine:
             )
         microbatches, num_own = split_into(batch, number, microbatch_size=rows)
         self._transfer.reserve(self._shape(len(microbatches), training=training))
+        if proves and not self._proof.is_done(batch, self._path()):
+            self._proof.check(rule, self._path(), self._prove, self._rehearsal.present_buffers)
         return _Cut(
             microbatches=[
                 {k: self._device.pinned(v) if isinstance(v, Tensor) else v for k, v in one.items()}
@@ -832,30 +851,106 @@ class Engine:
             return self._microbatch_size or 1
         return max(1, self._planning.decisions.microbatch_tokens // token_length(batch))
 
-    def _decide(self, batch: Batches) -> None:
-        """Make the choices for batches like this one, unless they are made."""
+    def _decide(self, batch: Batches, *, proves: bool) -> None:
+        """Make the choices for batches like this one, unless they are made.
+
+        While nothing is on the device, the model's own code is run for the proof.
+        """
         must_plan = self._planning.must_plan(batch, rows=self._microbatch_size)
-        if not any(self._world.gather_facts(must_plan)):
+        must_plan = any(self._world.gather_facts(must_plan))
+        if not must_plan and (not proves or self._proof.is_done(batch, self._path())):
             return
         self._leave_device()
         outer = self._rehearsal.outer_units(self._is_looked_up)
         try:
-            self._planning.make(
-                batch,
-                rows=self._microbatch_size,
-                outer=outer,
-                usage=self._rehearsal.usage,
-                facts=self._outer.facts,
-                record=self._rehearsal.record,
-                buffer_bytes=self._rehearsal.resident_buffer_bytes(),
-                draws_random_numbers=self._compiler.draws_random_numbers,
-            )
-            if self._world.is_parallel:  # all go by the plan of the one with most to do
-                number = sum(num_rows(one) * token_length(one) for one in _dicts(batch))
-                plans = self._world.gather_facts((number, self._planning.decisions))
-                self._planning.decisions = max(plans, key=lambda plan: plan[0])[1]
+            if must_plan:
+                self._make_plan(batch, outer)
+            if proves and not self._proof.is_done(batch, self._path()):
+                self._proof.see(
+                    batch,
+                    self._rehearsal.rule or Rule.ROWS,
+                    cut=self._rehearsal.cut,
+                    buffers=self._rehearsal.present_buffers(),
+                    seed_of=self._proof_seed,
+                    room=self._planning.budget,
+                )
         finally:  # if nothing fits, the choices made before hold
             self._enter_device(outer)
+
+    def _make_plan(self, batch: Batches, outer: tuple[OuterUnit, ...]) -> None:
+        self._planning.make(
+            batch,
+            rows=self._microbatch_size,
+            outer=outer,
+            usage=self._rehearsal.usage,
+            facts=self._outer.facts,
+            record=self._rehearsal.record,
+            buffer_bytes=self._rehearsal.resident_buffer_bytes(),
+            draws_random_numbers=self._compiler.draws_random_numbers,
+        )
+        if self._world.is_parallel:  # all go by the plan of the one with most to do
+            number = sum(num_rows(one) * token_length(one) for one in _dicts(batch))
+            plans = self._world.gather_facts((number, self._planning.decisions))
+            self._planning.decisions = max(plans, key=lambda plan: plan[0])[1]
+
+    def _path(self) -> tuple[object, ...]:
+        """What decides which code a step runs, sizes apart."""
+        decisions, usage = self._planning.decisions, self._rehearsal.usage
+        amounts = {name: bool(getattr(decisions, name)) for name in decisions.__slots__}
+        return (
+            self._device.torch_device.type,
+            self._precision.link,
+            self._policy.value,
+            self._stash.policy,
+            self._world.share.number,
+            self._rehearsal.rule,
+            sorted(name for name in usage if self._is_looked_up(name)).__repr__(),
+            *amounts.items(),
+        )
+
+    def _proof_seed(self, layer: int | None, m: int) -> int:
+        """The seeds of a proof: of all ranks those of the first, whose rows they run."""
+        part = PROLOGUE_SEED if layer is None else layer
+        return mix_seed(self._seed, self._step_number, part, m)
+
+    def _prove(self, evidence: Evidence, rows: Sequence[Microbatch], total: int) -> float:
+        """Run a step that changes nothing; see `Proof.check`."""
+        everything = self._chosen(None)
+        cut = _Cut(
+            microbatches=[dict(one) for one in rows],
+            num_own=len(rows),
+            rule=self._rehearsal.rule or Rule.ROWS,
+            total=total * self._world.size,
+            num_tokens_elsewhere=0,
+        )
+        step = self._new_step(cut, everything, settings=self.optimizer.settings())
+        step.decided, step.witness = (None,), evidence.add
+        if self._scaler is not None:
+            step.loss_scale = FLOAT16_SCALE
+        if self._proof.on_host:
+            self._carved.set_training(False)
+        self._relay.reseed(self._seed)
+        compiled, self._outer.compiled = self._outer.compiled, False
+        try:
+            self._transfer.reserve(self._shape(len(rows), training=True))
+            with self._compiler.paused():
+                schedule = self._schedule(len(rows), everything, training=True)
+                self._relay.run(schedule, step)
+            self._held = frozenset(schedule.shape.on_device)
+            for lane in Lane:
+                self._device.record(lane).synchronize()
+            self._relay.show_waiting(step)
+            self._server.settle_all()
+        except BaseException:
+            self._device.abort()
+            self._stash.end_step()
+            self._server.waiting.clear()
+            raise
+        finally:
+            self._outer.compiled = compiled
+            self._relay.reseed(self._seed + self._world.rank * RANK_SEED)
+        evidence.losses = (step.losses[:, 0] * step.plain_factor(scaled=False)).tolist()
+        return step.plain_factor(scaled=True)
 
     def _leave_device(self) -> None:
         """Bring everything that stays on the device from step to step back to the host."""

@@ -150,6 +150,11 @@ class Planning:
             self.decisions = self.decisions.override(choices)
             self._candidate, self._most_tokens = None, 0  # plan anew
 
+    @property
+    def budget(self) -> int | None:
+        """Bytes of the device that may be used; None: nothing was planned that is limited."""
+        return self._budget
+
     def step_seconds(self) -> float | None:
         """How long a step takes, measured or else predicted."""
         recent = self._marks[-NUM_MARKS:]

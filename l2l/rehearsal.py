@@ -80,6 +80,7 @@ class Rehearsal:
         self.alone = False
         self.done = False
         self.trial: Microbatch | None = None  # a few rows, on the host, once there were any
+        self.cut = True  # whether a few tokens of a row were enough
         self.rule: Rule | None = None
         self.rule_is_final = False
 
@@ -105,6 +106,7 @@ class Rehearsal:
                 self._outer.bind_only({})
                 raise ValueError(self._needs()) from error
             except Exception:  # a model of fixed length cannot run a few tokens
+                self.cut = False
                 self._learn(trial_batch(microbatch, cut=False), wants_rule=wants_rule)
         self._outer.bind_only({})  # let go of the copies on the device
         self.done = True

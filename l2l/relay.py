@@ -60,6 +60,8 @@ class Scaler:
 
     def scale_of(self, step: Step) -> float:
         """The scale of a step; waits for the norms of the one before."""
+        if step.witness is not None:
+            return step.loss_scale
         previous = self.unobserved
         if previous is not None and previous is not step:
             self.observe()
@@ -149,6 +151,10 @@ class Relay:
         """Take over what a plan has chosen."""
         self.keep = keep
         self._updates.num_pieces = num_pieces
+
+    def show_waiting(self, step: Step) -> None:
+        """Show the gradients of all updates that a step has left to its witness."""
+        self._updates.show_waiting(step)
 
     def close(self) -> None:
         """Give the buffers that layers change back."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,8 @@ class Step:
     collected: Event | None = None
     updates_submitted: bool = False
     decided: tuple[float | None] | None = None  # the factor of all updates, once one was asked for
+    witness: Callable[[str, Tensor], None] | None = None
+    """Is shown every parameter's gradient where it would be used: of a step that changes nothing."""
 
     @property
     def training(self) -> bool:

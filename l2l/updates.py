@@ -121,6 +121,7 @@ class Updates:
 
     def update(self, step: Step, unit: str, staging: str) -> None:
         """A unit's update, on the host."""
+        self._show_staged(step, unit, self._transfer.staging[staging])
         order = step.order(unit)
         if order is not None:
             self._server.update(unit, self._transfer.staging[staging], order)
@@ -143,6 +144,26 @@ class Updates:
         """Gather a microbatch's rows from their tables."""
         assert step.rows is not None
         self._rows.gather(step.rows.microbatches[int(microbatch[1:])])
+
+    def _show(self, step: Step, unit: str, gradients: Mapping[str, Tensor]) -> None:
+        """Show a unit's gradients to the step's witness."""
+        if step.witness is not None:
+            for owner, gradient in gradients.items():
+                if owner in step.received.get(unit, ()):
+                    step.witness(owner, gradient)
+
+    def _show_staged(self, step: Step, unit: str, staging: Tensor) -> None:
+        if step.witness is not None:
+            self._show(step, unit, self._server.units[unit].held.staging_layout.views(staging))
+
+    def show_waiting(self, step: Step) -> None:
+        """Show the gradients of all updates that a step has left."""
+        for unit, waiting in self._server.waiting.items():
+            waiting.drained.synchronize()
+            if waiting.gradient is None:
+                self._show(step, unit, self._transfer.gradients(unit, f"G{unit}"))
+            else:
+                self._show_staged(step, unit, waiting.gradient)
 
     # ----------------------------------------------------------------------------------------------
     # Updates that are left to the next step
@@ -291,6 +312,7 @@ class Updates:
     ) -> None:
         """The update of a piece whose weights and gradients are on the device."""
         if piece == "p0":
+            self._show(step, unit, self._transfer.gradients(unit, gradient_slot))
             self._withdraw(step, unit)
         self._transfer.join(unit, self._piece(unit, piece), slot, gradient_slot, place)
         self.rework(step, unit, piece, place)
@@ -377,6 +399,9 @@ class Updates:
         gradients = self._transfer.gradients(unit, gradient_slot)
         loss, weight = step.device_losses.sum(0)
         finite = (loss / weight if step.divide_by_weight else loss).isfinite()
+        self._show(step, unit, gradients)
+        if step.witness is not None:
+            return
         generator = torch.Generator(self._device.torch_device)
         generator.manual_seed(mix_seed(self.seed, step.number, position(unit), REVISE_SEED))
         reduced = step.reduced.pop(unit, None)

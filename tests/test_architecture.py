@@ -69,10 +69,11 @@ MAY_IMPORT = {
     "persistence": "byte_size carving checkpoint layout parameter_server precision saved_model",
     "weights": "hugging_face initialization parameter_server tensor_file",
     "depth": "",
+    "proof": "batch carving device distributed loss parameter_server",
     "engine": (
         "batch carving checkpoint compiled_layer depth device distributed export host_memory "
         "layers lookup loss outer_pass parameter_server persistence planner planning precision "
-        "rehearsal relay report schedule stash step trace transfer units updates weights"
+        "proof rehearsal relay report schedule stash step trace transfer units updates weights"
     ),
     "preview": (
         "batch carving device hardware hollow host_memory interception layout loss outer_pass "

@@ -6,6 +6,7 @@ import contextlib
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,6 +144,14 @@ class Device(ABC):
     def seed(self, seed: int) -> None:
         """Seed the generators that the layers' own code draws from."""
         torch.default_generator.manual_seed(seed)
+
+    def random_state(self) -> object:
+        """Where these generators are, for `set_random_state`."""
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Any) -> None:
+        """Go on where they were."""
+        torch.set_rng_state(state)
 
 
 def anonymous_pages(nbytes: int) -> tuple[Tensor, mmap.mmap | None]:

@@ -1,0 +1,372 @@
+"""The model's own code, run as plain PyTorch runs it, with the weights of one layer at a time.
+
+The user's own modules and parameter objects are used, not copies: whatever code holds on to them
+(a loss, a compiled layer, a replaced `forward`) sees real weights. Around the layers these are
+there all the time. A layer's are brought when its code runs and taken away when it ends; what
+autograd saves of them is noted by its place, and brought again for the backward pass. Other saved
+tensors wait on the host. So this needs the memory of what is around the layers, its gradient, and
+a layer or two, whatever the depth.
+
+Random numbers are those of the engine: the code around the layers has one stream for each
+microbatch, and each layer one of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from l2l.batch import Microbatch
+from l2l.carving import CarvedModel, UnitTensors
+from l2l.device import Device
+from l2l.loss import LossFunction, require_loss
+from l2l.parameter_server import ParameterServer
+from l2l.proof.evidence import Evidence
+
+SMALL_BYTES = 1 << 12  # of a saved tensor that may stay on the device
+
+SeedOf = Callable[[int | None, int], int]
+"""The seed of a layer, or of the code around them (None), for a microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """A saved tensor that lies in a layer's weights."""
+
+    layer: int
+    offset: int  # in elements of its dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@final
+class Reference:
+    """Runs microbatches through the user's model; what they leave is an `Evidence`."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        carved: CarvedModel,
+        server: ParameterServer,
+        device: Device,
+        loss_function: LossFunction | None,
+        buffers: Mapping[str, Tensor],
+        seed_of: SeedOf,
+        on_host: bool,
+        room: int = 0,
+    ) -> None:
+        """Nothing happens yet.
+
+        Args:
+            model: the user's, whose weights are in the server.
+            carved: the same model, cut.
+            server: where its weights are.
+            device: whose random numbers are drawn.
+            loss_function: the user's; None: the model's own.
+            buffers: as training has left them, by owner, those that training changes.
+            seed_of: see `SeedOf`.
+            on_host: whether to run there, in evaluation mode: random numbers would be others.
+            room: device memory that weights of layers may take, beyond those of two.
+        """
+        self._model = model
+        self._carved = carved
+        self._server = server
+        self._device = device
+        self._loss_function = loss_function
+        self._seed_of = seed_of
+        self._on_host = on_host
+        self._room = room
+        self._place = torch.device("cpu") if on_host else device.torch_device
+        self._layers = list(model.get_submodule(carved.list_name).children())
+        self._given = dict(buffers)
+        self._buffers: dict[str, Tensor] = {}  # of layers, as their code has left them
+        self._flats: OrderedDict[int, Tensor] = OrderedDict()  # weights of layers that are here
+        self._spans: dict[int, int] = {}  # address of such weights -> layer
+        self._around: set[int] = set()  # addresses of weights around the layers
+        self._running: int | None = None
+        self._outer_random: Any = None
+        self._m = 0
+        self._evidence = Evidence(self._place)
+        self._factor = 1.0
+
+    def run(
+        self,
+        microbatches: Sequence[Microbatch],
+        shares: Sequence[float],
+        *,
+        divide_by_weight: bool,
+        factor: float = 1.0,
+        piece_of: Callable[[str, Tensor], Tensor] = lambda owner, gradient: gradient,
+    ) -> Evidence:
+        """Losses, gradients and buffers of some microbatches.
+
+        Args:
+            microbatches: on the host.
+            shares: what the loss of each counts.
+            divide_by_weight: whether the user's loss returns (sum, weight) and its quotient counts.
+            factor: losses are multiplied with it, gradients divided by it again.
+            piece_of: what of a parameter's gradient is kept.
+        """
+        self._evidence, self._factor = Evidence(self._place), factor
+        self._buffers = {k: v.to(self._place, copy=True) for k, v in self._given.items()}
+        self._piece_of = piece_of
+        weights: list[float] = []
+        with self._model_as_given(), self._device.private_random_state():
+            for m, microbatch in enumerate(microbatches):
+                self._m = m
+                weights.append(self._one(microbatch, shares[m]))
+            self._evidence.buffers = self._changed_buffers()
+        total = sum(weights) if divide_by_weight else 1.0
+        found = self._evidence.scaled(1.0 / (total * factor))
+        found.losses = [loss / total for loss in found.losses]
+        return found
+
+    def _one(self, microbatch: Microbatch, share: float) -> float:
+        """A microbatch, forward and backward; the weight that the user's loss gives it."""
+        inputs = {
+            name: value.to(self._place) if isinstance(value, Tensor) else value
+            for name, value in microbatch.items()
+        }
+        self._device.seed(self._seed_of(None, self._m))
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with torch.enable_grad(), hooks:
+            outputs = self._model(**inputs)
+            function, weight = self._loss_function, 1.0
+            found = require_loss(outputs) if function is None else function(outputs, inputs)
+            if isinstance(found, tuple):
+                found, weight = found[0], float(found[1])
+            loss = found * share
+            self._evidence.losses.append(float(loss.detach()))
+            if loss.requires_grad:
+                (loss.float() * self._factor).backward()  # type: ignore[no-untyped-call]
+        return weight
+
+    # ----------------------------------------------------------------------------------------------
+    # The user's model with real weights
+
+    @contextlib.contextmanager
+    def _model_as_given(self) -> Iterator[None]:
+        """Real weights around the layers, watched layers; all is as before at the end."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._forget)
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            self._set_modes(stack)
+            parameters = {**self._carved.outer_tensors.parameters}
+            for tensors in self._carved.layer_tensors:
+                parameters |= tensors.parameters
+            units = self._server.units
+            dtypes = {
+                owner: unit.form.weight_layout.dtype_of(owner)
+                for unit in units.values()
+                for owner in unit.form.weight_layout.names
+            }
+            for owner, parameter in parameters.items():
+                stack.callback(_restore, parameter, parameter.data, parameter.grad)
+                parameter.grad = None
+                parameter.data = self._nothing(parameter, dtypes[owner])
+                if parameter.requires_grad:
+                    taken = functools.partial(self._take, owner)
+                    stack.callback(parameter.register_post_accumulate_grad_hook(taken).remove)
+            self._bind_buffers(stack)
+            for name in units:
+                if not name.startswith("L"):
+                    weights = self._brought(name)
+                    self._around.add(weights.untyped_storage().data_ptr())
+                    for owner, view in units[name].form.weight_layout.views(weights).items():
+                        if owner in parameters:
+                            parameters[owner].data = view
+            for index, layer in enumerate(self._layers):
+                self._watch(index, layer, stack)
+            yield
+
+    def _set_modes(self, stack: contextlib.ExitStack) -> None:
+        """As `CarvedModel.set_training`; on the host in evaluation mode."""
+        modes = [(module, module.training) for module in self._model.modules()]
+        stack.callback(lambda: [module.__dict__.update(training=mode) for module, mode in modes])
+        for module, given in modes:
+            mode = False if self._on_host else given if self._model.training else True
+            module.__dict__["training"] = mode
+
+    def _nothing(self, parameter: nn.Parameter, dtype: torch.dtype | None) -> Tensor:
+        value = torch.nan if parameter.is_floating_point() else 0
+        return torch.full((), value, dtype=dtype, device=self._place).expand(parameter.shape)
+
+    def _bind_buffers(self, stack: contextlib.ExitStack) -> None:
+        """Buffers around the layers, on the device; those of layers come with their weights."""
+        for module in self._model.modules():
+            stack.callback(module._buffers.update, dict(module._buffers))
+        for owner, buffer in self._carved.skeleton.buffers().items():
+            self._set_buffer(owner, buffer.to(self._place, copy=True))
+
+    def _set_buffer(self, owner: str, value: Tensor) -> None:
+        for module, local in self._buffer_places[owner]:
+            module._buffers[local] = value
+
+    def _buffer(self, owner: str) -> Tensor | None:
+        module, local = self._buffer_places[owner][0]
+        return module._buffers[local]
+
+    @functools.cached_property
+    def _buffer_places(self) -> dict[str, list[tuple[nn.Module, str]]]:
+        """Where the user's modules keep their buffers, by owner."""
+        owners = {id(buffer): name for name, buffer in self._model.named_buffers()}
+        found: dict[str, list[tuple[nn.Module, str]]] = {}
+        for module in self._model.modules():
+            for local, buffer in module._buffers.items():
+                if buffer is not None:
+                    found.setdefault(owners[id(buffer)], []).append((module, local))
+        return found
+
+    def _watch(self, index: int, layer: nn.Module, stack: contextlib.ExitStack) -> None:
+        """Have the weights there whenever the layer's code runs, called in whatever way."""
+
+        def enter(*_: Any) -> None:
+            self._enter(index)
+
+        def leave(*_: Any) -> None:
+            self._leave(index)
+
+        handles = [
+            layer.register_forward_pre_hook(enter, prepend=True),
+            layer.register_forward_hook(leave, always_call=True),
+        ]
+        for handle in handles:
+            stack.callback(handle.remove)
+        inner = layer.forward
+
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._running == index:  # called as a module
+                return inner(*args, **kwargs)
+            self._enter(index)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._leave(index)
+
+        own = {name: layer.__dict__[name] for name in _CALLS if name in layer.__dict__}
+        stack.callback(_put_back, layer, own)
+        layer.__dict__["forward"] = forward
+        layer.__dict__["_compiled_call_impl"] = None
+
+    def _enter(self, index: int) -> None:
+        self._outer_random = self._device.random_state()
+        self._running = index
+        tensors, unit = self._carved.layer_tensors[index], self._server.units[f"L{index}"]
+        views = unit.form.weight_layout.views(self._weights(index))
+        for owner, parameter in tensors.parameters.items():
+            parameter.data = views[owner]
+        for owner in tensors.buffers:
+            known = self._buffers.get(owner)
+            self._set_buffer(owner, views[owner].clone() if known is None else known)
+        self._device.seed(self._seed_of(index, self._m))
+
+    def _leave(self, index: int) -> None:
+        tensors = self._carved.layer_tensors[index]
+        for owner in tensors.buffers:
+            if (left := self._buffer(owner)) is not None:
+                self._buffers[owner] = left
+        for parameter in tensors.parameters.values():
+            parameter.data = self._nothing(parameter, parameter.dtype)
+        self._running = None
+        self._device.set_random_state(self._outer_random)
+
+    def _start_of(self, owner: str, index: int | None) -> Tensor:
+        """A buffer before the first microbatch."""
+        if owner in self._given:
+            return self._given[owner]
+        assert index is not None
+        return self._server.units[f"L{index}"].weight_of(owner)
+
+    def _changed_buffers(self) -> dict[str, Tensor]:
+        """Buffers that are not what they were before the first microbatch."""
+        outer = self._carved.skeleton.buffers()
+        found = {o: left for o in outer if (left := self._buffer(o)) is not None}
+        layer_of = {o: i for i, t in enumerate(self._carved.layer_tensors) for o in t.buffers}
+        found |= {o: one for o, one in self._buffers.items() if o in layer_of}
+        starts = {o: outer[o] if o in outer else self._start_of(o, layer_of[o]) for o in found}
+        return {o: one.cpu() for o, one in found.items() if not same(one, starts[o])}
+
+    # ----------------------------------------------------------------------------------------------
+    # What autograd saves and gives
+
+    def _weights(self, index: int) -> Tensor:
+        """A layer's weights, here; the last few stay."""
+        found = self._flats.get(index)
+        if found is None:
+            found = self._brought(f"L{index}")
+            self._spans[found.untyped_storage().data_ptr()] = index
+            self._flats[index] = found
+            kept = self._flats.values()
+            while len(kept) > 2 and sum(one.nbytes for one in kept) > self._room:
+                _, gone = self._flats.popitem(last=False)
+                del self._spans[gone.untyped_storage().data_ptr()]
+        self._flats.move_to_end(index)
+        return found
+
+    def _brought(self, name: str) -> Tensor:
+        return self._server.whole(name).weights.to(self._place, copy=True)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        address = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+        if address in self._spans:
+            shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+            layer, start = self._spans[address], tensor.storage_offset()
+            return _Spot(layer, start, shape, strides, tensor.dtype)
+        is_small = tensor.nbytes <= SMALL_BYTES or tensor.device.type == "cpu"
+        return tensor if is_small or address in self._around else (tensor.device, tensor.cpu())
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _Spot):
+            flat = self._weights(packed.layer).view(packed.dtype)
+            return flat.as_strided(packed.shape, packed.strides, packed.offset)
+        if isinstance(packed, tuple):
+            device, tensor = packed
+            waited: Tensor = tensor.to(device)
+            return waited
+        assert isinstance(packed, Tensor)
+        return packed
+
+    def _take(self, owner: str, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self._evidence.add(owner, self._piece_of(owner, gradient))
+
+    def _forget(self) -> None:
+        for held in (self._flats, self._spans, self._around, self._buffers):
+            held.clear()
+
+
+_CALLS = ("forward", "_compiled_call_impl")
+
+
+def _put_back(layer: nn.Module, own: Mapping[str, Any]) -> None:
+    for name in _CALLS:
+        layer.__dict__.pop(name, None)
+    layer.__dict__.update(own)
+
+
+def _restore(parameter: nn.Parameter, data: Tensor, gradient: Tensor | None) -> None:
+    parameter.data = data
+    parameter.grad = gradient
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have the same values, wherever they are; NaN is like NaN."""
+    if first.shape != second.shape or first.dtype is not second.dtype:
+        return False
+    second = second.to(first.device)
+    if not first.is_floating_point():
+        return torch.equal(first, second)
+    return torch.equal(first.isnan(), second.isnan()) and torch.equal(
+        first.nan_to_num(), second.nan_to_num()
+    )
