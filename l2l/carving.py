@@ -699,6 +699,7 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 def is_plain(value: Any) -> bool:
+    """Whether a value is numbers, words and containers of them."""
     if isinstance(value, dict):
         return all(is_plain(entry) for pair in value.items() for entry in pair)
     if isinstance(value, tuple | list | set | frozenset):

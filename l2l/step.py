@@ -64,7 +64,7 @@ class Step:
     updates_submitted: bool = False
     decided: tuple[float | None] | None = None  # the factor of all updates, once one was asked for
     witness: Callable[[str, Tensor], None] | None = None
-    """Is shown every parameter's gradient where it would be used: of a step that changes nothing."""
+    """Is shown every gradient where it would be used: of a step that changes nothing."""
 
     @property
     def training(self) -> bool:

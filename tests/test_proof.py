@@ -4,6 +4,7 @@ Every mutation takes something away that an exact step needs, and the proof must
 exact must pass. The repairs of single causes are taken out again in test_causes.py.
 """
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable
@@ -304,17 +305,15 @@ def test_a_deleted_wait_is_refused_where_the_device_runs_into_it() -> None:
             patch.setattr(l2l.engine, "make_schedule", without(number))
             patch.setattr(l2l.engine, "PROVEN", ProofMemory(None))
             engine = engine_of(Words(), device=CheckingDevice(), microbatch_size=2)
-            try:
+            found: list[float] = []
+            with contextlib.suppress(ProofError):
                 found = [engine.step(batch(seed=seed)).loss for seed in (0, 1)]
-                assert found == expected, f"wait {number} was missed"
-                exact += 1
-            except (ProofError, AssertionError) as error:
-                assert "was missed" not in str(error), str(error)
-                refused += 1
+            assert found in ([], expected), f"wait {number} was missed"
+            refused, exact = refused + (not found), exact + bool(found)
             total = sum(isinstance(line, Wait) for line in seen[-1].lines)
             engine.close(give_back=False)
         number += 5
-    assert refused >= exact > 0 or refused > 3, (refused, exact)
+    assert refused > 3, (refused, exact)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -101,7 +101,8 @@ def _modules_text(model: nn.Module) -> str | None:
         hooked = [value for key, value in vars(module).items() if key.endswith("_hooks") and value]
         if hooked or "forward" in vars(module):
             return None
-        lines += [name, _class_source(type(module))]
+        kind: type = type(module)
+        lines += [name, _class_source(kind)]
         for key, value in vars(module).items():
             if key[:1] != "_":
                 if id(value) not in known:
@@ -122,20 +123,22 @@ def _value_text(value: object, depth: int) -> str | None:
         return _function_text(value)
     if isinstance(value, types.BuiltinFunctionType):
         return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, functools.partial):
-        parts: list[object] = [value.func, *value.args, *value.keywords, *value.keywords.values()]
-    elif isinstance(value, nn.Module):
-        return None  # outside the tree of modules
-    elif isinstance(value, dict):
-        parts = [*value, *value.values()]
-    elif isinstance(value, list | tuple):
-        parts = [*value]
-    elif hasattr(value, "__dict__"):
-        parts = [type(value), *vars(value), *vars(value).values()]
-    else:
-        return None
-    texts = [None] if depth > MOST_DEPTH else [_value_text(one, depth + 1) for one in parts]
+    parts = None if depth > MOST_DEPTH else _parts_of(value)
+    texts = [None] if parts is None else [_value_text(one, depth + 1) for one in parts]
     return None if None in texts else f"({', '.join(map(str, texts))})"
+
+
+def _parts_of(value: object) -> list[object] | None:
+    """What a value is made of; None: not known, or a module outside the tree of modules."""
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords, *value.keywords.values()]
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        return [*value]
+    if isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+        return None
+    return [type(value), *vars(value), *vars(value).values()]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from l2l.batch import Microbatch
-from l2l.carving import CarvedModel, UnitTensors
+from l2l.carving import CarvedModel
 from l2l.device import Device
 from l2l.loss import LossFunction, require_loss
 from l2l.parameter_server import ParameterServer
@@ -175,7 +175,8 @@ class Reference:
                 parameter.data = self._nothing(parameter, dtypes[owner])
                 if parameter.requires_grad:
                     taken = functools.partial(self._take, owner)
-                    stack.callback(parameter.register_post_accumulate_grad_hook(taken).remove)
+                    hook = parameter.register_post_accumulate_grad_hook(taken)  # type: ignore[no-untyped-call]
+                    stack.callback(hook.remove)
             self._bind_buffers(stack)
             for name in units:
                 if not name.startswith("L"):
@@ -320,7 +321,7 @@ class Reference:
         address = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
         if address in self._spans:
             shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-            layer, start = self._spans[address], tensor.storage_offset()
+            layer, start = self._spans[address], int(tensor.storage_offset())
             return _Spot(layer, start, shape, strides, tensor.dtype)
         is_small = tensor.nbytes <= SMALL_BYTES or tensor.device.type == "cpu"
         return tensor if is_small or address in self._around else (tensor.device, tensor.cpu())

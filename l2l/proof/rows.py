@@ -11,7 +11,6 @@ from torch import Tensor
 from l2l.batch import Microbatch, num_rows, take_rows
 from l2l.loss import IGNORED, Rule, count, trial_batch
 
-
 Batches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
