@@ -9,7 +9,9 @@ The last line is JSON.
 """
 
 import argparse
+import cProfile
 import json
+import pstats
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +26,7 @@ from l2l.proof import Proof, ProofMemory
 from l2l.proof.evidence import _distance, _norm
 from l2l.workload import Workload
 
+PROFILES = False
 seconds: dict[str, float] = {}
 apart: dict[str, Any] = {}
 
@@ -44,8 +47,27 @@ def timed(kind: type, name: str, word: str) -> None:
     setattr(kind, name, run)
 
 
+def profiled(kind: type, name: str) -> None:
+    """Run a method twice, and print where the time went each time."""
+    method = getattr(kind, name)
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for _ in range(2):
+            self._theirs = None
+            profile = cProfile.Profile()
+            began = time.perf_counter()
+            profile.runcall(method, self, *args, **kwargs)
+            torch.accelerator.synchronize()
+            print(f"model's own code, profiled: {time.perf_counter() - began:.2f} s")
+            pstats.Stats(profile).sort_stats("tottime").print_stats(14)
+
+    if PROFILES:
+        setattr(kind, name, run)
+
+
 def watch() -> None:
     """Note times, and how far gradients are apart."""
+    profiled(Proof, "see")
     timed(Proof, "see", "model's own code")
     timed(Proof, "check", "engine and comparison")
     timed(Proof, "is_done", "key")
@@ -73,12 +95,16 @@ def first_step(workload: Workload, budget: str) -> dict[str, Any]:
     """One engine's first step."""
     seconds.clear()
     apart.clear()
-    model = workload.model(torch.device("cpu"))
+    model = workload.model(torch.device("meta"))
     ids = workload.ids()
     batch = {"input_ids": ids, "labels": ids}
     optimizer = l2l.AdamW(lr=1e-5)
     engine = l2l.Engine(
-        model, optimizer=optimizer, clip_norm=workload.clip_norm, device_memory=budget
+        model,
+        weights=l2l.RandomInit(seed=0),
+        optimizer=optimizer,
+        clip_norm=workload.clip_norm,
+        device_memory=budget,
     )
     began = time.perf_counter()
     loss = engine.step(batch).loss
@@ -98,7 +124,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--budgets", nargs="+", default=["4GiB", "16GiB", "80GiB"])
     parser.add_argument("--clip-norm", type=float, default=1.0)
+    parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
+    globals()["PROFILES"] = given.profile
     watch()
     workload = Workload(
         shape=given.shape,
