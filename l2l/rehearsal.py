@@ -18,7 +18,8 @@ layer travel with its weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -28,9 +29,10 @@ from torch.utils import _pytree as pytree
 
 from l2l.batch import Microbatch, take_rows
 from l2l.byte_size import format_bytes
-from l2l.carving import CarvedModel, Recording, Returns, attributes_of
+from l2l.carving import CarvedModel, Recording, Returns, attributes_of, first_argument
 from l2l.compiled_layer import Compiler
 from l2l.device import Device
+from l2l.given_objects import GivenObjects, named_arguments, objects_in
 from l2l.interception import Head, Readers, Reading
 from l2l.layer_list import CutError
 from l2l.lookup import TableLookup
@@ -76,6 +78,8 @@ class Rehearsal:
         self._outer = outer
         self._compiler = compiler
         self._changing: dict[str, list[int]] = {}  # structure -> positions among buffers
+        self._left: dict[int, tuple[Any, str, int]] = {}  # objects: argument and layer
+        self._reshaped: str | None = None  # a layer that changes the shape of the hidden state
         self.usage: dict[str, Usage] = {}
         self.alone = False
         self.done = False
@@ -96,7 +100,7 @@ class Rehearsal:
         if self._server.world.is_parallel:  # all ranks learn the same: from rows of the first
             rows = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in microbatch.items()}
             microbatch = self._server.world.gather_facts(take_rows(rows, 0, 2))[0]
-        with self._device.private_random_state(), torch.no_grad():
+        with self._device.private_random_state(), torch.no_grad(), self._untouched_buffers():
             try:
                 self._learn(trial_batch(microbatch, cut=True), wants_rule=wants_rule)
             except CutError:
@@ -124,7 +128,7 @@ class Rehearsal:
     def record(self, microbatch: Microbatch) -> Recording:
         """What a prologue run yields for these rows, on the device."""
         self._server.settle_all()
-        with self._device.private_random_state(), torch.no_grad():
+        with self._device.private_random_state(), torch.no_grad(), self._untouched_buffers():
             self._carved.set_training(True)
             self._bind(self._weights())
             found = self._carved.prologue(self._on_device(microbatch))
@@ -186,7 +190,8 @@ class Rehearsal:
         found: dict[str, Tensor] = {}
         for name, unit in self._server.units.items():
             if not name.startswith("L"):
-                weights = self._server.whole(name).weights.to(self._device.torch_device)
+                whole = self._server.whole(name).weights
+                weights = whole.to(self._device.torch_device, copy=True)
                 found |= unit.form.weight_layout.views(weights)
         return found
 
@@ -213,20 +218,45 @@ class Rehearsal:
                 self.alone and self._outer.may_put_off and self._putting_off_agrees(trial, weights)
             )
 
+    @contextlib.contextmanager
+    def _untouched_buffers(self) -> Iterator[None]:
+        """Leave the buffers around the layers as they were, whatever happens in the block."""
+        kept = self._carved.skeleton.buffers()
+        before = {owner: buffer.clone() for owner, buffer in kept.items()}
+        try:
+            yield
+        finally:
+            self._put_back(kept, before)
+
+    def _put_back(self, kept: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
+        """Bind these buffers around the layers again, with these values."""
+        self._carved.skeleton.bind(kept)
+        for owner, buffer in before.items():
+            kept[owner].copy_(buffer)
+
+    def _changed(self, kept: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> set[str]:
+        """Buffers around the layers that have other values than before."""
+        self._carved.skeleton.take_over(kept)
+        return {owner for owner, buffer in kept.items() if not torch.equal(buffer, before[owner])}
+
     def _learn_layers(self, trial: Microbatch) -> None:
-        outer = self._carved.skeleton.buffers()
-        before = {name: buffer.clone() for name, buffer in outer.items()}
+        kept = self._carved.skeleton.buffers()
+        before = {owner: buffer.clone() for owner, buffer in kept.items()}
         self._carved.set_training(True)
-        with torch.enable_grad():  # nothing requires gradients: only to see whether that is undone
-            self._carved.prologue(trial, learn=self._run_layer)
+        self._left.clear()
+        self._reshaped = None
+        try:
+            with torch.enable_grad():  # nothing requires gradients: to see whether that is undone
+                self._carved.prologue(trial, learn=self._run_layer, meet=self._meet)
+        except BaseException:
+            self._carved.forget()  # what was learnt: the next batch is to be tried as the first
+            self._put_back(kept, before)
+            raise
         for structure in self._carved.changing_input:  # it would write into a cell
             self._compiler.refuse(structure)
-        changing = frozenset(
-            name for name, buffer in outer.items() if not torch.equal(buffer, before[name])
-        )
+        changing = frozenset(self._changed(kept, before))
+        self._put_back(kept, before)
         self._outer.facts = OuterFacts(changing=changing)
-        for name in changing:
-            outer[name].copy_(before[name])
         for index, structure in enumerate(self._carved.structures):
             tensors = self._carved.layer_tensors[index].buffers
             owners = list(tensors)
@@ -240,13 +270,17 @@ class Rehearsal:
     def _run_layer(self, index: int, args: Any, kwargs: Any) -> Any:
         part, structure = self._carved.layers[index], self._carved.structures[index]
         unit = self._server.whole(f"L{index}")
-        weights = unit.form.weight_layout.views(unit.weights.to(self._device.torch_device))
+        weights = unit.form.weight_layout.views(
+            unit.weights.to(self._device.torch_device, copy=True)  # a layer may write into them
+        )
         part.bind(weights)
-        before = [buffer.clone() for buffer in part.buffers().values()]
+        buffers = part.buffers()
+        before = {owner: buffer.clone() for owner, buffer in buffers.items()}
         given = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
         attributes, form = attributes_of(part.module), pytree.tree_structure((args, kwargs))
+        objects = GivenObjects(named_arguments(part.module, args, kwargs))
         self._device.seed(1)
-        value = part.module(*args, **kwargs)
+        value = self._try_layer(index, args, kwargs)
         if pytree.tree_structure((args, kwargs)) != form:
             raise CutError(
                 f"layer {index} adds to its arguments. What layers leave there is lost: let them "
@@ -260,12 +294,15 @@ class Rehearsal:
         for other, stub in zip(self._carved.structures, self._carved.stubs, strict=True):
             if other == structure:
                 stub.note_written(written)
+        part.take_over(buffers)
         changed = [
             position
-            for position, (old, new) in enumerate(zip(before, part.buffers().values(), strict=True))
-            if not torch.equal(old, new)
+            for position, owner in enumerate(before)
+            if not torch.equal(before[owner], buffers[owner])
         ]
         self._changing[structure] = changed
+        self._note_left(index, args, kwargs, objects=objects, weights=weights)
+        self._refuse_written(index, (args, kwargs), given=given, value=value)
         self._device.seed(2)
         again = part.module(*given[0], **given[1])
         pairs = zip(pytree.tree_leaves(value), pytree.tree_leaves(again), strict=True)
@@ -275,12 +312,102 @@ class Rehearsal:
             self._compiler.refuse(structure)
         return value
 
+    def _try_layer(self, index: int, args: Any, kwargs: Any) -> Any:
+        """Run a layer; what it returns."""
+        try:
+            value = self._carved.layers[index].module(*args, **kwargs)
+        except Exception as error:
+            if self._reshaped is None:
+                raise
+            raise CutError(
+                f"layer {index} does not run on the hidden state that enters the first layer: "
+                f"{self._reshaped}. Expected layers that keep the shape of their hidden state; "
+                "name another list with layers='dotted.name'."
+            ) from error
+        given, hidden = first_argument(args, kwargs), Returns.unwrap(value)
+        if given.shape != hidden.shape:
+            shapes = f"is given {list(given.shape)} and returns {list(hidden.shape)}"
+            self._reshaped = f"layer {index} {shapes}"
+        return value
+
+    def _note_left(
+        self,
+        index: int,
+        args: Any,
+        kwargs: Any,
+        *,
+        objects: GivenObjects,
+        weights: Mapping[str, Tensor],
+    ) -> None:
+        """Remember the objects in which a layer leaves something for others."""
+        part, hidden = self._carved.layers[index], first_argument(args, kwargs)
+
+        def run(scale: float) -> None:
+            def scaled(value: Any) -> Any:
+                is_scaled = isinstance(value, Tensor) and value.is_floating_point()
+                return value * scale + (scale - 1.0) if is_scaled else value
+
+            other = scaled(hidden)
+            part.bind({name: scaled(tensor) for name, tensor in weights.items()})
+            part.module(
+                *(other if value is hidden else value for value in args),
+                **{name: other if value is hidden else value for name, value in kwargs.items()},
+            )
+
+        def again() -> None:
+            self._device.seed(1)
+            run(1.0)
+
+        def differently() -> None:
+            self._device.seed(3)
+            run(1.25)
+
+        for name, value in objects.left(again=again, differently=differently):
+            self._left[id(value)] = (value, name, index)
+        part.bind(weights)
+
+    def _meet(self, index: int, args: Any, kwargs: Any) -> None:
+        """Refuse an object that an earlier layer has changed."""
+        if not self._left:
+            return
+        given = named_arguments(self._carved.layers[index].module, args, kwargs)
+        for _, value, _ in objects_in(given):
+            if id(value) in self._left:
+                _, name, layer = self._left[id(value)]
+                raise CutError(
+                    f"layer {layer} changes its argument {name!r} ({type(value).__name__}), which "
+                    f"layer {index} is given too. Only the hidden state goes from layer to layer: "
+                    "gradients through what is left in an object would be lost. Turn off what "
+                    "shares it, or give layers tensors that are made before the first of them."
+                )
+
+    def _refuse_written(self, index: int, now: Any, *, given: Any, value: Any) -> None:
+        """Refuse a layer that writes into a tensor besides its hidden state and reads it again."""
+        hidden = first_argument(*now)
+        pairs = zip(pytree.tree_leaves(now), pytree.tree_leaves(given), strict=True)
+        if all(new is hidden or _same(old, new) for new, old in pairs):
+            return
+        original = first_argument(*given)
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda one: original.clone() if one is hidden else one.clone(), now
+        )
+        self._device.seed(1)
+        again = self._carved.layers[index].module(*args, **kwargs)
+        if not _same(Returns.unwrap(value), Returns.unwrap(again)):
+            raise CutError(
+                f"layer {index} writes into a tensor that it is given besides its hidden state, "
+                "and would find it changed when it is run again. Let it work on a copy."
+            )
+
     def _learn_usage(self, trial: Microbatch, weights: Mapping[str, Tensor]) -> None:
-        outer = self._carved.skeleton.buffers()
-        before = {name: buffer.clone() for name, buffer in outer.items()}
-        first, second = Readers(weights), Readers(weights)
+        kept = self._carved.skeleton.buffers()
+        before = {owner: buffer.clone() for owner, buffer in kept.items()}
+        first, second = Readers({**weights, **kept}), Readers(weights)
         with first:
             recording = self._carved.prologue(trial)
+        self._changed(kept, before)
+        between = {owner: buffer.clone() for owner, buffer in kept.items()}
+        self._put_back(kept, before)
         hidden = recording.hidden
         assert hidden is not None
         first.note_given([hidden, *recording.tensors])
@@ -292,15 +419,28 @@ class Rehearsal:
         self._device.seed(1)
         with second:
             expected = self._carved.epilogue(trial, hidden, on_delivery=start)
-        changed = any(not torch.equal(outer[name], value) for name, value in before.items())
-        for name, value in before.items():
-            outer[name].copy_(value)
+        changed = bool(self._changed(kept, before))
+        self._refuse_crossing(self._changed(kept, between), read=first.readings)
+        self._put_back(kept, before)
         forms = {name: unit.form for name, unit in self._server.units.items()}
         usage = usage_of(forms, trial, first, second)
         self.alone = not changed and self._is_alone(trial, hidden, expected, weights, usage)
         if self.alone:
             self.usage = usage
         self._outer.facts = replace(self._outer.facts, alone=self.alone)
+
+    def _refuse_crossing(self, after: set[str], *, read: Mapping[str, Reading]) -> None:
+        """Refuse buffers that are changed after the layers and read before them.
+
+        The code before the layers runs for all microbatches first, and again when all is done.
+        """
+        for owner in sorted(after):
+            if owner in read or owner in self._outer.facts.changing:
+                raise CutError(
+                    f"the model reads or changes buffer {owner!r} before its layers and changes it "
+                    "after them. Microbatches pass each of these together, so its values would be "
+                    "others than in plain PyTorch. Let one of them have a buffer of its own."
+                )
 
     def _is_alone(
         self,
