@@ -739,7 +739,7 @@ class CarvedModel:
             hidden = chain.receive(index, args, kwargs)
             recording.add(index, args, kwargs, hidden)
             if meet is not None:
-                meet(index, args, kwargs)
+                meet(index, *_plain(args, kwargs, hidden))
             if learn is not None and self.structures[index] not in self.returns:
                 given = _plain(args, kwargs, hidden)
                 tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]

@@ -1,10 +1,10 @@
-"""Objects that layers are given besides tensors, and whether a layer changes them.
+"""Objects that layers are given besides tensors, and what a layer leaves in them.
 
-A layer that leaves something in an object that later layers are given too (shared keys and values
-in a dict, a cache, a counter) hands on more than its hidden state: what it leaves is made without
-graph, and once more when the layer is run again. What an object merely works out for itself when it
-is first asked (a mask, a table of positions) is no such thing: it does not depend on the layer, and
-asking again changes nothing.
+A layer that leaves something in an object for others to read (shared keys and values in a dict, a
+cache, a counter) hands on more than its hidden state: what it leaves has no graph, and is left once
+more when the layer is run again. Whether it is read is tried: with the object as it was before, a
+layer that reads it gives something else. What an object merely works out for itself when it is
+first asked (a mask, a table of positions) is the same either way.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -68,20 +68,6 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and one == other)
 
 
-def _same_value(one: Any, other: Any, depth: int = MOST_DEPTH) -> bool:
-    if _is_same(one, other):
-        return True
-    if type(one) is not type(other) or not depth:
-        return False
-    if isinstance(one, Tensor):
-        alike = one.shape == other.shape and one.dtype is other.dtype
-        return alike and torch.equal(one, other)
-    first, second = _contents(one), _contents(other)
-    if first is None or second is None or first.keys() != second.keys():
-        return False
-    return all(_same_value(entry, second[key], depth - 1) for key, entry in first.items())
-
-
 def named_arguments(module: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Contents:
     """A layer's arguments by name."""
     try:
@@ -117,73 +103,43 @@ def objects_in(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
 
 
 @final
-class _Known:
-    """An object as it was."""
+class State:
+    """An object as it is now."""
 
     def __init__(self, name: str, value: Any, *, shared: bool) -> None:
-        self.name, self.value = name, value
-        self.before = _contents(value) or {}
-        self._versions = [
-            (entry, _version(entry))
-            for entry in (self.before.values() if shared else ())
-            if isinstance(entry, Tensor)
-        ]
+        self.name, self.value, self._shared = name, value, shared
+        self._contents = _contents(value) or {}
+        held = self._contents.values() if shared else ()
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._tensors = [
+                (one, one._version, one.clone())
+                for one in held
+                if isinstance(one, Tensor) and not one.is_inference()
+            ]
 
-    def is_written(self) -> bool:
-        """Whether a tensor in it was written into."""
-        return any(_version(tensor) != version for tensor, version in self._versions)
-
-    def is_changed(self) -> bool:
-        """Whether it holds something else now."""
+    def is_past(self) -> bool:
+        """Whether the object holds something else now."""
         now = _contents(self.value) or {}
-        return (
-            self.is_written()
-            or now.keys() != self.before.keys()
-            or not all(_is_same(entry, self.before[key]) for key, entry in now.items())
-        )
+        with torch._C.DisableTorchFunctionSubclass():
+            return (
+                any(tensor._version != version for tensor, version, _ in self._tensors)
+                or now.keys() != self._contents.keys()
+                or not all(_is_same(entry, self._contents[key]) for key, entry in now.items())
+            )
+
+    def now(self) -> State:
+        """The same object as it is now."""
+        return State(self.name, self.value, shared=self._shared)
+
+    def restore(self) -> None:
+        """Let the object be as it was."""
+        if not isinstance(self.value, tuple):
+            _put_back(self.value, self._contents)
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for tensor, _, values in self._tensors:
+                tensor.copy_(values)
 
 
-def _version(tensor: Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return -1 if tensor.is_inference() else tensor._version
-
-
-@final
-class GivenObjects:
+def states_of(arguments: Mapping[str, Any]) -> list[State]:
     """The objects among a layer's arguments, as they are now."""
-
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self._known = [_Known(name, v, shared=shared) for name, v, shared in objects_in(arguments)]
-
-    def left(
-        self, *, again: Callable[[], None], differently: Callable[[], None]
-    ) -> list[tuple[str, Any]]:
-        """The objects in which the layer has left something for others, with the argument's name.
-
-        Args:
-            again: runs the layer as before.
-            differently: with another hidden state, other weights and other random numbers.
-        """
-        changed = [one for one in self._known if one.is_changed()]
-        if not changed or _only_worked_out(changed, again, differently):
-            return []
-        return [(one.name, one.value) for one in changed]
-
-
-def _only_worked_out(
-    changed: list[_Known], again: Callable[[], None], differently: Callable[[], None]
-) -> bool:
-    """Whether nothing has changed but what objects work out for themselves when first asked."""
-    if any(one.is_written() for one in changed):
-        return False
-    after = [_Known(one.name, one.value, shared=True) for one in changed]
-    try:
-        again()
-        if any(one.is_changed() for one in after):
-            return False
-        for one in changed:
-            _put_back(one.value, one.before)
-        differently()
-    except Exception:  # numbers the layer was not made for, or an object that cannot be put back
-        return False
-    return all(_same_value(one.before, _contents(one.value)) for one in after)
+    return [State(name, value, shared=shared) for name, value, shared in objects_in(arguments)]

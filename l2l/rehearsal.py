@@ -32,7 +32,7 @@ from l2l.byte_size import format_bytes
 from l2l.carving import CarvedModel, Recording, Returns, attributes_of, first_argument
 from l2l.compiled_layer import Compiler
 from l2l.device import Device
-from l2l.given_objects import GivenObjects, named_arguments, objects_in
+from l2l.given_objects import State, named_arguments, objects_in, states_of
 from l2l.interception import Head, Readers, Reading
 from l2l.layer_list import CutError
 from l2l.lookup import TableLookup
@@ -78,7 +78,7 @@ class Rehearsal:
         self._outer = outer
         self._compiler = compiler
         self._changing: dict[str, list[int]] = {}  # structure -> positions among buffers
-        self._left: dict[int, tuple[Any, str, int]] = {}  # objects: argument and layer
+        self._left: dict[int, tuple[State, int]] = {}  # objects before a layer changed them
         self._reshaped: str | None = None  # a layer that changes the shape of the hidden state
         self.usage: dict[str, Usage] = {}
         self.alone = False
@@ -269,16 +269,13 @@ class Rehearsal:
 
     def _run_layer(self, index: int, args: Any, kwargs: Any) -> Any:
         part, structure = self._carved.layers[index], self._carved.structures[index]
-        unit = self._server.whole(f"L{index}")
-        weights = unit.form.weight_layout.views(
-            unit.weights.to(self._device.torch_device, copy=True)  # a layer may write into them
-        )
+        weights = self._layer_weights(index)
         part.bind(weights)
         buffers = part.buffers()
         before = {owner: buffer.clone() for owner, buffer in buffers.items()}
         given = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
         attributes, form = attributes_of(part.module), pytree.tree_structure((args, kwargs))
-        objects = GivenObjects(named_arguments(part.module, args, kwargs))
+        states = states_of(named_arguments(part.module, args, kwargs))
         self._device.seed(1)
         value = self._try_layer(index, args, kwargs)
         if pytree.tree_structure((args, kwargs)) != form:
@@ -301,7 +298,11 @@ class Rehearsal:
             if not torch.equal(before[owner], buffers[owner])
         ]
         self._changing[structure] = changed
-        self._note_left(index, args, kwargs, objects=objects, weights=weights)
+        for state in states:
+            if state.is_past():
+                self._left.setdefault(id(state.value), (state, index))
+        self._meet(index, args, kwargs)
+        part.bind(weights)
         self._refuse_written(index, (args, kwargs), given=given, value=value)
         self._device.seed(2)
         again = part.module(*given[0], **given[1])
@@ -330,56 +331,56 @@ class Rehearsal:
             self._reshaped = f"layer {index} {shapes}"
         return value
 
-    def _note_left(
-        self,
-        index: int,
-        args: Any,
-        kwargs: Any,
-        *,
-        objects: GivenObjects,
-        weights: Mapping[str, Tensor],
-    ) -> None:
-        """Remember the objects in which a layer leaves something for others."""
-        part, hidden = self._carved.layers[index], first_argument(args, kwargs)
+    def _meet(self, index: int, args: Any, kwargs: Any) -> None:
+        """Refuse a layer that reads what another one, or itself, has left in an object.
 
-        def run(scale: float) -> None:
-            def scaled(value: Any) -> Any:
-                is_scaled = isinstance(value, Tensor) and value.is_floating_point()
-                return value * scale + (scale - 1.0) if is_scaled else value
+        It is run with the objects as they are, and as they were before anything was left in them.
+        """
+        if not self._left:
+            return
+        given = named_arguments(self._carved.layers[index].module, args, kwargs)
+        met = [self._left[id(v)] for _, v, _ in objects_in(given) if id(v) in self._left]
+        if not met:
+            return
+        now = [before.now() for before, _ in met]
+        found = self._output(index, args, kwargs)
+        for before, _ in met:
+            before.restore()
+        try:
+            reads = not _same(self._output(index, args, kwargs), found)
+        except Exception:  # what it reads is not there
+            reads = True
+        for state in now:
+            state.restore()
+        if reads:
+            before, layer = met[0]
+            kind = type(given.get(before.name, before.value)).__name__
+            raise CutError(
+                f"layer {layer} changes its argument {before.name!r} ({kind}), and layer {index} "
+                "reads what it has left there. Only the hidden state goes from layer to layer: "
+                "gradients through anything else would be lost. Turn off what shares it, or give "
+                "layers tensors that are made before the first of them."
+            )
 
-            other = scaled(hidden)
-            part.bind({name: scaled(tensor) for name, tensor in weights.items()})
+    def _output(self, index: int, args: Any, kwargs: Any) -> Tensor:
+        """What a layer makes of another hidden state than the one that is given."""
+        hidden = first_argument(args, kwargs)
+        other = hidden * 1.25 + 0.25 if hidden.is_floating_point() else hidden
+        part = self._carved.layers[index]
+        part.bind(self._layer_weights(index))
+        self._device.seed(1)
+        return Returns.unwrap(
             part.module(
                 *(other if value is hidden else value for value in args),
                 **{name: other if value is hidden else value for name, value in kwargs.items()},
             )
+        )
 
-        def again() -> None:
-            self._device.seed(1)
-            run(1.0)
-
-        def differently() -> None:
-            self._device.seed(3)
-            run(1.25)
-
-        for name, value in objects.left(again=again, differently=differently):
-            self._left[id(value)] = (value, name, index)
-        part.bind(weights)
-
-    def _meet(self, index: int, args: Any, kwargs: Any) -> None:
-        """Refuse an object that an earlier layer has changed."""
-        if not self._left:
-            return
-        given = named_arguments(self._carved.layers[index].module, args, kwargs)
-        for _, value, _ in objects_in(given):
-            if id(value) in self._left:
-                _, name, layer = self._left[id(value)]
-                raise CutError(
-                    f"layer {layer} changes its argument {name!r} ({type(value).__name__}), which "
-                    f"layer {index} is given too. Only the hidden state goes from layer to layer: "
-                    "gradients through what is left in an object would be lost. Turn off what "
-                    "shares it, or give layers tensors that are made before the first of them."
-                )
+    def _layer_weights(self, index: int) -> dict[str, Tensor]:
+        """A copy on the device of a layer's weights and buffers, into which it may write."""
+        unit = self._server.whole(f"L{index}")
+        weights = unit.weights.to(self._device.torch_device, copy=True)
+        return unit.form.weight_layout.views(weights)
 
     def _refuse_written(self, index: int, now: Any, *, given: Any, value: Any) -> None:
         """Refuse a layer that writes into a tensor besides its hidden state and reads it again."""
