@@ -353,16 +353,13 @@ class Stub(nn.Module):
             )
         super().__setattr__(name, value)
 
-    def tensors(self) -> list[int]:
-        """Which tensors the user's layer has now, by identity."""
+    def layer_state(self) -> tuple[list[int], dict[tuple[str, str], Any]]:
+        """Which modules and tensors the user's layer has now, by identity, and its attributes."""
         layer: nn.Module = self.__dict__["_layer"]
-        found = (
-            tensor
-            for module in layer.modules()
-            for registry in (module._parameters, module._buffers)
-            for tensor in registry.values()
-        )
-        return [*map(id, found)]
+        found = list(layer.modules())
+        registries = [one for module in found for one in (module._parameters, module._buffers)]
+        tensors = [tensor for registry in registries for tensor in registry.values()]
+        return [*map(id, [*found, *tensors])], attributes_of(layer)
 
     def note_written(self, names: Collection[str]) -> None:
         """The layer writes these attributes of its own when it runs."""
@@ -649,6 +646,26 @@ class CarvedModel:
         for part in (self.skeleton, *self.layers):
             part.set_training(training, as_given=self._modes_as_given)
 
+    @contextlib.contextmanager
+    def attributes_kept(self) -> Iterator[None]:
+        """Put back what the model's code sets on its modules and layers inside the block."""
+        trees = [self.skeleton.module, *(part.module for part in self.layers)]
+        trees += [stub.__dict__["_layer"] for stub in self.stubs]
+        modules = {id(module): module for tree in trees for module in tree.modules()}
+        before = [(module, own_attributes(module)) for module in modules.values()]
+        children = [(module._modules, dict(module._modules)) for module in modules.values()]
+        try:
+            yield
+        finally:
+            for registry, found in children:
+                if registry != found:
+                    registry.clear()
+                    registry.update(found)
+            for module, attributes in before:
+                for name in own_attributes(module).keys() - attributes.keys():
+                    del module.__dict__[name]
+                module.__dict__.update(attributes)
+
     def batch_statistics(self) -> str | None:
         """A module that, in training, normalizes by statistics of the rows it is given."""
         for part in (self.skeleton, *self.layers):
@@ -722,7 +739,7 @@ class CarvedModel:
         """
         _refuse_router_losses(self.skeleton.module, batch)
         recording, has_graph = Recording(), torch.is_grad_enabled()
-        tensors_of = None if learn is None else [stub.tensors() for stub in self.stubs]
+        states = None if learn is None else [stub.layer_state() for stub in self.stubs]
 
         def handler(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if has_graph and not torch.is_grad_enabled():
@@ -730,11 +747,12 @@ class CarvedModel:
                     f"the model runs layer {index} under torch.no_grad(). What is not to be "
                     "trained is frozen instead: requires_grad_(False) for its parameters."
                 )
-            if tensors_of is not None and self.stubs[index].tensors() != tensors_of[index]:
+            if states is not None and self.stubs[index].layer_state() != states[index]:
                 raise CutError(
-                    f"the model runs layer {index} with other weights than its own "
-                    "(torch.func.functional_call with generated ones, say). Expected layers that "
-                    "run with their own parameters: give them what is generated as an argument."
+                    f"the model changes layer {index} before it calls it, or calls it with other "
+                    "weights than its own (torch.func.functional_call with generated ones). Layers "
+                    "run elsewhere, as they were and with their own parameters: give them what "
+                    "they need as an argument."
                 )
             hidden = chain.receive(index, args, kwargs)
             recording.add(index, args, kwargs, hidden)
@@ -951,13 +969,21 @@ def _comparable(value: Any) -> Any:
     return value if _is_plain(value) else id(value)
 
 
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """What one module carries besides tensors and modules."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name != "training"
+    }
+
+
 def attributes_of(layer: nn.Module) -> dict[tuple[str, str], Any]:
     """What modules of a layer carry besides tensors and modules: plain values, or identities."""
     return {
         (path, name): _comparable(value)
         for path, module in layer.named_modules()
-        for name, value in vars(module).items()
-        if not name.startswith("_") and name != "training"
+        for name, value in own_attributes(module).items()
     }
 
 

@@ -19,7 +19,7 @@ layer travel with its weights.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l2l.batch import Microbatch, take_rows
+from l2l.batch import Microbatch, num_rows, take_rows
 from l2l.byte_size import format_bytes
 from l2l.carving import CarvedModel, Recording, Returns, attributes_of, first_argument
 from l2l.compiled_layer import Compiler
@@ -36,7 +36,16 @@ from l2l.given_objects import State, named_arguments, objects_in, states_of
 from l2l.interception import Head, Readers, Reading
 from l2l.layer_list import CutError
 from l2l.lookup import TableLookup
-from l2l.loss import IGNORED, Rule, find_rule, require_loss, trial_batch
+from l2l.loss import (
+    IGNORED,
+    Measured,
+    Rule,
+    compare_cut_loss,
+    find_rule,
+    num_elements,
+    require_loss,
+    trial_batch,
+)
 from l2l.outer_pass import OuterFacts, OuterPass, Piece, with_shifted_labels
 from l2l.parameter_server import ParameterServer, UnitForm
 from l2l.relay import Relay
@@ -79,6 +88,7 @@ class Rehearsal:
         self._compiler = compiler
         self._changing: dict[str, list[int]] = {}  # structure -> positions among buffers
         self._left: dict[int, tuple[State, int]] = {}  # objects before a layer changed them
+        self._checked_rows: set[int] = set()  # of microbatches that a given loss may be cut into
         self._reshaped: str | None = None  # a layer that changes the shape of the hidden state
         self.usage: dict[str, Usage] = {}
         self.alone = False
@@ -100,16 +110,17 @@ class Rehearsal:
         if self._server.world.is_parallel:  # all ranks learn the same: from rows of the first
             rows = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in microbatch.items()}
             microbatch = self._server.world.gather_facts(take_rows(rows, 0, 2))[0]
-        with self._device.private_random_state(), torch.no_grad(), self._untouched_buffers():
+        few, whole = trial_batch(microbatch, cut=True), trial_batch(microbatch, cut=False)
+        with self._device.private_random_state(), torch.no_grad():
             try:
-                self._learn(trial_batch(microbatch, cut=True), wants_rule=wants_rule)
-            except CutError:
-                raise
+                self._learn(few, wants_rule=wants_rule)
             except torch.OutOfMemoryError as error:
                 self._outer.bind_only({})
                 raise ValueError(self._needs()) from error
-            except Exception:  # a model of fixed length cannot run a few tokens
-                self._learn(trial_batch(microbatch, cut=False), wants_rule=wants_rule)
+            except Exception as error:  # a model of fixed length cannot run a few tokens
+                if isinstance(error, CutError) and num_elements(few) == num_elements(whole):
+                    raise
+                self._learn(whole, wants_rule=wants_rule)
         self._outer.bind_only({})  # let go of the copies on the device
         self.done = True
 
@@ -128,12 +139,44 @@ class Rehearsal:
     def record(self, microbatch: Microbatch) -> Recording:
         """What a prologue run yields for these rows, on the device."""
         self._server.settle_all()
-        with self._device.private_random_state(), torch.no_grad(), self._untouched_buffers():
+        with self._device.private_random_state(), torch.no_grad(), self._untouched():
             self._carved.set_training(True)
             self._bind(self._weights())
             found = self._carved.prologue(self._on_device(microbatch))
         self._outer.bind_only({})
         return found
+
+    def why_not_cut(self, microbatches: Sequence[Microbatch]) -> str | None:
+        """Why a given loss over these microbatches is not that of the batch; None: it is.
+
+        As with the model's own ([Note: counting rule] in loss.py), the layers are left out.
+        """
+        function, rule = self._outer.loss_function, self.rule
+        if function is None or rule is None or len(microbatches) < 2:
+            return None
+        rows = num_rows(microbatches[0])
+        if rows in self._checked_rows:
+            return None
+        self._server.settle_all()
+
+        def loss(part: Microbatch, seed: int) -> Measured:
+            self._device.seed(seed)
+            part = self._on_device(part)
+            hidden = self._carved.prologue(part).hidden
+            assert hidden is not None
+            found = function(self._carved.epilogue(part, hidden), part)
+            total, weight = found if isinstance(found, tuple) else (found, 1.0)
+            is_single = hidden.dtype is torch.float32
+            return Measured(total=float(total), weight=float(weight), is_single=is_single)
+
+        with self._device.private_random_state(), torch.no_grad(), self._untouched():
+            self._carved.set_training(False)
+            self._bind(self._weights())
+            verdict = compare_cut_loss(rule, microbatches, loss)
+        self._outer.bind_only({})
+        if verdict is None:
+            self._checked_rows.add(rows)
+        return verdict
 
     def outer_units(self, looked_up: Callable[[str], bool]) -> tuple[OuterUnit, ...]:
         """Units around the layers, with the tables for which `looked_up` says so on the host."""
@@ -208,10 +251,12 @@ class Rehearsal:
         trial = self._on_device(trial)
         weights = self._weights()
         self._bind(weights)
-        if not self.done:
-            self._learn_layers(trial)
-            self._learn_usage(trial, weights)
-        if wants_rule:
+        with self._untouched():
+            if not self.done:
+                self._learn_layers(trial)
+                self._learn_usage(trial, weights)
+            if not wants_rule:
+                return
             self.rule, self.rule_is_final = self._learn_rule(trial)
             self._outer.facts.within_rows = self.alone and self._pieces_agree(trial)
             self._outer.facts.puts_off = (
@@ -219,12 +264,13 @@ class Rehearsal:
             )
 
     @contextlib.contextmanager
-    def _untouched_buffers(self) -> Iterator[None]:
-        """Leave the buffers around the layers as they were, whatever happens in the block."""
+    def _untouched(self) -> Iterator[None]:
+        """Leave buffers around the layers, and attributes, as they were, whatever happens."""
         kept = self._carved.skeleton.buffers()
         before = {owner: buffer.clone() for owner, buffer in kept.items()}
         try:
-            yield
+            with self._carved.attributes_kept():
+                yield
         finally:
             self._put_back(kept, before)
 
@@ -250,7 +296,6 @@ class Rehearsal:
                 self._carved.prologue(trial, learn=self._run_layer, meet=self._meet)
         except BaseException:
             self._carved.forget()  # what was learnt: the next batch is to be tried as the first
-            self._put_back(kept, before)
             raise
         for structure in self._carved.changing_input:  # it would write into a cell
             self._compiler.refuse(structure)
