@@ -605,6 +605,7 @@ class CarvedModel:
         """
         self.list_name = find_layers(model, layers)
         _refuse_router_losses(model, {})
+        _refuse_gradient_hooks(model)
         originals = list(model.get_submodule(self.list_name).children())
         self.num_layers = len(originals)
         owners = {
@@ -1025,6 +1026,16 @@ def _takes_use_cache(model: nn.Module) -> bool:
         and bool(getattr(getattr(model, "config", None), "use_cache", False))
         and any("use_cache" in inspect.signature(m.forward).parameters for m in model.modules())
     )
+
+
+def _refuse_gradient_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise CutError(
+                f"parameter {name!r} has a hook for its gradient, which would never be called: "
+                "gradients are made in the engine and go to its own optimizer. Remove the hook; a "
+                "hook of a module that changes what it computes does run."
+            )
 
 
 def configs_of(model: nn.Module) -> list[Any]:
