@@ -278,7 +278,7 @@ class Recording:
         PyTorch adds the gradient of the other to those of the later layers.
         """
         call = self.calls[0]
-        first = call.leaves.index(HIDDEN)
+        first = next(place for place, leaf in enumerate(call.leaves) if leaf is HIDDEN)
         others = (recorded if leaf is HIDDEN else leaf for leaf in call.leaves[first + 1 :])
         self.calls[0] = replace(call, leaves=(*call.leaves[: first + 1], *others))
 

@@ -88,7 +88,7 @@ class Rehearsal:
         self._compiler = compiler
         self._changing: dict[str, list[int]] = {}  # structure -> positions among buffers
         self._left: dict[int, tuple[State, int]] = {}  # objects before a layer changed them
-        self._checked_rows: set[int] = set()  # of microbatches that a given loss may be cut into
+        self._checked_rows = {0}  # of microbatches that a given loss may be cut into; 0: of one
         self._reshaped: str | None = None  # a layer that changes the shape of the hidden state
         self.usage: dict[str, Usage] = {}
         self.alone = False
@@ -152,10 +152,11 @@ class Rehearsal:
         As with the model's own ([Note: counting rule] in loss.py), the layers are left out.
         """
         function, rule = self._outer.loss_function, self.rule
-        if function is None or rule is None or len(microbatches) < 2:
+        if function is None or rule is None:
             return None
-        rows = num_rows(microbatches[0])
-        if rows in self._checked_rows:
+        rows = num_rows(microbatches[0]) if len(microbatches) > 1 else 0
+        is_known = rows in self._checked_rows
+        if all(self._server.world.gather_facts(is_known)):  # ranks bring their weights together
             return None
         self._server.settle_all()
 
@@ -172,7 +173,7 @@ class Rehearsal:
         with self._device.private_random_state(), torch.no_grad(), self._untouched():
             self._carved.set_training(False)
             self._bind(self._weights())
-            verdict = compare_cut_loss(rule, microbatches, loss)
+            verdict = None if is_known else compare_cut_loss(rule, microbatches, loss)
         self._outer.bind_only({})
         if verdict is None:
             self._checked_rows.add(rows)
