@@ -31,12 +31,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
@@ -147,6 +150,17 @@ class Returns:
 
 HIDDEN = object()
 
+Autocast = tuple[str, bool, torch.dtype]
+"""State of torch.autocast for one type of device: its name, whether it is on, and to what."""
+
+
+def autocast_state() -> tuple[Autocast, ...]:
+    """What torch.autocast does here, for every type of device that layers may run on."""
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedTensor:
@@ -161,6 +175,14 @@ class Call:
 
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
+    autocast: tuple[Autocast, ...] = ()  # where the model's own code has set it around the layer
+
+    def autocasting(self) -> contextlib.AbstractContextManager[object]:
+        """What torch.autocast did where the layer was called; the layer runs inside it."""
+        stack = contextlib.ExitStack()
+        for kind, is_on, dtype in self.autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on))
+        return stack
 
     def arguments(
         self, hidden: Tensor, recorded: list[Tensor]
@@ -185,15 +207,21 @@ class Recording:
     hidden: Tensor | None = None
     tensors: list[Tensor] = field(default_factory=list)  # each once, whatever the number of layers
     calls: dict[int, Call] = field(default_factory=dict)
+    _outside: tuple[Autocast, ...] = field(default_factory=autocast_state)
     _last: tuple[Any, Any, Tensor] | None = None
 
     def add(self, layer: int, args: Any, kwargs: Any, hidden: Tensor) -> None:
         """Note the arguments of a layer; `hidden` is found among them by identity."""
+        if self.hidden is None:
+            self.hidden = hidden
         if self._repeats(args, kwargs, hidden):
             self.calls[layer] = self.calls[layer - 1]
         else:
             self._add(layer, args, kwargs, hidden)
         self._last = (args, kwargs, hidden)
+        autocast = tuple(one for one in autocast_state() if one not in self._outside)
+        if autocast != self.calls[layer].autocast:
+            self.calls[layer] = replace(self.calls[layer], autocast=autocast)
 
     def _repeats(self, args: Any, kwargs: Any, hidden: Tensor) -> bool:
         """Whether a layer is called just as the one before it, but for the hidden state."""
@@ -205,19 +233,18 @@ class Recording:
         pairs = [*zip(args, last_args, strict=True)]
         pairs += [(value, last_kwargs[name]) for name, value in kwargs.items()]
         return all(
-            (one is other and not isinstance(one, dict | list))  # which may have changed
-            or (one is hidden and other is last_hidden)
+            other is last_hidden
+            if one is hidden
+            else one is other and not _may_change(one) and not _holds(one, last_hidden)
             for one, other in pairs
         )
 
     def _add(self, layer: int, args: Any, kwargs: Any, hidden: Tensor) -> None:
         leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
         noted: list[Any] = []
-        seen_hidden = False
         for leaf in leaves:
-            if leaf is hidden and not seen_hidden:
+            if leaf is hidden:
                 noted.append(HIDDEN)
-                seen_hidden = True
             elif isinstance(leaf, HandedOn):
                 raise CutError(
                     f"layer {layer} is given the output of another layer besides its hidden state. "
@@ -240,7 +267,33 @@ class Recording:
             if known is tensor:
                 return index
         self.tensors.append(tensor)
+        if tensor is self.hidden:
+            self._tell_apart(RecordedTensor(len(self.tensors) - 1))
         return len(self.tensors) - 1
+
+    def _tell_apart(self, recorded: RecordedTensor) -> None:
+        """What enters the first layer is given to later ones too, beside their hidden state.
+
+        If the first one is given it twice, only the first of these is its hidden state: plain
+        PyTorch adds the gradient of the other to those of the later layers.
+        """
+        call = self.calls[0]
+        first = next(place for place, leaf in enumerate(call.leaves) if leaf is HIDDEN)
+        others = (recorded if leaf is HIDDEN else leaf for leaf in call.leaves[first + 1 :])
+        self.calls[0] = replace(call, leaves=(*call.leaves[: first + 1], *others))
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a layer, or the model between two of them, can change what is in there."""
+    if isinstance(value, tuple):
+        return any(map(_may_change, value))
+    return isinstance(value, dict | list | deque)
+
+
+def _holds(value: Any, tensor: Tensor) -> bool:
+    return value is tensor or (
+        isinstance(value, tuple) and any(leaf is tensor for leaf in pytree.tree_leaves(value))
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -300,24 +353,124 @@ class Stub(nn.Module):
             )
         super().__setattr__(name, value)
 
+    def layer_state(self) -> tuple[list[int], dict[tuple[str, str], Any]]:
+        """Which modules and tensors the user's layer has now, by identity, and its attributes."""
+        layer: nn.Module = self.__dict__["_layer"]
+        found = list(layer.modules())
+        registries = [one for module in found for one in (module._parameters, module._buffers)]
+        tensors = [tensor for registry in registries for tensor in registry.values()]
+        return [*map(id, [*found, *tensors])], attributes_of(layer)
+
     def note_written(self, names: Collection[str]) -> None:
         """The layer writes these attributes of its own when it runs."""
         self.__dict__["_written"] = frozenset(names)
 
 
 def copy_tree(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
-    """A copy of a module tree that shares tensors and attributes but owns its registries."""
+    """A copy of a module tree that shares tensors and attributes but owns its registries.
+
+    It runs the code that the modules have: what torch.compile had made of them ran on the originals
+    themselves, and so did methods of theirs that they hold as attributes (a `forward` that was
+    replaced), which become the copies'.
+    """
+    known = set(copies)
+    tree = _copy_tree(module, copies)
+    for copy in [copy for key, copy in copies.items() if key not in known]:
+        _rebind(copy, copies)
+    return tree
+
+
+def _copy_tree(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
     if id(module) in copies:
+        return copies[id(module)]
+    if (original := _uncompiled(module)) is not module:
+        copies[id(module)] = _copy_tree(original, copies)
         return copies[id(module)]
     copy = module.__class__.__new__(module.__class__)
     copies[id(module)] = copy
     copy.__dict__.update(module.__dict__)
+    if copy.__dict__.get("_compiled_call_impl") is not None:  # of `module.compile()`
+        copy.__dict__["_compiled_call_impl"] = None
     copy.__dict__["_parameters"] = dict(module._parameters)
     copy.__dict__["_buffers"] = dict(module._buffers)
     copy.__dict__["_modules"] = {
-        name: None if child is None else copy_tree(child, copies)
+        name: None if child is None else _copy_tree(child, copies)
         for name, child in module._modules.items()
     }
+    return copy
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """What was given to torch.compile, or the module itself."""
+    original = module._modules.get("_orig_mod")
+    if original is not None and type(module).__name__ == "OptimizedModule":
+        return _uncompiled(original)
+    return module
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _rebind(copy: nn.Module, copies: Mapping[int, nn.Module]) -> None:
+    """Let functions that a module holds, and its hooks, work on the copies."""
+    attributes = copy.__dict__
+    for name, value in list(attributes.items()):
+        if name in HOOKS and value:
+            rebound = {key: _translated(hook, copies) for key, hook in value.items()}
+            if any(rebound[key] is not hook for key, hook in value.items()):
+                attributes[name] = type(value)(rebound)
+        elif callable(value):
+            attributes[name] = _translated(value, copies)
+
+
+def _translated(value: Any, copies: Mapping[int, nn.Module], depth: int = 4) -> Any:
+    """A function that works on the copies of the modules that it was bound to, or closes over."""
+    if isinstance(value, nn.Module):
+        return copies.get(id(value), value)
+    if depth and isinstance(value, types.MethodType):
+        owner = _translated(value.__self__, copies, depth - 1)
+        function = _translated(value.__func__, copies, depth - 1)
+        changed = owner is not value.__self__ or function is not value.__func__
+        return types.MethodType(function, owner) if changed else value
+    if depth and isinstance(value, functools.partial):
+        given = (value.func, *value.args, *value.keywords.values())
+        found = [_translated(one, copies, depth - 1) for one in given]
+        if all(one is other for one, other in zip(found, given, strict=True)):
+            return value
+        number = len(value.args) + 1
+        named = dict(zip(value.keywords, found[number:], strict=True))
+        return functools.partial(found[0], *found[1:number], **named)
+    if depth and isinstance(value, types.FunctionType) and value.__closure__:
+        return _translated_closure(value, copies, depth - 1)
+    return value
+
+
+def _translated_closure(
+    function: types.FunctionType, copies: Mapping[int, nn.Module], depth: int
+) -> types.FunctionType:
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            inside = cell.cell_contents
+        except ValueError:  # not set yet
+            cells.append(cell)
+            continue
+        if inside is function:
+            cells.append(cell)
+            continue
+        found = _translated(inside, copies, depth)
+        cells.append(cell if found is inside else types.CellType(found))
+    if all(one is other for one, other in zip(cells, function.__closure__ or (), strict=True)):
+        return function
+    copy = types.FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        tuple(cells),
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
     return copy
 
 
@@ -343,6 +496,7 @@ class Part:
     def __init__(self, module: nn.Module, bindings: tuple[Binding, ...]) -> None:
         self.module = module
         self._bindings = bindings
+        self._buffer_bindings = [one for one in bindings if not one.is_parameter]
         self._given_modes = [(child, child.training) for child in module.modules()]
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
@@ -363,10 +517,42 @@ class Part:
         """The buffers the tree sees now, by owner."""
         return {
             binding.owner: buffer
-            for binding in self._bindings
-            if not binding.is_parameter
-            and (buffer := binding.module._buffers[binding.local]) is not None
+            for binding in self._buffer_bindings
+            if (buffer := binding.module._buffers[binding.local]) is not None
         }
+
+    def assigned(self, bound: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Buffers that its code has put in the place of those that were bound, by owner.
+
+        Raises:
+            ValueError: one has another form than before.
+        """
+        found = {}
+        for binding in self._buffer_bindings:
+            before, now = bound.get(binding.owner), binding.module._buffers[binding.local]
+            if before is None or now is None or now is before:
+                continue
+            if now.shape == before.shape and now.dtype is before.dtype:
+                found[binding.owner] = now
+            elif binding.local not in binding.module._non_persistent_buffers_set:
+                raise CutError(
+                    f"the model's code replaces buffer {binding.owner!r}, {list(before.shape)} of "
+                    f"{before.dtype}, by {list(now.shape)} of {now.dtype}. Expected buffers that "
+                    "keep their shape and dtype; those that are no state are registered with "
+                    "persistent=False."
+                )
+        return found
+
+    def take_over(self, kept: Mapping[str, Tensor]) -> None:
+        """Bind these buffers again, with the values of what the code has put in their place."""
+        assigned = self.assigned(kept)
+        for owner, buffer in assigned.items():
+            kept[owner].copy_(buffer.detach())
+        self.bind({owner: kept[owner] for owner in assigned})
+
+    def modes(self) -> list[tuple[nn.Module, bool]]:
+        """Every module, and whether the user's was in training mode."""
+        return self._given_modes
 
     def set_training(self, training: bool, *, as_given: bool) -> None:  # noqa: FBT001
         """Set every module's mode; `as_given` restores the modes the user's modules had."""
@@ -419,6 +605,7 @@ class CarvedModel:
         """
         self.list_name = find_layers(model, layers)
         _refuse_router_losses(model, {})
+        _refuse_gradient_hooks(model)
         originals = list(model.get_submodule(self.list_name).children())
         self.num_layers = len(originals)
         owners = {
@@ -434,19 +621,21 @@ class CarvedModel:
         self.layers: list[Part] = []
         self.layer_tensors: list[UnitTensors] = []
         self.structures: list[str] = []
-        numbering = own_numbers(originals)
-        for layer in originals:
-            copy = copy_tree(layer, {})
+        layer_copies = [copy_tree(layer, {}) for layer in originals]
+        numbering = own_numbers(layer_copies)
+        for copy in layer_copies:
             self.layers.append(Part(copy, _bindings(copy, owners)))
             self.layer_tensors.append(_tensors_of(copy, owners))
-            self.structures.append(_structure(layer, numbering))
+            self.structures.append(_structure(copy, numbering))
         known = {} if like is None else like.templates_by_structure()
         self.templates = self._make_templates(numbering, owners, known)
         self._refuse_shared_weights()
         self.returns: dict[str, Returns] = {}
         self.changing_input: set[str] = set()  # structures that write into their hidden state
         self._modes_as_given = model.training
-        self._takes_use_cache = _takes_use_cache(model)
+        self._takes_use_cache = _takes_use_cache(skeleton)
+        self._configs = configs_of(model)
+        self._around = model.get_submodule(self.list_name.rpartition(".")[0])
 
     def set_training(self, training: bool) -> None:  # noqa: FBT001
         """Put every part in training or evaluation mode.
@@ -458,10 +647,52 @@ class CarvedModel:
         for part in (self.skeleton, *self.layers):
             part.set_training(training, as_given=self._modes_as_given)
 
+    @contextlib.contextmanager
+    def attributes_kept(self) -> Iterator[None]:
+        """Put back what the model's code sets on its modules and layers inside the block."""
+        trees = [self.skeleton.module, *(part.module for part in self.layers)]
+        trees += [stub.__dict__["_layer"] for stub in self.stubs]
+        modules = {id(module): module for tree in trees for module in tree.modules()}
+        before = [(module, own_attributes(module)) for module in modules.values()]
+        children = [(module._modules, dict(module._modules)) for module in modules.values()]
+        try:
+            yield
+        finally:
+            for registry, found in children:
+                if registry != found:
+                    registry.clear()
+                    registry.update(found)
+            for module, attributes in before:
+                for name in own_attributes(module).keys() - attributes.keys():
+                    del module.__dict__[name]
+                module.__dict__.update(attributes)
+
+    def batch_statistics(self) -> str | None:
+        """A module that, in training, normalizes by statistics of the rows it is given."""
+        for part in (self.skeleton, *self.layers):
+            for module, given in part.modes():
+                if isinstance(module, _BatchNorm) and (given or not self._modes_as_given):
+                    return type(module).__name__
+        return None
+
+    def collected(self, batch: Batch) -> str | None:
+        """The word by which a batch, or a config, asks for what single layers return."""
+        configs = [getattr(one, "config", None) for one in (self.skeleton.module, self._around)]
+        for name in ("output_hidden_states", "output_attentions"):
+            asked = batch.get(name)
+            if asked or (asked is None and any(getattr(one, name, False) for one in configs)):
+                return name
+        return None
+
     def close(self) -> None:
         """Let go of all tensors; the parts cannot run any more."""
         for part in (self.skeleton, *self.layers):
             part.unbind()
+
+    def forget(self) -> None:
+        """Forget what running layers has shown."""
+        self.returns.clear()
+        self.changing_input.clear()
 
     def templates_by_structure(self) -> dict[str, nn.Module]:
         """The modules that layers run through."""
@@ -492,17 +723,24 @@ class CarvedModel:
             templates.append(Template(module=module, names=names, index=index, numbers=numbers))
         return templates
 
-    def prologue(self, batch: Batch, *, learn: RunLayer | None = None) -> Recording:
+    def prologue(
+        self,
+        batch: Batch,
+        *,
+        learn: RunLayer | None = None,
+        meet: Callable[[int, tuple[Any, ...], dict[str, Any]], None] | None = None,
+    ) -> Recording:
         """Run the model up to its last layer; record what each layer is given.
 
         `learn` runs a real layer of a structure whose form of return value is not known yet
-        ([Note: returns]).
+        ([Note: returns]); `meet` is told what every layer is given.
 
         Raises:
             ValueError: the model does not run its layers once each and in order.
         """
         _refuse_router_losses(self.skeleton.module, batch)
         recording, has_graph = Recording(), torch.is_grad_enabled()
+        states = None if learn is None else [stub.layer_state() for stub in self.stubs]
 
         def handler(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if has_graph and not torch.is_grad_enabled():
@@ -510,10 +748,17 @@ class CarvedModel:
                     f"the model runs layer {index} under torch.no_grad(). What is not to be "
                     "trained is frozen instead: requires_grad_(False) for its parameters."
                 )
+            if states is not None and self.stubs[index].layer_state() != states[index]:
+                raise CutError(
+                    f"the model changes layer {index} before it calls it, or calls it with other "
+                    "weights than its own (torch.func.functional_call with generated ones). Layers "
+                    "run elsewhere, as they were and with their own parameters: give them what "
+                    "they need as an argument."
+                )
             hidden = chain.receive(index, args, kwargs)
             recording.add(index, args, kwargs, hidden)
-            if index == 0:
-                recording.hidden = hidden
+            if meet is not None:
+                meet(index, *_plain(args, kwargs, hidden))
             if learn is not None and self.structures[index] not in self.returns:
                 given = _plain(args, kwargs, hidden)
                 tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
@@ -565,8 +810,11 @@ class CarvedModel:
         return self.returns[self.structures[index]].wrap(hidden)
 
     def _run(self, batch: Batch) -> Any:
-        extra = {"use_cache": False} if self._takes_use_cache and "use_cache" not in batch else {}
-        return self.skeleton.module(**batch, **extra)
+        if "use_cache" in batch:
+            return self.skeleton.module(**batch)
+        extra = {"use_cache": False} if self._takes_use_cache else {}
+        with without_cache(self._configs):
+            return self.skeleton.module(**batch, **extra)
 
     def _handling(self, handler: Handler) -> _Handling:
         return _Handling(self.stubs, handler)
@@ -623,7 +871,7 @@ class _Chain:
                 f"layer {index} is called before layer {self.num_called}. Expected every layer "
                 "once, in order. If the model skips layers at random (layerdrop), set that to 0."
             )
-        first = args[0] if args else next(iter(kwargs.values()), None)
+        first = first_argument(args, kwargs)
         if not isinstance(first, Tensor):
             raise CutError(
                 f"layer {index} is called with {type(first).__name__} first. Expected the hidden "
@@ -654,16 +902,25 @@ class _Chain:
         )
 
 
+def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a layer is given first: its hidden state."""
+    return args[0] if args else next(iter(kwargs.values()), None)
+
+
 def _plain(
     args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call's arguments with a handed-on hidden state as the ordinary tensor it stands for."""
     with torch._C.DisableTorchFunctionSubclass():
         ordinary = hidden.as_subclass(Tensor)
-    return (
-        tuple(ordinary if value is hidden else value for value in args),
-        {name: ordinary if value is hidden else value for name, value in kwargs.items()},
-    )
+
+    def plain(value: Any) -> Any:
+        return ordinary if value is hidden else value
+
+    held = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
+    if any(leaf is hidden for leaf in pytree.tree_leaves(held)):  # inside a tuple, say
+        args, kwargs = pytree.tree_map(plain, (args, kwargs), is_leaf=lambda one: one is hidden)
+    return tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}
 
 
 def _bindings(tree: nn.Module, owners: Mapping[int, str]) -> tuple[Binding, ...]:
@@ -714,13 +971,21 @@ def _comparable(value: Any) -> Any:
     return value if is_plain(value) else id(value)
 
 
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """What one module carries besides tensors and modules."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name != "training"
+    }
+
+
 def attributes_of(layer: nn.Module) -> dict[tuple[str, str], Any]:
     """What modules of a layer carry besides tensors and modules: plain values, or identities."""
     return {
         (path, name): _comparable(value)
         for path, module in layer.named_modules()
-        for name, value in vars(module).items()
-        if not name.startswith("_") and name != "training"
+        for name, value in own_attributes(module).items()
     }
 
 
@@ -762,6 +1027,46 @@ def _takes_use_cache(model: nn.Module) -> bool:
         and bool(getattr(getattr(model, "config", None), "use_cache", False))
         and any("use_cache" in inspect.signature(m.forward).parameters for m in model.modules())
     )
+
+
+def _refuse_gradient_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise CutError(
+                f"parameter {name!r} has a hook for its gradient, which would never be called: "
+                "gradients are made in the engine and go to its own optimizer. Remove the hook; a "
+                "hook of a module that changes what it computes does run."
+            )
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """Configs of a model, of its parts and inside these (`text_config`), each once."""
+    found: dict[int, Any] = {}
+
+    def note(holder: object, depth: int) -> None:
+        for name, value in vars(holder).items():
+            is_config = name.endswith("config") and hasattr(value, "__dict__")
+            if is_config and not isinstance(value, nn.Module | type) and id(value) not in found:
+                found[id(value)] = value
+                if depth:
+                    note(value, depth - 1)
+
+    for module in model.modules():
+        note(module, 3)
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def without_cache(configs: Iterable[Any]) -> Iterator[None]:
+    """Let no part of a model make a cache inside the block: every pass would append to it."""
+    caching = [(one, one.use_cache) for one in configs if getattr(one, "use_cache", False)]
+    try:
+        for config, _ in caching:
+            config.use_cache = False
+        yield
+    finally:
+        for config, before in caching:
+            config.use_cache = before
 
 
 def _refuse_router_losses(model: nn.Module, batch: Batch) -> None:

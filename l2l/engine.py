@@ -239,6 +239,7 @@ class Engine:
         self._schedules: dict[Shape, Schedule] = {}
         self._step_ends: deque[Event] = deque()
         self._step_number, self._state = 0, "open"
+        self._is_warned = False  # of statistics over microbatches
         self._move_in(forms, incoming)
 
     def step(self, batch: Batches, *, layers: Sequence[int] | None = None) -> StepReport:
@@ -265,7 +266,13 @@ class Engine:
 
     def predict(self, batch: Batches, *, layers: Sequence[int] | None = None) -> Any:
         """The model's outputs for a batch, on the host; otherwise as `evaluate`."""
-        labelled = "labels" in (batch if isinstance(batch, Mapping) else batch[0])
+        first = batch if isinstance(batch, Mapping) else batch[0]
+        labelled = "labels" in first
+        if (word := self._carved.collected(first)) is not None:
+            raise ValueError(
+                f"{word} asks for what single layers return, which the relay does not keep. Turn "
+                "it off, in the batch or in the model's config."
+            )
         step, microbatches = self._perform(
             batch, self._chosen(layers), settings=None, needs_loss=labelled, keep_outputs=True
         )
@@ -758,13 +765,20 @@ class Engine:
         counted = total_count(rule, own) if own and not keep_outputs else 0
         ignored = None if keep_outputs else ignored_targets(rule, own)
         tokens = sum(num_rows(one) * token_length(one) for one in own)
-        facts = self._world.gather_facts((len(own), counted, tokens, choice.layers, ignored))
+        why_not_cut = None if keep_outputs else self._rehearsal.why_not_cut(own)
+        facts = self._world.gather_facts(
+            (len(own), counted, tokens, choice.layers, ignored, why_not_cut)
+        )
         for rank, fact in enumerate(facts):
             if fact[3] != facts[0][3]:
                 raise ValueError(
                     f"rank 0 runs layers {facts[0][3]}, rank {rank} layers {fact[3]}. Expected the "
                     "same on all ranks."
                 )
+            if fact[5] is not None:
+                raise ValueError(fact[5])
+        if training and sum(fact[0] for fact in facts) > 1:
+            self._warn_of_batch_statistics()
         number = max(1, *(fact[0] for fact in facts))
         total = 1 if keep_outputs else sum(fact[1] for fact in facts)
         if not keep_outputs:
@@ -788,6 +802,18 @@ class Engine:
             total=total,
             num_tokens_elsewhere=sum(fact[2] for fact in facts) - tokens,
         )
+
+    def _warn_of_batch_statistics(self) -> None:
+        kind = None if self._is_warned else self._carved.batch_statistics()
+        self._is_warned = True
+        if kind is not None:
+            logger.warning(
+                "the model has %s: in training it normalizes by the statistics of the rows of each "
+                "microbatch, not of the whole batch, as with gradient accumulation in PyTorch. "
+                "Give microbatch_size=all rows of a batch for those of the whole, or put these "
+                "modules into evaluation mode.",
+                kind,
+            )
 
     def _with_rows(self, batch: Batches) -> Batches:
         """The batch; for a rank that has no rows, while others have, one of theirs."""

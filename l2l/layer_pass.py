@@ -7,7 +7,8 @@ returns tensors. Two cares make a recomputed pass equal to its forward pass:
   dropout draws the same mask in both;
 - buffers: what a layer changes in its own buffers (BatchNorm's statistics) it changes once per
   microbatch. The forward pass works on the real buffers and keeps a copy of what they were before;
-  the recomputed pass works on that copy, which is then dropped.
+  the recomputed pass works on that copy, which is then dropped. A buffer that the layer's code
+  replaces by assignment is taken over after a forward pass (`Relay._take_over`).
 
 [Note: flags] A pass without graph still marks its inputs as requiring gradients where plain PyTorch
 would have them so: matrix products fold their operands differently for a tensor that requires one,
@@ -65,7 +66,8 @@ class LayerInputs:
         """The layer's output; a layer that writes into its input gets a copy of it."""
         given = hidden.clone() if self.changes_input else hidden
         args, kwargs = self.call.arguments(given, recorded)
-        return Returns.unwrap(self.part.module(*args, **kwargs))
+        with self.call.autocasting():
+            return Returns.unwrap(self.part.module(*args, **kwargs))
 
     def leaves(self) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         """Hidden state, recorded tensors and parameters as leaves of a new graph."""

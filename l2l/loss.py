@@ -14,23 +14,29 @@ rows of at most `TRIAL_TOKENS` tokens, with the model's own epilogue:
   counts) is refused as soon as there is more than one microbatch to weigh.
 
 A user's `loss` returns (sum, weight), whose quotient over the whole batch is the loss, or a scalar,
-taken as a mean over rows.
+taken as a mean over rows. That is verified too, for the number of rows that microbatches have: a
+loss may compare rows with each other, all of them or pairs.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from l2l.batch import Microbatch, num_rows, take_rows
+from l2l.layer_list import CutError
 
 IGNORED = -100
 TRIAL_TOKENS = 16
+MOST_TRIAL_ROWS = 16
+SINGLE_TOLERANCE = 2e-5
+HALF_TOLERANCE = 2e-2
 
 LossFunction = Callable[[Any, Mapping[str, Any]], Tensor | tuple[Tensor, Any]]
 
@@ -150,18 +156,114 @@ def require_loss(outputs: Any) -> Tensor:
 
 def trial_batch(microbatch: Mapping[str, Any], *, cut: bool) -> Microbatch:
     """Two rows of a microbatch; `cut`: of a language model, with few tokens."""
-    tensors = {n: v for n, v in microbatch.items() if isinstance(v, Tensor) and v.dim() > 0}
     rows = take_rows(microbatch, 0, 2)
     if num_rows(rows) == 1:
-        rows = {n: torch.cat([v, v]) if n in tensors else v for n, v in rows.items()}
+        rows = {n: torch.cat([v, v]) if _has_rows(v) else v for n, v in rows.items()}
+    return shortened(rows) if cut else rows
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> Microbatch:
+    """The rows of all parts."""
+    return {
+        name: torch.cat([part[name] for part in parts]) if _has_rows(value) else value
+        for name, value in parts[0].items()
+    }
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def num_elements(microbatch: Mapping[str, Any]) -> int:
+    """Elements of all tensors."""
+    return sum(value.numel() for value in microbatch.values() if isinstance(value, Tensor))
+
+
+def shortened(microbatch: Microbatch) -> Microbatch:
+    """Rows of a language model with few tokens; of anything else, as they are."""
+    tensors = {n: v for n, v in microbatch.items() if _has_rows(v)}
     lengths = {value.shape[1] for value in tensors.values() if value.dim() == 2}
-    if (
-        cut
-        and len(lengths) == 1
-        and all(v.dim() == 2 and not v.is_floating_point() for v in tensors.values())
-    ):
-        rows = {n: v[:, :TRIAL_TOKENS] if n in tensors else v for n, v in rows.items()}
-    return rows
+    integers = all(v.dim() == 2 and not v.is_floating_point() for v in tensors.values())
+    if len(lengths) != 1 or not integers:
+        return microbatch
+    return {n: v[:, :TRIAL_TOKENS] if n in tensors else v for n, v in microbatch.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A user's loss of some rows."""
+
+    total: float
+    weight: float  # 1 for a scalar
+    is_single: bool  # whether it computes in float32
+
+
+def compare_cut_loss(
+    rule: Rule,
+    microbatches: Sequence[Microbatch],
+    loss: Callable[[Microbatch, int], Measured],
+) -> str | None:
+    """Whether a user's loss is made of those of microbatches; None, or why it is not.
+
+    Tried with some rows of the first two: so few that pairs and other groups stay together where
+    they do in a microbatch, or, if these show a difference, all of them.
+
+    Args:
+        rule: how losses of microbatches are put together.
+        microbatches: of the batch.
+        loss: gives the loss of rows, with a seed for what it draws.
+    """
+    first, second = microbatches[:2]
+    rows = num_rows(first)
+    few = rows if rows <= MOST_TRIAL_ROWS else MOST_TRIAL_ROWS + rows % MOST_TRIAL_ROWS
+    verdict = None
+    for number in dict.fromkeys((few, rows)):
+        parts = take_rows(first, 0, number), take_rows(second, 0, number)
+        for cut in (True, False):  # of fixed length, it may not take a few tokens
+            chosen = [shortened(part) if cut else part for part in parts]
+            verdict = _compare_parts(rule, chosen, loss)
+            if verdict is None:
+                return None
+    return (
+        f"loss= cannot be cut into microbatches of {rows} rows: {verdict}. A loss sees the rows of "
+        "one microbatch at a time, so rows that it compares with each other must be in the same: "
+        "give microbatch_size=all rows of a batch, for pairs an even one, or let the loss return "
+        "(sum, weight) whose sums and weights over microbatches add up."
+    )
+
+
+def _compare_parts(
+    rule: Rule, parts: Sequence[Microbatch], loss: Callable[[Microbatch, int], Measured]
+) -> str | None:
+    try:
+        whole = joined(parts)
+        found = loss(whole, 1)
+    except CutError:
+        raise
+    except Exception:  # rows of different lengths; or it fails in the step too, and says so itself
+        return None
+    counts = [num_rows(part) for part in parts]
+    try:
+        losses = [loss(part, 1) for part in parts]
+    except CutError:
+        raise
+    except Exception as error:
+        return f"on {counts[0]} rows alone it fails ({type(error).__name__}: {error})"
+    shares = [1.0 if rule is Rule.SUM_AND_WEIGHT else n / sum(counts) for n in counts]
+    terms = [one.total * share for one, share in zip(losses, shares, strict=True)]
+    weights = [one.weight * share for one, share in zip(losses, shares, strict=True)]
+    tolerance = SINGLE_TOLERANCE if found.is_single else HALF_TOLERANCE
+    for mine, own in ((found.total, terms), (found.weight, weights)):
+        scale = max(abs(mine), *map(abs, own), 1 / 200)
+        if not math.isfinite(mine + sum(own)) or abs(mine - sum(own)) <= tolerance * scale:
+            continue
+        if loss(whole, 2) != found:  # it draws random numbers, so there is nothing to compare
+            return None
+        return (
+            f"that of {sum(counts)} rows is {found.total:.6g}, and {sum(terms):.6g} put together "
+            f"from {counts[0]} and {counts[1]} of them"
+        )
+    return None
 
 
 def find_rule(
@@ -201,6 +303,6 @@ def find_rule(
     if not math.isfinite(found) or not math.isfinite(expected):
         return rule, False
     # 16-bit losses carry two to three digits; most wrong rules are off by far more.
-    tolerance = 2e-5 if is_single else 2e-2
+    tolerance = SINGLE_TOLERANCE if is_single else HALF_TOLERANCE
     close = math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance / 200)
     return (rule if close else Rule.UNKNOWN), True

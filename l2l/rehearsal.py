@@ -18,7 +18,8 @@ layer travel with its weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -26,15 +27,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l2l.batch import Microbatch, take_rows
+from l2l.batch import Microbatch, num_rows, take_rows
 from l2l.byte_size import format_bytes
-from l2l.carving import CarvedModel, Recording, Returns, attributes_of
+from l2l.carving import CarvedModel, Recording, Returns, attributes_of, first_argument
 from l2l.compiled_layer import Compiler
 from l2l.device import Device
+from l2l.given_objects import State, named_arguments, objects_in, states_of
 from l2l.interception import Head, Readers, Reading
 from l2l.layer_list import CutError
 from l2l.lookup import TableLookup
-from l2l.loss import IGNORED, Rule, find_rule, require_loss, trial_batch
+from l2l.loss import (
+    IGNORED,
+    Measured,
+    Rule,
+    compare_cut_loss,
+    find_rule,
+    num_elements,
+    require_loss,
+    trial_batch,
+)
 from l2l.outer_pass import OuterFacts, OuterPass, Piece, with_shifted_labels
 from l2l.parameter_server import ParameterServer, UnitForm
 from l2l.relay import Relay
@@ -76,6 +87,9 @@ class Rehearsal:
         self._outer = outer
         self._compiler = compiler
         self._changing: dict[str, list[int]] = {}  # structure -> positions among buffers
+        self._left: dict[int, tuple[State, int]] = {}  # objects before a layer changed them
+        self._checked_rows = {0}  # of microbatches that a given loss may be cut into; 0: of one
+        self._reshaped: str | None = None  # a layer that changes the shape of the hidden state
         self.usage: dict[str, Usage] = {}
         self.alone = False
         self.done = False
@@ -97,17 +111,18 @@ class Rehearsal:
         if self._server.world.is_parallel:  # all ranks learn the same: from rows of the first
             rows = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in microbatch.items()}
             microbatch = self._server.world.gather_facts(take_rows(rows, 0, 2))[0]
+        few, whole = trial_batch(microbatch, cut=True), trial_batch(microbatch, cut=False)
         with self._device.private_random_state(), torch.no_grad():
             try:
-                self._learn(trial_batch(microbatch, cut=True), wants_rule=wants_rule)
-            except CutError:
-                raise
+                self._learn(few, wants_rule=wants_rule)
             except torch.OutOfMemoryError as error:
                 self._outer.bind_only({})
                 raise ValueError(self._needs()) from error
-            except Exception:  # a model of fixed length cannot run a few tokens
+            except Exception as error:  # a model of fixed length cannot run a few tokens
+                if isinstance(error, CutError) and num_elements(few) == num_elements(whole):
+                    raise
                 self.cut = False
-                self._learn(trial_batch(microbatch, cut=False), wants_rule=wants_rule)
+                self._learn(whole, wants_rule=wants_rule)
         self._outer.bind_only({})  # let go of the copies on the device
         self.done = True
 
@@ -126,12 +141,45 @@ class Rehearsal:
     def record(self, microbatch: Microbatch) -> Recording:
         """What a prologue run yields for these rows, on the device."""
         self._server.settle_all()
-        with self._device.private_random_state(), torch.no_grad():
+        with self._device.private_random_state(), torch.no_grad(), self._untouched():
             self._carved.set_training(True)
             self._bind(self._weights())
             found = self._carved.prologue(self._on_device(microbatch))
         self._outer.bind_only({})
         return found
+
+    def why_not_cut(self, microbatches: Sequence[Microbatch]) -> str | None:
+        """Why a given loss over these microbatches is not that of the batch; None: it is.
+
+        As with the model's own ([Note: counting rule] in loss.py), the layers are left out.
+        """
+        function, rule = self._outer.loss_function, self.rule
+        if function is None or rule is None:
+            return None
+        rows = num_rows(microbatches[0]) if len(microbatches) > 1 else 0
+        is_known = rows in self._checked_rows
+        if all(self._server.world.gather_facts(is_known)):  # ranks bring their weights together
+            return None
+        self._server.settle_all()
+
+        def loss(part: Microbatch, seed: int) -> Measured:
+            self._device.seed(seed)
+            part = self._on_device(part)
+            hidden = self._carved.prologue(part).hidden
+            assert hidden is not None
+            found = function(self._carved.epilogue(part, hidden), part)
+            total, weight = found if isinstance(found, tuple) else (found, 1.0)
+            is_single = hidden.dtype is torch.float32
+            return Measured(total=float(total), weight=float(weight), is_single=is_single)
+
+        with self._device.private_random_state(), torch.no_grad(), self._untouched():
+            self._carved.set_training(False)
+            self._bind(self._weights())
+            verdict = None if is_known else compare_cut_loss(rule, microbatches, loss)
+        self._outer.bind_only({})
+        if verdict is None:
+            self._checked_rows.add(rows)
+        return verdict
 
     def outer_units(self, looked_up: Callable[[str], bool]) -> tuple[OuterUnit, ...]:
         """Units around the layers, with the tables for which `looked_up` says so on the host."""
@@ -188,7 +236,8 @@ class Rehearsal:
         found: dict[str, Tensor] = {}
         for name, unit in self._server.units.items():
             if not name.startswith("L"):
-                weights = self._server.whole(name).weights.to(self._device.torch_device)
+                whole = self._server.whole(name).weights
+                weights = whole.to(self._device.torch_device, copy=True)
                 found |= unit.form.weight_layout.views(weights)
         return found
 
@@ -205,30 +254,57 @@ class Rehearsal:
         trial = self._on_device(trial)
         weights = self._weights()
         self._bind(weights)
-        if not self.done:
-            self._learn_layers(trial)
-            self._learn_usage(trial, weights)
-        if wants_rule:
+        with self._untouched():
+            if not self.done:
+                self._learn_layers(trial)
+                self._learn_usage(trial, weights)
+            if not wants_rule:
+                return
             self.rule, self.rule_is_final = self._learn_rule(trial)
             self._outer.facts.within_rows = self.alone and self._pieces_agree(trial)
             self._outer.facts.puts_off = (
                 self.alone and self._outer.may_put_off and self._putting_off_agrees(trial, weights)
             )
 
+    @contextlib.contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Leave buffers around the layers, and attributes, as they were, whatever happens."""
+        kept = self._carved.skeleton.buffers()
+        before = {owner: buffer.clone() for owner, buffer in kept.items()}
+        try:
+            with self._carved.attributes_kept():
+                yield
+        finally:
+            self._put_back(kept, before)
+
+    def _put_back(self, kept: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
+        """Bind these buffers around the layers again, with these values."""
+        self._carved.skeleton.bind(kept)
+        for owner, buffer in before.items():
+            kept[owner].copy_(buffer)
+
+    def _changed(self, kept: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> set[str]:
+        """Buffers around the layers that have other values than before."""
+        self._carved.skeleton.take_over(kept)
+        return {owner for owner, buffer in kept.items() if not torch.equal(buffer, before[owner])}
+
     def _learn_layers(self, trial: Microbatch) -> None:
-        outer = self._carved.skeleton.buffers()
-        before = {name: buffer.clone() for name, buffer in outer.items()}
+        kept = self._carved.skeleton.buffers()
+        before = {owner: buffer.clone() for owner, buffer in kept.items()}
         self._carved.set_training(True)
-        with torch.enable_grad():  # nothing requires gradients: only to see whether that is undone
-            self._carved.prologue(trial, learn=self._run_layer)
+        self._left.clear()
+        self._reshaped = None
+        try:
+            with torch.enable_grad():  # nothing requires gradients: to see whether that is undone
+                self._carved.prologue(trial, learn=self._run_layer, meet=self._meet)
+        except BaseException:
+            self._carved.forget()  # what was learnt: the next batch is to be tried as the first
+            raise
         for structure in self._carved.changing_input:  # it would write into a cell
             self._compiler.refuse(structure)
-        changing = frozenset(
-            name for name, buffer in outer.items() if not torch.equal(buffer, before[name])
-        )
+        changing = frozenset(self._changed(kept, before))
+        self._put_back(kept, before)
         self._outer.facts = OuterFacts(changing=changing)
-        for name in changing:
-            outer[name].copy_(before[name])
         for index, structure in enumerate(self._carved.structures):
             tensors = self._carved.layer_tensors[index].buffers
             owners = list(tensors)
@@ -241,14 +317,15 @@ class Rehearsal:
 
     def _run_layer(self, index: int, args: Any, kwargs: Any) -> Any:
         part, structure = self._carved.layers[index], self._carved.structures[index]
-        unit = self._server.whole(f"L{index}")
-        weights = unit.form.weight_layout.views(unit.weights.to(self._device.torch_device))
+        weights = self._layer_weights(index)
         part.bind(weights)
-        before = [buffer.clone() for buffer in part.buffers().values()]
+        buffers = part.buffers()
+        before = {owner: buffer.clone() for owner, buffer in buffers.items()}
         given = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
         attributes, form = attributes_of(part.module), pytree.tree_structure((args, kwargs))
+        states = states_of(named_arguments(part.module, args, kwargs))
         self._device.seed(1)
-        value = part.module(*args, **kwargs)
+        value = self._try_layer(index, args, kwargs)
         if pytree.tree_structure((args, kwargs)) != form:
             raise CutError(
                 f"layer {index} adds to its arguments. What layers leave there is lost: let them "
@@ -262,12 +339,19 @@ class Rehearsal:
         for other, stub in zip(self._carved.structures, self._carved.stubs, strict=True):
             if other == structure:
                 stub.note_written(written)
+        part.take_over(buffers)
         changed = [
             position
-            for position, (old, new) in enumerate(zip(before, part.buffers().values(), strict=True))
-            if not torch.equal(old, new)
+            for position, owner in enumerate(before)
+            if not torch.equal(before[owner], buffers[owner])
         ]
         self._changing[structure] = changed
+        for state in states:
+            if state.is_past():
+                self._left.setdefault(id(state.value), (state, index))
+        self._meet(index, args, kwargs)
+        part.bind(weights)
+        self._refuse_written(index, (args, kwargs), given=given, value=value)
         self._device.seed(2)
         again = part.module(*given[0], **given[1])
         pairs = zip(pytree.tree_leaves(value), pytree.tree_leaves(again), strict=True)
@@ -277,12 +361,102 @@ class Rehearsal:
             self._compiler.refuse(structure)
         return value
 
+    def _try_layer(self, index: int, args: Any, kwargs: Any) -> Any:
+        """Run a layer; what it returns."""
+        try:
+            value = self._carved.layers[index].module(*args, **kwargs)
+        except Exception as error:
+            if self._reshaped is None:
+                raise
+            raise CutError(
+                f"layer {index} does not run on the hidden state that enters the first layer: "
+                f"{self._reshaped}. Expected layers that keep the shape of their hidden state; "
+                "name another list with layers='dotted.name'."
+            ) from error
+        given, hidden = first_argument(args, kwargs), Returns.unwrap(value)
+        if given.shape != hidden.shape:
+            shapes = f"is given {list(given.shape)} and returns {list(hidden.shape)}"
+            self._reshaped = f"layer {index} {shapes}"
+        return value
+
+    def _meet(self, index: int, args: Any, kwargs: Any) -> None:
+        """Refuse a layer that reads what another one, or itself, has left in an object.
+
+        It is run with the objects as they are, and as they were before anything was left in them.
+        """
+        if not self._left:
+            return
+        given = named_arguments(self._carved.layers[index].module, args, kwargs)
+        met = [self._left[id(v)] for _, v, _ in objects_in(given) if id(v) in self._left]
+        if not met:
+            return
+        now = [before.now() for before, _ in met]
+        found = self._output(index, args, kwargs)
+        for before, _ in met:
+            before.restore()
+        try:
+            reads = not _same(self._output(index, args, kwargs), found)
+        except Exception:  # what it reads is not there
+            reads = True
+        for state in now:
+            state.restore()
+        if reads:
+            before, layer = met[0]
+            kind = type(given.get(before.name, before.value)).__name__
+            raise CutError(
+                f"layer {layer} changes its argument {before.name!r} ({kind}), and layer {index} "
+                "reads what it has left there. Only the hidden state goes from layer to layer: "
+                "gradients through anything else would be lost. Turn off what shares it, or give "
+                "layers tensors that are made before the first of them."
+            )
+
+    def _output(self, index: int, args: Any, kwargs: Any) -> Tensor:
+        """What a layer makes of another hidden state than the one that is given."""
+        hidden = first_argument(args, kwargs)
+        other = hidden * 1.25 + 0.25 if hidden.is_floating_point() else hidden
+        part = self._carved.layers[index]
+        part.bind(self._layer_weights(index))
+        self._device.seed(1)
+        return Returns.unwrap(
+            part.module(
+                *(other if value is hidden else value for value in args),
+                **{name: other if value is hidden else value for name, value in kwargs.items()},
+            )
+        )
+
+    def _layer_weights(self, index: int) -> dict[str, Tensor]:
+        """A copy on the device of a layer's weights and buffers, into which it may write."""
+        unit = self._server.whole(f"L{index}")
+        weights = unit.weights.to(self._device.torch_device, copy=True)
+        return unit.form.weight_layout.views(weights)
+
+    def _refuse_written(self, index: int, now: Any, *, given: Any, value: Any) -> None:
+        """Refuse a layer that writes into a tensor besides its hidden state and reads it again."""
+        hidden = first_argument(*now)
+        pairs = zip(pytree.tree_leaves(now), pytree.tree_leaves(given), strict=True)
+        if all(new is hidden or _same(old, new) for new, old in pairs):
+            return
+        original = first_argument(*given)
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda one: original.clone() if one is hidden else one.clone(), now
+        )
+        self._device.seed(1)
+        again = self._carved.layers[index].module(*args, **kwargs)
+        if not _same(Returns.unwrap(value), Returns.unwrap(again)):
+            raise CutError(
+                f"layer {index} writes into a tensor that it is given besides its hidden state, "
+                "and would find it changed when it is run again. Let it work on a copy."
+            )
+
     def _learn_usage(self, trial: Microbatch, weights: Mapping[str, Tensor]) -> None:
-        outer = self._carved.skeleton.buffers()
-        before = {name: buffer.clone() for name, buffer in outer.items()}
-        first, second = Readers(weights), Readers(weights)
+        kept = self._carved.skeleton.buffers()
+        before = {owner: buffer.clone() for owner, buffer in kept.items()}
+        first, second = Readers({**weights, **kept}), Readers(weights)
         with first:
             recording = self._carved.prologue(trial)
+        self._changed(kept, before)
+        between = {owner: buffer.clone() for owner, buffer in kept.items()}
+        self._put_back(kept, before)
         hidden = recording.hidden
         assert hidden is not None
         first.note_given([hidden, *recording.tensors])
@@ -294,15 +468,28 @@ class Rehearsal:
         self._device.seed(1)
         with second:
             expected = self._carved.epilogue(trial, hidden, on_delivery=start)
-        changed = any(not torch.equal(outer[name], value) for name, value in before.items())
-        for name, value in before.items():
-            outer[name].copy_(value)
+        changed = bool(self._changed(kept, before))
+        self._refuse_crossing(self._changed(kept, between), read=first.readings)
+        self._put_back(kept, before)
         forms = {name: unit.form for name, unit in self._server.units.items()}
         usage = usage_of(forms, trial, first, second)
         self.alone = not changed and self._is_alone(trial, hidden, expected, weights, usage)
         if self.alone:
             self.usage = usage
         self._outer.facts = replace(self._outer.facts, alone=self.alone)
+
+    def _refuse_crossing(self, after: set[str], *, read: Mapping[str, Reading]) -> None:
+        """Refuse buffers that are changed after the layers and read before them.
+
+        The code before the layers runs for all microbatches first, and again when all is done.
+        """
+        for owner in sorted(after):
+            if owner in read or owner in self._outer.facts.changing:
+                raise CutError(
+                    f"the model reads or changes buffer {owner!r} before its layers and changes it "
+                    "after them. Microbatches pass each of these together, so its values would be "
+                    "others than in plain PyTorch. Let one of them have a buffer of its own."
+                )
 
     def _is_alone(
         self,

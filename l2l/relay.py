@@ -237,10 +237,11 @@ class Relay:
     ) -> None:
         m = int(microbatch[1:])
         changing = self._outer.facts.changing
-        buffers = self._carved.skeleton.buffers() if changing else {}
+        buffers = self._carved.skeleton.buffers()
         self._note_buffers(step, PROLOGUE_SEED, m, {n: buffers[n] for n in changing})
         self._outer.bind(slots)
         recording = self._run_prologue(step, m, self._rows(step, microbatch, rows))
+        self._carved.skeleton.take_over(buffers)
         assert recording.hidden is not None
         hidden = recording.hidden
         step.calls[m] = recording.calls
@@ -295,6 +296,7 @@ class Relay:
         if self._scale_of is not None:
             step.loss_scale = self._scale_of(step)
         self._device.seed(mix_seed(self._seed, step.number, PROLOGUE_SEED, m))
+        buffers = self._carved.skeleton.buffers()
         after = self._rewind_buffers(step, m)
         with torch.enable_grad():
             gradient = self._outer.epilogue(
@@ -308,6 +310,7 @@ class Relay:
                 needs_gradient=below,
                 loss_scale=step.loss_scale,
             )
+        self._carved.skeleton.take_over(buffers)
         self._restore_buffers(after)
         gathered: list[Tensor] = []
         for layer, (inputs, walked) in zip(self._shape.tail[::-1], walks[::-1], strict=True):
@@ -337,9 +340,11 @@ class Relay:
             self._device.seed(mix_seed(self._seed, step.number, layer, m))
             walked = self._tail_inputs(step, layer, m, recorded, hidden, requires=False)
             hidden = forward_layer(walked)
+            self._take_over(layer)
         bound = self._outer.bind(slots)
         self._device.seed(mix_seed(self._seed, step.number, PROLOGUE_SEED, m))
         inputs = self._inputs(step, m)
+        buffers = self._carved.skeleton.buffers()
         after = self._rewind_buffers(step, m)
         with torch.no_grad():
             if step.keep_outputs:
@@ -347,6 +352,7 @@ class Relay:
                 step.outputs[m] = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), outputs)
             else:
                 self._outer.score(step, m, hidden, inputs=inputs, bound=bound, slots=slots)
+        self._carved.skeleton.take_over(buffers)
         self._restore_buffers(after)
 
     def _report(self, step: Step) -> None:
@@ -357,6 +363,7 @@ class Relay:
     ) -> None:
         m = int(microbatch[1:])
         found = self._stash.get(cell, f"g{self._shape.first_value[1:]} {microbatch}")
+        buffers = self._carved.skeleton.buffers()
         after = self._rewind_buffers(step, m)
         bound = self._outer.bind(slots)
         leaves = self._rows(step, microbatch, rows)
@@ -386,6 +393,7 @@ class Relay:
                     for leaf, gradient in zip(leaves, of_rows, strict=True)
                 ],
             )
+        self._carved.skeleton.take_over(buffers)
         self._restore_buffers(after)  # only now: the graph has used them
 
     # ----------------------------------------------------------------------------------------------
@@ -407,7 +415,7 @@ class Relay:
         self._note_buffers(step, index, m, changing)
         self._device.seed(mix_seed(self._seed, step.number, index, m))
         inputs = self._streamed_inputs(step, index, m, slot, recorded, before, changing)
-        program = self._program(step, index)
+        program = self._program(step, index, m)
         output, handed = None, None
         if program is not None:
             anchors = self._anchors(slot, recorded, before)
@@ -415,6 +423,7 @@ class Relay:
         if output is None:
             self._device.seed(mix_seed(self._seed, step.number, index, m))
             output = forward_layer(inputs)
+        self._take_over(index)
         output = weighed(inputs.hidden, output, step.survival.get(index))
         if kept != NOTHING:
             self._stash.put(
@@ -425,8 +434,8 @@ class Relay:
             step.handed[index, m] = handed
         self._stash.put(to, f"h{self._following[index]} {microbatch}", [output])
 
-    def _program(self, step: Step, index: int) -> Program | None:
-        if not step.training or index not in self._returning:
+    def _program(self, step: Step, index: int, m: int) -> Program | None:
+        if not step.training or index not in self._returning or step.calls[m][index].autocast:
             return None
         return self._compiler.program(self._carved.structures[index], keep=self.keep)
 
@@ -566,12 +575,13 @@ class Relay:
         """Run a layer with graph; returns the graph and the output."""
         self._device.seed(mix_seed(self._seed, step.number, index, m))
         program = self._compiler.program(self._carved.structures[index], keep=EVERYTHING)
-        if program is not None:
+        if program is not None and not inputs.call.autocast:
             output, handed = self._try(index, program, inputs, None, room=True)
             if output is not None and handed is not None:
                 return handed, output
             self._device.seed(mix_seed(self._seed, step.number, index, m))
         walked = walk_layer(inputs)
+        self._take_over(index)
         return walked, walked.output.detach()
 
     def _unwind(
@@ -648,6 +658,13 @@ class Relay:
             name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in step.microbatches[m].items()
         }
+
+    def _take_over(self, index: int) -> None:
+        """Keep the buffers that a layer's forward pass has put in the place of those it had."""
+        kept = self.layer_buffers.get(index)
+        if kept:
+            for owner, buffer in self._carved.layers[index].assigned(kept).items():
+                kept[owner] = buffer.detach().clone()  # what a graph has used stays as it was
 
     @staticmethod
     def _note_buffers(step: Step, part: int, m: int, changing: Mapping[str, Tensor]) -> None:
