@@ -35,6 +35,7 @@ from l2l.depth import Choice, Depth, checked_depth, checked_layers
 from l2l.device import Device, Event, UpdateFailedError, open_device
 from l2l.distributed import open_world, refuse_different_weights
 from l2l.export import SHARD_BYTES, export_model
+from l2l.held import refuse_replaced, registered
 from l2l.host_memory import Arena, HostBudget, available_bytes
 from l2l.layers import Layers, Layout, changed_model
 from l2l.lookup import HostRows
@@ -98,10 +99,11 @@ P, R = ParamSpec("P"), TypeVar("R")
 def _refusing_readers(
     method: Callable[Concatenate[Engine, P], R],
 ) -> Callable[Concatenate[Engine, P], R]:
-    """While the method runs, nobody reads the model's own parameters."""
+    """While the method runs, nobody reads the model's own parameters; it has those it had."""
 
     @functools.wraps(method)
     def run(self: Engine, *args: P.args, **kwargs: P.kwargs) -> R:
+        refuse_replaced(self._registered)
         with self._server.reader.running():
             return method(self, *args, **kwargs)
 
@@ -113,8 +115,8 @@ class Engine:
     """Trains a model with one layer on the device at a time.
 
     The model's weights move into the parameter server when the engine is made and back when it is
-    closed. In between its parameters take no memory. Reading them gives the present weights, writing
-    to them and calling the model are refused: see `l2l.held`.
+    closed. In between its parameters take no memory. Reading one gives the weights; writing
+    to it and calling the model are refused: see `l2l.held`.
     """
 
     def __init__(
@@ -752,6 +754,7 @@ class Engine:
             self._state = "closed"
             raise
         self._bind_buffers()
+        self._registered = registered(self._model)
         self._planning.limit_device()  # the model itself may have been on the device
 
     def _bind_buffers(self) -> None:
@@ -798,7 +801,7 @@ class Engine:
             self._server.rearrange(moves_for(layout, old, carved, forms))
         self.optimizer.regroup(members)
         self._layers.origins = tuple(place.origin for place in layout)
-        self._carved = carved
+        self._carved, self._registered = carved, registered(self._model)
         self._make_parts()
         self._bind_buffers()
         self._planning.adapt(carved, {form.name: form for form in forms})

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,11 +50,11 @@ METHODS = """
     size dim ndimension numel nelement element_size is_floating_point is_complex is_signed
     get_device is_inference is_conj is_neg is_shared is_pinned is_same_size retain_grad new_empty
     new_zeros new_ones new_full new_tensor new_empty_strided __len__ __hash__ __dlpack_device__
+    _is_view _is_zerotensor stride is_contiguous storage_offset
 """
 FUNCTIONS = """
     is_floating_point is_complex is_signed is_inference is_conj is_neg numel get_device is_same_size
-    result_type _has_compatible_shallow_copy_type empty_like zeros_like ones_like full_like
-    rand_like randn_like randint_like
+    result_type empty_like zeros_like ones_like full_like rand_like randn_like randint_like
 """
 PASSES = """
     linear bilinear embedding embedding_bag layer_norm rms_norm group_norm batch_norm instance_norm
@@ -78,12 +79,12 @@ QUESTIONS = frozenset(
     + [Tensor.grad.__delete__]  # type: ignore[attr-defined]
 )
 """What is answered without the weights."""
-_PLACEMENT = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})
-"""What is answered as for a copy of the weights."""
 _CUT_OFF = frozenset(
     [Tensor.detach, Tensor.data.__get__, torch.detach]  # type: ignore[attr-defined]
 )
 """What gives no gradient to anybody."""
+_NO_WRITES = frozenset({"requires_grad_", "share_memory_", "detach_"})
+"""What ends in an underscore, but changes no values."""
 _PASSES = frozenset(PASSES.split())
 """What modules do with their weights and what they are given, by name."""
 
@@ -142,9 +143,9 @@ class Reader:
             raise CutError(
                 f"code that the engine runs ('{function}') reads {owner!r} of the model itself, "
                 "whose weights are in the engine. Expected code that uses the parameters of the "
-                "module it is part of. A layer whose forward was replaced must use its own self, "
-                "not the module it was taken from; a loss gets what it needs from the model's "
-                "outputs; a penalty on weights is the optimizer's weight_decay."
+                "module it is part of. A layer whose forward was replaced, or given to "
+                "torch.compile, must use its own self, not the module it was taken from; a loss "
+                "gets what it needs from the outputs; a penalty on weights is weight_decay."
             )
         if self.places.get(owner) is not place:
             raise RuntimeError(f"{owner!r} was removed from the engine, and its weights with it.")
@@ -305,6 +306,35 @@ def is_held(parameter: object) -> bool:
     return isinstance(parameter, Held)
 
 
+Registered = list[tuple[dict[str, Any], str, nn.Parameter]]
+
+
+def registered(model: nn.Module) -> Registered:
+    """Where a model's modules look up their parameters."""
+    return [
+        (module._parameters, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def refuse_replaced(expected: Registered) -> None:
+    """Refuse a model whose modules have got other parameters than those that are held.
+
+    Raises:
+        RuntimeError: with the parameter.
+    """
+    for registry, name, parameter in expected:
+        if registry.get(name) is not parameter:
+            place: Place = parameter.__dict__[KEY]
+            raise RuntimeError(
+                f"{place.owner!r} was replaced by another parameter while its weights are in an "
+                "engine (load_state_dict with assign=True does that), which goes on with the one "
+                "it has. Close the engine first, change the model, and make a new one."
+            )
+
+
 @functools.cache
 def _held_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     members = {"__module__": __name__, "__doc__": f"A {kind.__name__} whose weights are elsewhere."}
@@ -333,9 +363,10 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Held)]
     if held and func in _SETTERS:
         return _SETTERS[func](*args, **kwargs)
-    if held and func in _PLACEMENT:
-        return func(torch.empty(held[0].shape, device="meta"), *args[1:], **kwargs)
     name = _name(func)
+    for one in _targets(name, args, kwargs):
+        if isinstance(one, Held | WeightCopy):
+            _refuse_write(name, one)
     if held and name in _PASSES:
         _refuse_pass(name, held[0], others)
     copies = {id(one): _copy(one, name) for one in held}
@@ -351,10 +382,20 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             one for one, version in zip(seen, versions, strict=True) if _version(one) != version
         ]
         if changed:
-            written = next((one for one in changed if isinstance(one, WeightCopy)), None)
-            _refuse_write(name, copies[id(held[0])] if written is None else written, written)
+            written = [one for one in changed if isinstance(one, WeightCopy)]
+            _refuse_write(name, written[0] if written else held[0], elsewhere=not written)
         asking = held[0].__dict__[KEY] if asks and func not in _CUT_OFF else None
         return pytree.tree_map(lambda one: _given_out(one, watched, asking, others), result)
+
+
+def _targets(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What a function writes to, by its name; not every kernel notes that it has written."""
+    found = pytree.tree_leaves(kwargs.get("out"))
+    is_inside = name == "__setitem__" or (name.startswith("__i") and hasattr(operator, name))
+    is_inside |= name.endswith("_") and not name.startswith("__") and name not in _NO_WRITES
+    if is_inside:
+        found += pytree.tree_leaves(args[:1] or tuple(kwargs.values())[:1])
+    return found
 
 
 def _given_out(
@@ -437,9 +478,11 @@ def _refuse_pass(name: str, parameter: Any, others: list[Tensor]) -> None:
     )
 
 
-def _refuse_write(name: str, copy: WeightCopy, written: WeightCopy | None) -> NoReturn:
-    owner = copy.place.owner
-    if written is None:
+def _refuse_write(name: str, tensor: Any, *, elsewhere: bool = False) -> NoReturn:
+    place: Place = tensor.place if isinstance(tensor, WeightCopy) else tensor.__dict__[KEY]
+    owner = place.owner
+    place.reader.forget()  # it may have happened, to a copy
+    if elsewhere:
         raise RuntimeError(
             f"'{name}' writes {owner!r} into another tensor with gradients on, and no gradient can "
             "be given for weights that are in an engine. Do it inside torch.no_grad()."
@@ -477,6 +520,11 @@ def _set_data(parameter: Any, value: Tensor) -> None:
         )
 
 
+def _is_compatible(*_: Any) -> bool:
+    """Asked whether its data can be set, or it must be replaced by another: the former refuses."""
+    return True
+
+
 def _set_grad(parameter: Any, value: Tensor | None) -> None:
     if value is not None:
         raise RuntimeError(
@@ -510,6 +558,7 @@ _SETTERS: dict[Any, Callable[..., Any]] = {
     Tensor.grad.__set__: _set_grad,  # type: ignore[attr-defined]
     Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
     Tensor.requires_grad_: _set_requires_grad,
+    torch._has_compatible_shallow_copy_type: _is_compatible,
     Tensor.register_hook: _add_hook,
     Tensor.register_post_accumulate_grad_hook: _add_hook,
 }

@@ -71,7 +71,7 @@ MAY_IMPORT = {
     "weights": "hugging_face initialization parameter_server tensor_file",
     "depth": "",
     "engine": (
-        "batch carving checkpoint compiled_layer depth device distributed export host_memory "
+        "batch carving checkpoint compiled_layer depth device distributed export held host_memory "
         "layers lookup loss outer_pass parameter_server persistence planner planning precision "
         "rehearsal relay report schedule stash step trace transfer units updates weights"
     ),
