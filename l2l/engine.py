@@ -93,7 +93,8 @@ MOST_SCHEDULES = 32  # that are kept
 MOST_STEPS_AHEAD = 2  # how far the host may run ahead of the device
 
 Batches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _refusing_readers(
@@ -102,7 +103,7 @@ def _refusing_readers(
     """While the method runs, nobody reads the model's own parameters; it has those it had."""
 
     @functools.wraps(method)
-    def run(self: Engine, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> R:
         refuse_replaced(self._registered)
         with self._server.reader.running():
             return method(self, *args, **kwargs)

@@ -76,7 +76,7 @@ QUESTIONS = frozenset(
     [one.__get__ for one in _existing(Tensor, PROPERTIES)]
     + _existing(Tensor, METHODS)
     + _existing(torch, FUNCTIONS)
-    + [Tensor.grad.__delete__]  # type: ignore[attr-defined]
+    + [one.__delete__ for one in _existing(Tensor, "grad")]
 )
 """What is answered without the weights."""
 _CUT_OFF = frozenset(
@@ -249,7 +249,7 @@ class WeightCopy(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.as_subclass(Tensor)
-        return plain.__reduce_ex__(protocol)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -338,7 +338,8 @@ def refuse_replaced(expected: Registered) -> None:
 @functools.cache
 def _held_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     members = {"__module__": __name__, "__doc__": f"A {kind.__name__} whose weights are elsewhere."}
-    made: type[nn.Parameter] = type(kind)(f"Held{kind.__name__}", (Held, kind), members)
+    meta: Any = type(kind)
+    made: type[nn.Parameter] = meta(f"Held{kind.__name__}", (Held, kind), members)
     return made
 
 
@@ -359,7 +360,7 @@ def _ordinary(parameter: Any) -> Any:
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function of torch with copies of the weights, or refuse to."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    held = [leaf for leaf in leaves if isinstance(leaf, Held)]
+    held: list[Any] = [leaf for leaf in leaves if isinstance(leaf, Held)]
     others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Held)]
     if held and func in _SETTERS:
         return _SETTERS[func](*args, **kwargs)
@@ -410,7 +411,7 @@ def _given_out(
         return result
     if asking is not None and (result.is_floating_point() or result.is_complex()):
         anchor = torch.empty(0, requires_grad=True)
-        result = _NoGradient.apply(result, anchor, asking.owner)
+        result = _NoGradient.apply(result, anchor, asking.owner)  # type: ignore[no-untyped-call]
     storage = _storage(result)
     for one in watched:
         if storage is not None and storage == _storage(one):
@@ -553,10 +554,14 @@ def _add_hook(parameter: Any, *_: Any, **__: Any) -> NoReturn:
     )
 
 
+def _setter(name: str) -> Any:
+    return getattr(Tensor, name).__set__
+
+
 _SETTERS: dict[Any, Callable[..., Any]] = {
-    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    Tensor.grad.__set__: _set_grad,  # type: ignore[attr-defined]
-    Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    _setter("data"): _set_data,
+    _setter("grad"): _set_grad,
+    _setter("requires_grad"): _set_requires_grad,
     Tensor.requires_grad_: _set_requires_grad,
     torch._has_compatible_shallow_copy_type: _is_compatible,
     Tensor.register_hook: _add_hook,

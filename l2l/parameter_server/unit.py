@@ -226,7 +226,7 @@ def nothing_like(parameter: nn.Parameter) -> Tensor:
     """
     device = torch.device("cpu") if parameter.is_meta else parameter.device
     nothing = torch.full((), torch.nan, device=device).to(parameter.dtype).expand(parameter.shape)
-    torch._C._set_throw_on_mutable_data_ptr(nothing)  # type: ignore[attr-defined]
+    torch._C._set_throw_on_mutable_data_ptr(nothing)
     return nothing
 
 
