@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import os
+import sys
+import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, final
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +35,7 @@ from l2l.depth import Choice, Depth, checked_depth, checked_layers
 from l2l.device import Device, Event, UpdateFailedError, open_device
 from l2l.distributed import open_world, refuse_different_weights
 from l2l.export import SHARD_BYTES, export_model
+from l2l.held import refuse_replaced, registered
 from l2l.host_memory import Arena, HostBudget, available_bytes
 from l2l.layers import Layers, Layout, changed_model
 from l2l.lookup import HostRows
@@ -90,6 +95,22 @@ MOST_SCHEDULES = 32  # that are kept
 MOST_STEPS_AHEAD = 2  # how far the host may run ahead of the device
 
 Batches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _refusing_readers(
+    method: Callable[Concatenate[Engine, P], R],
+) -> Callable[Concatenate[Engine, P], R]:
+    """While the method runs, nobody reads the model's own parameters; it has those it had."""
+
+    @functools.wraps(method)
+    def run(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        refuse_replaced(self._registered)
+        with self._server.reader.running():
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 @final
@@ -97,7 +118,8 @@ class Engine:
     """Trains a model with one layer on the device at a time.
 
     The model's weights move into the parameter server when the engine is made and back when it is
-    closed; in between the model's parameters are hollow (NaN, without memory).
+    closed. In between its parameters take no memory. Reading one gives the weights; writing
+    to it and calling the model are refused: see `l2l.held`.
     """
 
     def __init__(
@@ -234,10 +256,10 @@ class Engine:
             compiled=self._compiler.is_on,
             overrides=overrides,
         )
-        self._placed: tuple[OuterUnit, ...] = ()
-        self._held: frozenset[str] = frozenset()
+        self._placed, self._held = tuple[OuterUnit, ...](), frozenset[str]()
         self._schedules: dict[Shape, Schedule] = {}
         self._step_ends: deque[Event] = deque()
+        self._home = (os.getpid(), threading.get_ident())
         self._step_number, self._state = 0, "open"
         self._is_warned = False  # of statistics over microbatches
         self._move_in(forms, incoming)
@@ -384,6 +406,7 @@ class Engine:
         self._persistence.load_buffers(checkpoint, self._rehearsal.present_buffers())
         self._adopt(checkpoint.manifest.state)
         self._step_number, self._state = checkpoint.manifest.step, "open"
+        self._server.reader.forget()
         return dict(checkpoint.manifest.extra)
 
     def _follow_layers(self, checkpoint: Checkpoint) -> None:
@@ -426,15 +449,51 @@ class Engine:
         with self._server.values() as weight_of:
             if weight_of is None:  # another rank writes
                 return
-            export_model(
-                self._model,
-                folder,
-                weight_of=weight_of,
-                buffers=self._rehearsal.present_buffers(),
-                dtype=dtype,
-                tokenizer=tokenizer,
-                shard_bytes=shard_bytes,
-            )
+            with torch._C.DisableTorchFunctionSubclass():  # of the model, names and shapes only
+                export_model(
+                    self._model,
+                    folder,
+                    weight_of=weight_of,
+                    buffers=self._rehearsal.present_buffers(),
+                    dtype=dtype,
+                    tokenizer=tokenizer,
+                    shard_bytes=shard_bytes,
+                )
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and present weights of all parameters, in the model's dtypes, on the CPU.
+
+        One unit is in memory at a time: a layer, a table, or what else is around the layers. A tied
+        parameter comes once, under its first name. Several ranks must iterate together, to the end.
+        """
+        self._refuse_if_unusable()
+        self._server.settle_all()
+        for name, tensors in units_of(self._carved):
+            value = self._server.weights_of(name)
+            for owner, parameter in tensors.parameters.items():
+                weight = value(owner).detach()
+                yield owner, weight.to(device="cpu", dtype=parameter.dtype, copy=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `model.state_dict()` of an ordinary model would give: present weights and buffers.
+
+        All tensors are fresh copies on the CPU; tied ones share memory. Several ranks must do this
+        together, and each gets all of it.
+        """
+        weights = dict(self.named_weights())
+        self._finish_step()
+        buffers = {id(buffer): name for name, buffer in self._model.named_buffers()}
+        present = self._rehearsal.present_buffers()
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        found: dict[str, Any] = {}
+        for key, value in self._model.state_dict(keep_vars=True).items():
+            if id(value) in names:
+                value = weights[names[id(value)]]
+            elif isinstance(value, Tensor):
+                value = present.get(buffers.get(id(value), ""), value).detach()
+                value = value.to(device="cpu", copy=True)
+            found[key] = value
+        return found
 
     @property
     def plan(self) -> Plan:
@@ -491,6 +550,7 @@ class Engine:
         if give_back:
             self._give_back_buffers()
         self._state = "closed"
+        self._server.reader.close("they were let go when their engine was closed")
         for part in (self._carved, self._transfer, self._stash, self._relay, self._device):
             part.close()
         self._server.spare.close()
@@ -509,7 +569,40 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        """Give the weights back if nobody has closed the engine, and say so."""
+        if self.__dict__.get("_state", "closed") == "closed" or sys.is_finalizing():
+            return
+        process, thread = self._home
+        if os.getpid() != process:  # of a fork, which has no threads
+            return
+        if threading.get_ident() == thread:
+            self._drop()
+        else:  # perhaps a thread of the engine's own, which closing waits for
+            threading.Thread(target=self._drop, name="l2l-drop").start()
+
     # ----------------------------------------------------------------------------------------------
+
+    def _drop(self) -> None:
+        """Close an engine that nobody refers to any more."""
+        said = "an l2l.Engine was dropped without engine.close()"
+        try:
+            if self._world.is_parallel:  # others are elsewhere
+                raise RuntimeError("several ranks hold them together")
+            with warnings.catch_warnings(record=True) as noted:
+                self.close()
+        except Exception as error:
+            said += f". Its model has lost weights ({error}): go on from a checkpoint."
+        else:
+            said += "; the weights were given back to its model now."
+            said += "".join(f" Also, {one.message}" for one in noted)
+        warnings.warn(f"{said} Close engines, or use them in a with block.", stacklevel=3)
+
+    def _before_reading(self) -> None:
+        """Called before somebody reads the model's own parameters; its buffers follow then."""
+        self._refuse_if_unusable()
+        self._finish_step()
+        self._give_back_buffers()
 
     def _finish_step(self) -> None:
         """Wait until nothing runs; updates that were left to the next step still wait."""
@@ -596,6 +689,7 @@ class Engine:
         self, stash_policy: Literal["host", "device"], native: HostKernel | None
     ) -> None:
         """What moves the units of the parameter server, and boundary tensors."""
+        self._server.reader.prepare_with(self._before_reading)
         self._transfer = Transfer(device=self._device, arena=self._arena, server=self._server)
         self._stash = Stash(device=self._device, arena=self._arena, policy=stash_policy)
         self._rows = HostRows(arena=self._arena, server=self._server, kernel=native)
@@ -681,8 +775,10 @@ class Engine:
             if incoming is not None:
                 incoming.undo()
             self._device.close()
+            self._state = "closed"
             raise
         self._bind_buffers()
+        self._registered = registered(self._model)
         self._planning.limit_device()  # the model itself may have been on the device
 
     def _bind_buffers(self) -> None:
@@ -729,7 +825,7 @@ class Engine:
             self._server.rearrange(moves_for(layout, old, carved, forms))
         self.optimizer.regroup(members)
         self._layers.origins = tuple(place.origin for place in layout)
-        self._carved = carved
+        self._carved, self._registered = carved, registered(self._model)
         self._make_parts()
         self._bind_buffers()
         self._planning.adapt(carved, {form.name: form for form in forms})
@@ -841,6 +937,7 @@ class Engine:
         number = self._carved.num_layers
         return Choice(tuple(range(number)) if layers is None else checked_layers(layers, number))
 
+    @_refusing_readers
     def _perform(
         self,
         batch: Batches,

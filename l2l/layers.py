@@ -266,7 +266,7 @@ def changed_model(model: nn.Module, list_name: str, layout: Layout) -> Iterator[
     for place, module in zip(layout, made, strict=True):
         if place.frozen is not None:
             for parameter in module.parameters():
-                parameter.requires_grad_(not place.frozen and parameter.is_floating_point())
+                _set_flag(parameter, not place.frozen and parameter.is_floating_point())
     try:
         yield made
     except BaseException:
@@ -274,8 +274,13 @@ def changed_model(model: nn.Module, list_name: str, layout: Layout) -> Iterator[
         _number(modules, numbering)
         restore()
         for parameter, requires in flags.items():
-            parameter.requires_grad_(requires)
+            _set_flag(parameter, requires)
         raise
+
+
+def _set_flag(parameter: nn.Parameter, requires_grad: bool) -> None:  # noqa: FBT001
+    with torch._C.DisableTorchFunctionSubclass():  # held parameters refuse this to everybody else
+        parameter.requires_grad_(requires_grad)
 
 
 def _module_for(place: Place, modules: list[nn.Module]) -> nn.Module:

@@ -287,6 +287,11 @@ def refused(rank: Rank) -> Any:
         found["labels"] = refusal(engine, nothing)
         predicted = engine.predict(nothing)
         found["predicted"] = (predicted.logits.isfinite().all(), predicted.loss.isnan())
+        found["state"] = engine.state_dict()
+        try:
+            engine._model.state_dict()
+        except RuntimeError as error:
+            found["alone"] = str(error)
     torch.manual_seed(0)
     classifier = OtherTargets(lambda: torch.nn.LayerNorm(HIDDEN))
     with rank.engine(FAMILIES["sequential"], classifier) as engine:

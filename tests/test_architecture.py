@@ -21,12 +21,13 @@ MAY_IMPORT = {
     "byte_size": "",
     "layer_list": "",
     "hollow": "",
+    "held": "layer_list",
     "carving": "layer_list",
     "loss": "batch",
     "device": "schedule trace",
     "host_memory": "byte_size device",
     "distributed": "layout",
-    "parameter_server": "device distributed host_memory layout precision",
+    "parameter_server": "device distributed held host_memory layout precision",
     "layers": "carving parameter_server",
     "units": "carving layers parameter_server precision schedule",
     "stash": "device host_memory layout",
@@ -69,9 +70,9 @@ MAY_IMPORT = {
     "persistence": "byte_size carving checkpoint layout parameter_server precision saved_model",
     "weights": "hugging_face initialization parameter_server tensor_file",
     "depth": "",
-    "proof": "batch carving device distributed loss parameter_server",
+    "proof": "batch carving device distributed held loss parameter_server",
     "engine": (
-        "batch carving checkpoint compiled_layer depth device distributed export host_memory "
+        "batch carving checkpoint compiled_layer depth device distributed export held host_memory "
         "layers lookup loss outer_pass parameter_server persistence planner planning precision "
         "proof rehearsal relay report schedule stash step trace transfer units updates weights"
     ),

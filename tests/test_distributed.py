@@ -209,6 +209,10 @@ def test_refusals_name_what_is_wrong(results: Results, size: int):
         assert "every label of the batch is ignored" in one["refused"]["labels"]
         assert "'kinds' contains -100" in one["refused"]["targets"]
         assert all(one["refused"]["predicted"]), "outputs, with a loss that is NaN"
+        assert "on all ranks together" in one["refused"]["alone"]
+        state, expected = one["refused"]["state"], FAMILIES["llama_tied"].build().state_dict()
+        assert list(state) == list(expected)
+        assert all(torch.equal(state[name], expected[name]) for name in state)
 
 
 # -- Training --------------------------------------------------------------------------------------

@@ -809,8 +809,10 @@ def test_parameters_are_hollow_while_the_engine_is_open() -> None:
     with make_engine(model) as engine:
         engine.step(family.batch(2))
         for parameter in model.parameters():
-            assert parameter.isnan().all()
-            assert parameter.untyped_storage().nbytes() == 4
+            with torch._C.DisableTorchFunctionSubclass():  # what it holds itself: see l2l/held.py
+                assert parameter.isnan().all()
+                assert parameter.untyped_storage().nbytes() == 4
+            assert parameter.isfinite().all()
             assert parameter.shape.numel() > 1
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 

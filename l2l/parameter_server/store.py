@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from l2l.device import Device, Event
 from l2l.distributed import Alone, World
+from l2l.held import Reader, hold
 from l2l.host_memory import Arena, SparePages
 from l2l.layout import ALIGNMENT_BYTES, ALIGNMENT_ELEMENTS, FlatLayout, Share, round_up
 from l2l.parameter_server import moving
@@ -134,6 +135,7 @@ class ParameterServer:
         self.spare = SparePages()  # for its copies
         self.is_torn = False  # whether an update was interrupted here
         self._unit_of: dict[str, Unit] = {}
+        self.reader = Reader(self._read)  # for whoever reads the user's parameters
 
     @property
     def has_halves(self) -> bool:
@@ -215,8 +217,9 @@ class ParameterServer:
         for owner, parameter in parameters.items():
             if not parameter.is_meta:
                 self.set_weight(owner, parameter.data)
-        for parameter in parameters.values():
+        for owner, parameter in parameters.items():
             exchange(parameter, nothing_like(parameter))
+            hold(parameter, owner, self.reader)
 
     @staticmethod
     def _set_buffers(unit: Unit, buffers: Mapping[str, Tensor]) -> None:
@@ -256,14 +259,19 @@ class ParameterServer:
                 moving.let_go(unit, self._arena)
         old, self.units = self.units, made
         gone = {id(unit) for name, unit in old.items() if name.startswith("L")}
-        self._unit_of = {o: u for o, u in self._unit_of.items() if id(u) not in gone}
+        left = {o for o, u in self._unit_of.items() if id(u) in gone}
+        self._unit_of = {o: u for o, u in self._unit_of.items() if o not in left}
+        self.reader.places = {o: p for o, p in self.reader.places.items() if o not in left}
+        self.reader.forget()
         for move in moves:
             unit = made[move.form.name]
             self._unit_of.update(dict.fromkeys(move.parameters, unit))
             if move.source is None:
                 self._fill(unit, move.parameters, move.buffers)
-            else:
-                self._set_buffers(unit, move.buffers)
+                continue
+            self._set_buffers(unit, move.buffers)
+            for owner, parameter in move.parameters.items():
+                hold(parameter, owner, self.reader)
 
     def give_back(self, parameters: Mapping[str, nn.Parameter], name: str) -> None:
         """Move a unit's weights into the parameters again and drop its host memory.
@@ -274,7 +282,7 @@ class ParameterServer:
         for owner, parameter in parameters.items():
             weight = values(owner)
             own = weight.to(device=parameter.device, dtype=parameter.dtype)
-            parameter.data = own.clone() if own.data_ptr() == weight.data_ptr() else own
+            exchange(parameter, own.clone() if own.data_ptr() == weight.data_ptr() else own)
             del self._unit_of[owner]
         del self.units[name]
 
@@ -349,6 +357,21 @@ class ParameterServer:
     def weight(self, owner: str) -> Tensor:
         """A parameter's present value, or this rank's piece of it."""
         return self._value(self._unit_of[owner], owner)
+
+    def _read(self, owner: str) -> Tensor:
+        """A parameter's present value, all of it, after the updates that wait.
+
+        Raises:
+            RuntimeError: several ranks hold it together.
+        """
+        if self.world.share.number > 1:
+            raise RuntimeError(
+                f"{owner!r} is held by several ranks together, so one of them cannot read it "
+                "alone. Call engine.state_dict(), engine.named_weights() or engine.export(...) on "
+                "all ranks together, or close the engine first."
+            )
+        self.settle_all()
+        return self.weight(owner)
 
     @staticmethod
     def _value(unit: Unit, owner: str) -> Tensor:

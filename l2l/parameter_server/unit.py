@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from l2l.device import Event
+from l2l.held import is_held, reason_for, release
 from l2l.layout import ALIGNMENT_ELEMENTS, FlatLayout, Share, round_up
 from l2l.parameter_server import device_update
 from l2l.parameter_server.host_kernel import PreparedUpdates
@@ -219,13 +220,19 @@ def other_rows(rows: Tensor, num_rows: int) -> Tensor:
 
 
 def nothing_like(parameter: nn.Parameter) -> Tensor:
-    """What a hollow parameter holds: NaN in its shape, without memory for it."""
+    """What a hollow parameter holds: NaN in its shape, without memory for it.
+
+    Whoever asks for its address gets an error: kernels that write would go beyond that memory.
+    """
     device = torch.device("cpu") if parameter.is_meta else parameter.device
-    return torch.full((), torch.nan, device=device).to(parameter.dtype).expand(parameter.shape)
+    nothing = torch.full((), torch.nan, device=device).to(parameter.dtype).expand(parameter.shape)
+    torch._C._set_throw_on_mutable_data_ptr(nothing)
+    return nothing
 
 
 def exchange(parameter: nn.Parameter, tensor: Tensor) -> None:
     """Let a parameter hold another tensor; it stays the same object, also from or to meta."""
+    release(parameter)
     if parameter.is_meta == tensor.is_meta:
         parameter.data = tensor
         return
@@ -240,15 +247,11 @@ def refuse_without_weights(model: nn.Module) -> None:
     Raises:
         ValueError: they are in another engine, or on the meta device.
     """
-    hollow = [
-        name
-        for name, p in model.named_parameters()
-        if p.numel() > 1 and not p.is_meta and p.untyped_storage().nbytes() < p.nbytes
-    ]
+    hollow = [name for name, parameter in model.named_parameters() if is_held(parameter)]
     if hollow:
         raise ValueError(
-            f"the model's parameters are hollow ({hollow[0]!r} and others): its weights are in "
-            "another engine. Close that one first."
+            f"the model's parameters are hollow ({hollow[0]!r} and others): "
+            f"{reason_for(model.get_parameter(hollow[0]))}"
         )
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from l2l.batch import Microbatch
 from l2l.carving import CarvedModel
 from l2l.device import Device
+from l2l.held import lend, take_back
 from l2l.loss import LossFunction, require_loss
 from l2l.parameter_server import ParameterServer
 from l2l.proof.evidence import Evidence
@@ -170,9 +171,9 @@ class Reference:
                 for owner in unit.form.weight_layout.names
             }
             for owner, parameter in parameters.items():
-                stack.callback(_restore, parameter, parameter.data, parameter.grad)
+                lend(parameter, self._nothing(parameter, dtypes[owner]))
+                stack.callback(_restore, parameter, parameter.grad)
                 parameter.grad = None
-                parameter.data = self._nothing(parameter, dtypes[owner])
                 if parameter.requires_grad:
                     taken = functools.partial(self._take, owner)
                     hook = parameter.register_post_accumulate_grad_hook(taken)  # type: ignore[no-untyped-call]
@@ -356,9 +357,9 @@ def _put_back(layer: nn.Module, own: Mapping[str, Any]) -> None:
     layer.__dict__.update(own)
 
 
-def _restore(parameter: nn.Parameter, data: Tensor, gradient: Tensor | None) -> None:
-    parameter.data = data
+def _restore(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     parameter.grad = gradient
+    take_back(parameter)
 
 
 def same(first: Tensor, second: Tensor) -> bool:
