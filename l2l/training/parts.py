@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from l2l.checkpoint import MANIFEST, Checkpoint, CheckpointFolder, Manifest, whole_folder
+from l2l.checkpoint import MANIFEST, Checkpoint, CheckpointFolder, Manifest
 from l2l.data import PLAIN_TEMPLATE
 from l2l.engine import Engine
 from l2l.export import export_model
 from l2l.hugging_face import empty_model, tokenizer_of
+from l2l.replacing import whole_folder
 from l2l.saved_model import SavedModel
 from l2l.settings import LANGUAGE_TASKS, Settings
 from l2l.training.folder import RunFolder, TrainingError
