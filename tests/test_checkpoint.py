@@ -888,7 +888,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "a million shares": (
         lambda b: b["state"].update(num_shares=1_000_000),
-        "files has 'L0', but state.num_shares is 1000000",
+        r"files has '\w+', but state.num_shares is 1000000",
     ),
     "groups": (lambda b: b["state"].update(groups=3), "state.groups is 3"),
     "a learning rate": (

@@ -20,7 +20,6 @@ from l2l.byte_size import format_bytes
 from l2l.checkpoint import (
     CheckpointError,
     CheckpointFolder,
-    Manifest,
     OtherCheckpointError,
     Saving,
 )
@@ -42,6 +41,7 @@ from l2l.training.parts import (
     make_tokenizer,
     model_fingerprint,
     pad_id_of,
+    run_manifest,
 )
 
 T = TypeVar("T")
@@ -344,7 +344,7 @@ class Training:
             CheckpointError: it cannot be read.
         """
         with _naming_older(latest):
-            manifest = Manifest.read(latest)
+            manifest = run_manifest(latest)
         extra = manifest.extra
         before = extra.get("settings", {})
         if not self._packing_is_asked and "packing" in before.get("data", {}):
