@@ -18,25 +18,42 @@ docs/checkpoint_format.md describes the format.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, final
 
+import torch
 from torch import Tensor
 
 from l2l.distributed import Alone, World
 from l2l.layout import Share
+from l2l.manifest import BUFFERS as BUFFERS
+from l2l.manifest import MANIFEST as MANIFEST
+from l2l.manifest import CheckpointError as CheckpointError
+from l2l.manifest import FileRecord as FileRecord
+from l2l.manifest import Manifest as Manifest
+from l2l.manifest import OtherCheckpointError as OtherCheckpointError
+from l2l.manifest import plain as plain
 from l2l.parameter_server import Image, Snapshot
 from l2l.parameter_server.snapshot import NUM_WRITERS
+from l2l.replacing import (
+    DELETED,
+    PARTIAL,
+    REPLACED,
+    beside,
+    empty_folder,
+    recover,
+    remove_folder,
+    replace_folder,
+    whole_folder,
+    write_file,
+)
 from l2l.tensor_file import (
     Entry,
     TensorFile,
@@ -44,136 +61,11 @@ from l2l.tensor_file import (
     Written,
     check_file,
     check_size,
-    sync_folder,
     write_tensors,
 )
 
-FORMAT = "l2l checkpoint"
-VERSION = 1
-MANIFEST = "manifest.json"
-BUFFERS = "buffers"
 LATEST = "latest"
-DELETED = ".deleted"
-PARTIAL = ".partial"
-REPLACED = ".replaced"
 PROBE_BYTES = 64 << 20
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be written or read; the message names the file."""
-
-
-class OtherCheckpointError(CheckpointError):
-    """A checkpoint is whole, but of another model, optimizer or precision."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord:
-    """A file of tensors, as the manifest knows it."""
-
-    nbytes: int
-    checksum: int
-    steps: Mapping[str, int] = field(default_factory=dict)  # parameter -> updates so far
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What a checkpoint says of itself."""
-
-    step: int
-    state: Mapping[str, Any]
-    """What the engine needs besides its tensors, as JSON."""
-    files: Mapping[str, FileRecord]  # by name without suffix
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """What the caller wants back."""
-
-    def write(self, folder: Path) -> None:
-        """Write the manifest into a folder, through to the disk.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
-        body = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": self.step,
-            "state": self.state,
-            "extra": self.extra,
-            "files": {
-                name: {
-                    "bytes": one.nbytes,
-                    "checksum": f"{one.checksum:08x}",
-                    "steps": _shortened(one.steps),
-                }
-                for name, one in self.files.items()
-            },
-        }
-        path = folder / MANIFEST
-        try:
-            body = plain(body)
-            text = json.dumps({**body, "checksum": _checksum(body)}, indent=1)
-            with path.open("w") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            sync_folder(folder)
-        except (OSError, TypeError, ValueError) as error:
-            raise CheckpointError(f"cannot write {path}: {error}") from error
-
-    @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint.
-
-        Raises:
-            CheckpointError: it is missing, damaged, or of a newer version.
-        """
-        path = folder / MANIFEST
-        try:
-            body = json.loads(path.read_text())
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot read {path}: {error.strerror or error}. Expected the folder of a "
-                "checkpoint."
-            ) from error
-        except ValueError as error:
-            raise CheckpointError(f"{path} is damaged: {error}.") from error
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
-            raise CheckpointError(f"{path} is not the manifest of a checkpoint of l2l.")
-        if body.get("version") != VERSION:
-            raise CheckpointError(
-                f"{path} is of version {body.get('version')!r}; this l2l reads version {VERSION}. "
-                "Use the l2l that wrote it, or a newer one."
-            )
-        checksum = body.pop("checksum", None)
-        if checksum != _checksum(body):
-            raise CheckpointError(
-                f"{path} is damaged: found checksum {_checksum(body)}, expected {checksum}."
-            )
-        files = {
-            name: FileRecord(
-                nbytes=one["bytes"], checksum=int(one["checksum"], 16), steps=one["steps"]
-            )
-            for name, one in body["files"].items()
-        }
-        return cls(step=body["step"], state=body["state"], files=files, extra=body["extra"])
-
-
-def plain(value: Any) -> Any:
-    """A copy as it would come back from JSON.
-
-    Raises:
-        TypeError, ValueError: JSON cannot hold it.
-    """
-    return json.loads(json.dumps(value, allow_nan=False))
-
-
-def _shortened(steps: Mapping[str, int]) -> dict[str, int]:
-    """Numbers of updates; those of all parameters under "" if they are equal."""
-    return {"": next(iter(steps.values()))} if len(set(steps.values())) == 1 else dict(steps)
-
-
-def _checksum(body: Mapping[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -228,10 +120,17 @@ class Saving:
         self._world = world or Alone()
         self._files: dict[str, FileRecord] = {}
         self._lock = threading.Lock()
-        self._partial = folder.with_name(folder.name + PARTIAL)
+        self._partial = beside(folder)
         self._thread = threading.Thread(target=self._run, name="l2l-save", daemon=True)
         if self._world.rank == 0:
-            make_empty(self._partial)
+            self._make_folder()
+
+    def _make_folder(self) -> None:
+        try:
+            empty_folder(self.folder)
+        except OSError as error:
+            reason = error.strerror or error
+            raise CheckpointError(f"cannot make {self._partial}: {reason}") from error
 
     def start(self) -> None:
         """Let the writers begin."""
@@ -312,7 +211,7 @@ class Saving:
     def _conclude(self, files: Mapping[str, FileRecord]) -> None:
         manifest = Manifest(step=self._step, state=self._state, files=files, extra=self._extra)
         manifest.write(self._partial)
-        replace_folder(self._partial, self.folder)
+        replace_folder(self.folder)
         for action in self.after:
             action()
 
@@ -389,20 +288,6 @@ def _path(folder: Path, name: str) -> Path:
     return folder / f"{name}.safetensors"
 
 
-def make_empty(folder: Path) -> None:
-    """An empty folder to write to.
-
-    Raises:
-        CheckpointError: it cannot be made.
-    """
-    try:
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot make {folder}: {error.strerror or error}") from error
-
-
 def refuse_foreign(folder: Path) -> None:
     """Refuse to replace what is not a checkpoint.
 
@@ -415,36 +300,6 @@ def refuse_foreign(folder: Path) -> None:
             f"{folder} is there already and is not a checkpoint; saving would replace it. Name a "
             "folder of its own for every checkpoint."
         )
-
-
-def replace_folder(partial: Path, folder: Path) -> None:
-    """Give a folder that is whole its name; what had that name goes.
-
-    There is a moment when neither has it: `whole_folder` finds the old one then.
-
-    Raises:
-        OSError: that is not possible; all is as it was.
-    """
-    old = _replaced(folder)
-    with contextlib.ExitStack() as undo:
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            folder.rename(old)
-            undo.callback(old.rename, folder)
-        partial.rename(folder)
-        undo.callback(folder.rename, partial)
-        sync_folder(folder.parent)
-        undo.pop_all()
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def whole_folder(folder: Path) -> Path:
-    """Where the checkpoint of this name is, also if a run was killed when it replaced it."""
-    return _replaced(folder) if not folder.exists() and _replaced(folder).exists() else folder
-
-
-def _replaced(folder: Path) -> Path:
-    return folder.parent / (folder.name + REPLACED)
 
 
 def measure_disk(folder: Path) -> float:
@@ -490,7 +345,7 @@ class Checkpoint:
     @property
     def shares(self) -> list[Share]:
         """The shares of units that it has, each in a file of its own."""
-        number = self.manifest.state.get("num_shares", 1)
+        number = self.manifest.num_shares
         return [Share(index=index, number=number) for index in range(number)]
 
     def check(self, *, share: Share | None = None) -> None:
@@ -512,14 +367,18 @@ class Checkpoint:
         except TensorFileError as error:
             raise CheckpointError(f"{error} An older checkpoint may still be whole.") from error
 
-    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of a file's tensors.
+    def path(self, name: str) -> Path:
+        """Where a file is."""
+        return _path(self.folder, name)
+
+    def kinds(self, name: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Names, dtypes and shapes of a file's tensors.
 
         Raises:
             CheckpointError: it cannot be read.
         """
         try:
-            return TensorFile(_path(self.folder, name)).shapes()
+            return TensorFile(_path(self.folder, name)).kinds()
         except TensorFileError as error:
             raise CheckpointError(str(error)) from error
 
@@ -571,29 +430,42 @@ class CheckpointFolder:
         self._is_tidy = is_tidy
 
     def tidy(self) -> None:
-        """Remove what a killed run left; what it was about to replace has its name again.
+        """Finish or undo what a killed run was at; `latest` names the latest again.
 
         For whoever writes here, once: a run that goes on would lose what it is writing.
         """
         self._is_tidy = True
-        with contextlib.suppress(OSError):
-            for old in self._folders(REPLACED):
-                folder = old.with_name(old.name.removesuffix(REPLACED))
-                if whole_folder(folder) == old:
-                    old.rename(folder)
         for suffix in (PARTIAL, REPLACED, DELETED):
             for left in self._folders(suffix):
-                shutil.rmtree(left, ignore_errors=True)
+                recover(left.with_name(left.name.removesuffix(suffix)))
+        with contextlib.suppress(OSError):
+            beside(self.root / LATEST).unlink(missing_ok=True)
+        latest = self.latest()
+        with contextlib.suppress(OSError, CheckpointError):  # it can be found without it
+            if latest is not None and not self._is_pointed_to(latest):
+                self._point_to(latest)
+
+    def _is_pointed_to(self, folder: Path) -> bool:
+        with contextlib.suppress(OSError):
+            return (self.root / LATEST).read_bytes() == f"{folder.name}\n".encode()
+        return False
 
     def _folders(self, suffix: str = "") -> list[Path]:
         """Folders of steps, by number, with this behind it."""
-        found = sorted(self.root.glob(f"step-*{suffix}"))
-        pattern = re.compile(rf"step-\d+{re.escape(suffix)}")
-        return [path for path in found if pattern.fullmatch(path.name)]
+        found = [path for path in self.root.glob(f"step-*{suffix}") if _step_of(path, suffix) >= 0]
+        return sorted(found, key=lambda path: (_step_of(path, suffix), path.name))
 
     def all(self) -> list[Path]:
         """Whole checkpoints, oldest first."""
-        return [path for path in self._folders() if (path / MANIFEST).exists()]
+        names = {path.name.removesuffix(REPLACED) for path in self._folders(REPLACED)}
+        aside = [whole_folder(self.root / name) for name in names]  # if a run was killed then
+        found = {path.name.removesuffix(REPLACED): path for path in [*aside, *self._folders()]}
+        whole = [path for path in found.values() if (path / MANIFEST).exists()]
+        return sorted(whole, key=lambda path: (step_of(path), path.name))
+
+    def before(self, folder: Path) -> list[Path]:
+        """Whole checkpoints of steps before that of one of them, oldest first."""
+        return [path for path in self.all() if step_of(path) < step_of(folder)]
 
     def latest(self) -> Path | None:
         """The checkpoint to go on with."""
@@ -625,17 +497,24 @@ class CheckpointFolder:
         Raises:
             CheckpointError: `latest` cannot be written.
         """
-        pointer, beside = self.root / LATEST, self.root / f"{LATEST}{PARTIAL}"
-        try:
-            with beside.open("w") as file:
-                file.write(folder.name + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            beside.rename(pointer)
-            sync_folder(self.root)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {pointer}: {error.strerror or error}") from error
+        self._point_to(folder)
         others = [path for path in self.all() if path != folder]
         for old in others[: max(0, len(others) + 1 - self._keep)]:
-            with contextlib.suppress(OSError):  # under another name: what has its own is whole
-                shutil.rmtree(old.rename(old.with_name(old.name + DELETED)), ignore_errors=True)
+            remove_folder(old)
+
+    def _point_to(self, folder: Path) -> None:
+        pointer = self.root / LATEST
+        try:
+            write_file(pointer, folder.name + "\n")
+        except OSError as error:
+            raise CheckpointError(f"cannot write {pointer}: {error.strerror or error}") from error
+
+
+def step_of(folder: Path) -> int:
+    """The step that a checkpoint in a `CheckpointFolder` is of; -1 if its name is another."""
+    return _step_of(folder, REPLACED if folder.name.endswith(REPLACED) else "")
+
+
+def _step_of(folder: Path, suffix: str) -> int:
+    match = re.fullmatch(rf"step-(\d{{1,18}}){re.escape(suffix)}", folder.name, re.ASCII)
+    return -1 if match is None else int(match[1])

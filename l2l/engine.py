@@ -51,6 +51,7 @@ from l2l.outer_pass import OuterPass
 from l2l.parameter_server import (
     HostKernel,
     HostOptimizer,
+    Members,
     Optimizer,
     ParameterServer,
     ServerOptimizer,
@@ -61,7 +62,7 @@ from l2l.parameter_server import (
     host_bytes,
     load_kernel,
 )
-from l2l.persistence import Persistence
+from l2l.persistence import Expected, Persistence
 from l2l.planner import STATE_ON_HOST, Decisions, Plan
 from l2l.planning import Planning, parse_budget
 from l2l.precision import PrecisionPolicy
@@ -394,31 +395,86 @@ class Engine:
             logger.warning("%s", error)
         checkpoint = Checkpoint(Path(folder))
         self._persistence.check_files(checkpoint)
-        self._follow_layers(checkpoint)
-        self._persistence.check(checkpoint)
+        layout = self._checked_layout(checkpoint)
+        if layout is not None:
+            self._follow_layers(layout, checkpoint)
         self._device.recover()
         self._finish_step()
+        self._state = "torn"  # until all is there
         self._server.waiting.clear()
         self._server.is_torn = False
         self._leave_device()
-        self._state = "torn"  # until all is there
-        self._persistence.load(checkpoint)
-        self._persistence.load_buffers(checkpoint, self._rehearsal.present_buffers())
+        try:
+            self._persistence.load(checkpoint)
+            self._persistence.load_buffers(checkpoint, self._rehearsal.present_buffers())
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} Some of it was loaded already: load this checkpoint again, or another."
+            ) from error
         self._adopt(checkpoint.manifest.state)
         self._step_number, self._state = checkpoint.manifest.step, "open"
         self._server.reader.forget()
         return dict(checkpoint.manifest.extra)
 
-    def _follow_layers(self, checkpoint: Checkpoint) -> None:
-        """Have the layers that a checkpoint has, if they were changed before it was saved."""
+    def _checked_layout(self, checkpoint: Checkpoint) -> Layout | None:
+        """The layers to have before a checkpoint is loaded; None: as they are. Changes nothing.
+
+        Raises:
+            CheckpointError: the engine would not be one that it fits.
+        """
         found = checkpoint.manifest.state.get("layers")
-        if found is None or self._state != "open" or self._server.is_torn:
-            return
+        if self._state != "open" or self._server.is_torn:
+            found = None
         try:
-            if self._layers.follow(found):
-                logger.info("%s: the engine now has %s.", checkpoint.folder, self._layers)
+            layout = None if found is None else self._layers.layout_of(found)
+            expected = self._expected(layout, link=checkpoint.manifest.state["link"])
         except ValueError as error:
             raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+        self._persistence.check(checkpoint, expected)
+        return layout
+
+    def _expected(self, layout: Layout | None, *, link: str) -> Expected:
+        """What a checkpoint of a precision must hold if the engine had these layers.
+
+        Raises:
+            ValueError: it cannot have them.
+        """
+        carved, forms = self._carved, [unit.form for unit in self._server.units.values()]
+        precision = PrecisionPolicy.for_model(self._model, precision=link)
+        if layout is not None:
+            self._refuse_layout(layout)
+            with changed_model(self._model, carved.list_name, layout, keep=False):
+                carved, _, forms = self._with_layers(layout, precision)
+        elif precision != self._precision:
+            kinds = {form.name: form.state_kinds for form in forms}
+            forms = [
+                replace(form, state_kinds=kinds[form.name])
+                for form in forms_of(
+                    carved,
+                    optimizer=self._server.optimizer,
+                    settings=self.optimizer.settings(),
+                    precision=precision,
+                    num_shares=self._world.share.number,
+                )
+            ]
+        return Expected(
+            forms={form.name: form for form in forms},
+            outer_buffers=self._carved.skeleton.buffers(),
+            layer_buffers={k: v for one in carved.layer_tensors for k, v in one.buffers.items()},
+        )
+
+    def _follow_layers(self, layout: Layout, checkpoint: Checkpoint) -> None:
+        """Have the layers that a checkpoint has."""
+        units = self._server.units
+        try:
+            self._change_layers(layout)
+        except BaseException as error:
+            if self._server.units is not units:
+                self._state = "torn"
+            if isinstance(error, ValueError):
+                raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+            raise
+        logger.info("%s: the engine now has %s.", checkpoint.folder, self._layers)
 
     def export(
         self,
@@ -793,6 +849,28 @@ class Engine:
     def _change_layers(self, layout: Layout) -> None:
         """Become an engine with other layers; if that cannot be, nothing has changed."""
         self._refuse_if_unusable()
+        self._refuse_layout(layout)
+        self._persistence.finish()
+        self._finish_step()
+        self._leave_device()
+        self._give_back_buffers()
+        with changed_model(self._model, self._carved.list_name, layout):
+            carved, members, forms = self._with_layers(layout, self._precision)
+            self._host_budget.check(
+                host_bytes([form.held(self._world.share) for form in forms], self._policy),
+                alternatives={},
+            )
+            self._transfer.let_go_of_staging()
+            self._server.rearrange(moves_for(layout, self._carved, carved, forms))
+        self.optimizer.regroup(members)
+        self._layers.origins = tuple(place.origin for place in layout)
+        self._carved, self._registered = carved, registered(self._model)
+        self._make_parts()
+        self._bind_buffers()
+        self._planning.adapt(carved, {form.name: form for form in forms})
+
+    def _refuse_layout(self, layout: Layout) -> None:
+        """Refuse layers that the engine cannot have."""
         self._depth.check(len(layout))
         if self._world.share.number > 1 and any(place.frozen is not None for place in layout):
             raise ValueError(
@@ -802,33 +880,21 @@ class Engine:
         for position, place in enumerate(layout):
             if place.module is not None:
                 self._rehearsal.refuse_layer(place.module, position)
-        self._persistence.finish()
-        self._finish_step()
-        self._leave_device()
-        self._give_back_buffers()
-        old, optimizer = self._carved, self._server.optimizer
-        with changed_model(self._model, old.list_name, layout):
-            carved = CarvedModel(self._model, layers=old.list_name, like=old)
-            members = self.optimizer.members_of(self._model, models_for(layout, old, carved))
-            forms = forms_of(
-                carved,
-                optimizer=optimizer,
-                settings=self.optimizer.settings(members),
-                precision=self._precision,
-                num_shares=self._world.share.number,
-            )
-            self._host_budget.check(
-                host_bytes([form.held(self._world.share) for form in forms], self._policy),
-                alternatives={},
-            )
-            self._transfer.let_go_of_staging()
-            self._server.rearrange(moves_for(layout, old, carved, forms))
-        self.optimizer.regroup(members)
-        self._layers.origins = tuple(place.origin for place in layout)
-        self._carved, self._registered = carved, registered(self._model)
-        self._make_parts()
-        self._bind_buffers()
-        self._planning.adapt(carved, {form.name: form for form in forms})
+
+    def _with_layers(
+        self, layout: Layout, precision: PrecisionPolicy
+    ) -> tuple[CarvedModel, Members, list[UnitForm]]:
+        """What the model, which has these layers now, is made of."""
+        carved = CarvedModel(self._model, layers=self._carved.list_name, like=self._carved)
+        members = self.optimizer.members_of(self._model, models_for(layout, self._carved, carved))
+        forms = forms_of(
+            carved,
+            optimizer=self._server.optimizer,
+            settings=self.optimizer.settings(members),
+            precision=precision,
+            num_shares=self._world.share.number,
+        )
+        return carved, members, forms
 
     def _give_back_buffers(self) -> None:
         for owner, buffer in self._rehearsal.present_buffers().items():

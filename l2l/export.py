@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -29,7 +28,8 @@ from torch import Tensor, nn
 from l2l import hugging_face
 from l2l.hugging_face import Recipe, plain_recipe
 from l2l.precision import DTYPES, PrecisionPolicy
-from l2l.tensor_file import Entry, TensorFileError, sync_folder, write_tensors
+from l2l.replacing import beside, empty_folder, recover, replace_folder
+from l2l.tensor_file import Entry, TensorFileError, write_tensors
 
 MARK = "l2l_export.json"
 SHARD_BYTES = 5_000_000_000
@@ -68,6 +68,7 @@ def export_model(
         raise ValueError(f"shard_bytes={shard_bytes}; expected at least 1.")
     hugging_face.refuse_loose_adapter(model)
     target = Path(folder).expanduser().absolute()
+    recover(target)
     refuse_foreign(target)
     source = _Source(model, weight_of, buffers or {}, dtype)
     with _beside(target) as made:
@@ -112,34 +113,16 @@ def refuse_foreign(folder: Path) -> None:
 @contextlib.contextmanager
 def _beside(target: Path) -> Iterator[Path]:
     """A folder beside another one, which takes its place if the block succeeds."""
-    made = target.with_name(f".{target.name}.partial")
     try:
-        shutil.rmtree(made, ignore_errors=True)  # of an export that was killed
-        made.mkdir(parents=True)
+        made = empty_folder(target)
         yield made
-        _replace(target, made)
+        mark = {"format": "l2l export", "version": 1, "files": _contents(made)}
+        (made / MARK).write_text(json.dumps(mark, indent=2) + "\n")
+        replace_folder(target)
     except OSError as error:
         raise TensorFileError(f"cannot write {target}: {error.strerror or error}") from error
     finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-def _replace(target: Path, made: Path) -> None:
-    """Let a folder that is whole take another one's place."""
-    mark = {"format": "l2l export", "version": 1, "files": _contents(made)}
-    (made / MARK).write_text(json.dumps(mark, indent=2) + "\n")
-    for path in made.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    sync_folder(made)
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    made.rename(target)
-    sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(beside(target), ignore_errors=True)
 
 
 def _contents(folder: Path) -> list[str]:

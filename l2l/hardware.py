@@ -32,6 +32,7 @@ from l2l.parameter_server import AdamW, HostKernel
 from l2l.parameter_server.host_kernel import working_threads
 from l2l.parameter_server.operands import num_blocks
 from l2l.parameter_server.optimizer import Update
+from l2l.replacing import write_file
 from l2l.schedule import Lane
 
 BYTES_PER_PARAMETER = 26  # read and written by exact AdamW
@@ -202,9 +203,7 @@ def known_hardware(
         return found
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{time.monotonic_ns()}")
-        unfinished.write_text(found.to_json())
-        unfinished.replace(path)
+        write_file(path, found.to_json(), shared=True)
     except OSError:
         pass
     return found

@@ -165,19 +165,19 @@ class Layers:
         """What a checkpoint keeps: see [Note: origins]."""
         return {"origins": list(self.origins), "frozen": list(self.frozen), "given": self._given}
 
-    def follow(self, state: Mapping[str, Any]) -> bool:
-        """Become what a checkpoint has: copies of layers whose contents will be loaded.
+    def layout_of(self, state: Mapping[str, Any]) -> Layout | None:
+        """What a checkpoint has: copies of layers whose contents will be loaded.
 
         Returns:
-            False: there is nothing to do, or the checkpoint began with another model.
+            None: there is nothing to do, or the checkpoint began with another model.
 
         Raises:
             ValueError: a layer has no origin here ([Note: origins]).
         """
         origins, frozen = state["origins"], state["frozen"]
-        is_here = len(origins) == len(self) and list(frozen) == list(self.frozen)
+        is_here = list(origins) == list(self.origins) and list(frozen) == list(self.frozen)
         if is_here or list(state["given"]) != self._given:
-            return False
+            return None
         present = {origin: index for index, origin in reversed(list(enumerate(self.origins)))}
         unknown = [i for i, origin in enumerate(origins) if origin is None or origin not in present]
         if unknown:
@@ -186,18 +186,16 @@ class Layers:
                 "this engine has. Insert the same modules as before it was saved, then load."
             )
         sources = [present[origin] for origin in origins]
-        self._change(
-            tuple(
-                Place(
-                    source=source,
-                    is_copy=source in sources[:index],
-                    frozen=index in frozen,
-                    origin=origins[index],
-                )
-                for index, source in enumerate(sources)
+        return tuple(
+            Place(
+                source=source,
+                is_copy=source in sources[:index],
+                # None also where only some parameters of a layer are trained
+                frozen=None if (index in frozen) == (source in self.frozen) else index in frozen,
+                origin=origins[index],
             )
+            for index, source in enumerate(sources)
         )
-        return True
 
     def _set_frozen(self, layers: int | Iterable[int], *, frozen: bool) -> None:
         given = [layers] if isinstance(layers, int) else list(layers)
@@ -252,8 +250,14 @@ def _refuse_stranger(module: nn.Module, others: list[nn.Module]) -> None:
 
 
 @contextlib.contextmanager
-def changed_model(model: nn.Module, list_name: str, layout: Layout) -> Iterator[list[nn.Module]]:
-    """The model with other layers: inside the block, and after it unless it fails."""
+def changed_model(
+    model: nn.Module, list_name: str, layout: Layout, *, keep: bool = True
+) -> Iterator[list[nn.Module]]:
+    """The model with other layers: inside the block, and after it if it is kept and has not failed.
+
+    Raises:
+        ValueError: it cannot have them.
+    """
     container = model.get_submodule(list_name)
     old = dict(container._modules)
     modules = [one for one in old.values() if one is not None]
@@ -270,12 +274,15 @@ def changed_model(model: nn.Module, list_name: str, layout: Layout) -> Iterator[
     try:
         yield made
     except BaseException:
-        container._modules = old
-        _number(modules, numbering)
-        restore()
-        for parameter, requires in flags.items():
-            _set_flag(parameter, requires)
+        keep = False
         raise
+    finally:
+        if not keep:
+            container._modules = old
+            _number(modules, numbering)
+            restore()
+            for parameter, requires in flags.items():
+                _set_flag(parameter, requires)
 
 
 def _set_flag(parameter: nn.Parameter, requires_grad: bool) -> None:  # noqa: FBT001

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -21,6 +21,7 @@ from l2l.byte_size import format_bytes
 from l2l.carving import CarvedModel
 from l2l.checkpoint import (
     BUFFERS,
+    MANIFEST,
     Checkpoint,
     CheckpointError,
     OtherCheckpointError,
@@ -31,16 +32,30 @@ from l2l.checkpoint import (
     refuse_foreign,
 )
 from l2l.layout import ALIGNMENT_ELEMENTS, Share
+from l2l.manifest import MOST, is_number
 from l2l.parameter_server import (
+    HostOptimizer,
     Optimizer,
     ParameterServer,
     ServerOptimizer,
     Snapshot,
+    UnitForm,
 )
 from l2l.precision import LossScale
 from l2l.saved_model import COMPANIONS, SavedModel
 
 logger = logging.getLogger("l2l")
+
+TensorKind = tuple[torch.dtype | None, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a checkpoint must hold."""
+
+    forms: Mapping[str, UnitForm]  # by unit, in the precision that it was saved with
+    outer_buffers: Mapping[str, Tensor]  # those around the layers
+    layer_buffers: Mapping[str, Tensor]  # which it has once more if training changes them
 
 
 @final
@@ -213,7 +228,7 @@ class Persistence:
             if reason is not None:
                 raise CheckpointError(f"rank {rank}: {reason}")
 
-    def check(self, checkpoint: Checkpoint) -> None:
+    def check(self, checkpoint: Checkpoint, expected: Expected) -> None:
         """Refuse a checkpoint that is not of this model and optimizer.
 
         Raises:
@@ -227,45 +242,88 @@ class Persistence:
                 f"{folder} was saved with the optimizer {_called(*found)}; the engine has "
                 f"{_called(*mine)}. Expected the same one."
             )
-        units, files = self._server.units, checkpoint.manifest.files
-        shares = checkpoint.shares
+        files, shares = checkpoint.manifest.files, checkpoint.shares
         several = self._server.world.is_parallel or len(shares) > 1
         if several and not self._is_same_link(checkpoint):
             raise OtherCheckpointError(
                 f"{folder} was saved with another precision. Load it in a single process, as a "
                 "single process has saved it, or keep the precision."
             )
-        expected = {file_name(unit, one): (unit, one) for unit in units for one in shares}
-        for file in dict.fromkeys((*expected, *files)):
-            if file in expected and file in files:
-                self._compare(checkpoint, *expected[file])
+        forms = expected.forms
+        wanted = {
+            file_name(unit, one): (form, one) for unit, form in forms.items() for one in shares
+        }
+        for file in dict.fromkeys((*wanted, *files)):
+            if file in wanted and file in files:
+                self._compare_unit(checkpoint, file, *wanted[file])
             elif file != BUFFERS:
+                number = sum(unit.startswith("L") for unit in forms)
                 raise OtherCheckpointError(
-                    f"{folder} has {'no' if file in expected else 'a'} unit {file}: it is of "
-                    f"another model, expected one with {self._carved.num_layers} layers."
+                    f"{folder} has {'no' if file in wanted else 'a'} unit {file}: it is of "
+                    f"another model, expected one with {number} layers."
                 )
+        self._compare_buffers(checkpoint, expected)
+        self._check_groups(checkpoint, forms)
 
-    def _compare(self, checkpoint: Checkpoint, unit: str, share: Share) -> None:
-        """Compare names and shapes of a unit's tensors, companions only if they are alike."""
-        file = file_name(unit, share)
-        path = checkpoint.folder / f"{file}.safetensors"
-        same = self._is_same_link(checkpoint)
-        wanted = self._server.shapes_in(unit, share)
-        found = checkpoint.shapes(file)
+    def _compare_unit(
+        self, checkpoint: Checkpoint, file: str, form: UnitForm, share: Share
+    ) -> None:
+        """Compare a file with what it must have of a unit."""
+        path = checkpoint.path(file)
+        wanted, found = self._server.kinds_in(form, share), checkpoint.kinds(file)
         for name in dict.fromkeys((*wanted, *found)):
-            if not same and _is_companion(name):
-                continue
             if name not in found or name not in wanted:
                 has = "lacks" if name in wanted else "also has"
                 raise OtherCheckpointError(
                     f"{path} {has} {name!r}: it is of another model, or of one in which other "
                     "parameters are trained."
                 )
-            if found[name] != wanted[name]:
-                raise OtherCheckpointError(
-                    f"{path}: {name!r} has shape {list(found[name])}, expected "
-                    f"{list(wanted[name])}: it is of another model."
-                )
+            _refuse_other_kind(path, name, found[name], wanted[name])
+        steps = checkpoint.manifest.files[file].steps
+        first = checkpoint.manifest.files[file_name(form.name, Share(number=share.number))].steps
+        if set(steps) not in ({""}, set(form.trained.names)) or steps != first:
+            raise OtherCheckpointError(
+                f"{checkpoint.folder / MANIFEST}: the numbers of updates of {file} are not those "
+                "of its trained parameters: it is of another model."
+            )
+
+    @staticmethod
+    def _compare_buffers(checkpoint: Checkpoint, expected: Expected) -> None:
+        """Compare the file of buffers with what it must have, and may have."""
+        path = checkpoint.path(BUFFERS)
+        found = checkpoint.kinds(BUFFERS) if BUFFERS in checkpoint.manifest.files else {}
+        missing = [name for name in expected.outer_buffers if name not in found]
+        if missing:
+            raise OtherCheckpointError(f"{path} lacks {missing[0]!r}: it is of another model.")
+        known = {**expected.layer_buffers, **expected.outer_buffers}
+        for name, kind in found.items():
+            if name not in known:
+                raise OtherCheckpointError(f"{path} also has {name!r}: it is of another model.")
+            _refuse_other_kind(path, name, kind, (known[name].dtype, tuple(known[name].shape)))
+
+    def _check_groups(self, checkpoint: Checkpoint, forms: Mapping[str, UnitForm]) -> None:
+        """Refuse numbers of parameter groups that no optimizer of this kind has."""
+        path, own = checkpoint.folder / MANIFEST, dict(self._optimizer.defaults)
+        own |= {
+            one.name: one.default
+            for one in fields(self._description)
+            if one.name in own and one.default is not MISSING
+        }
+        kinds = {kind for form in forms.values() for kind in form.state_kinds}
+        for index, group in enumerate(checkpoint.manifest.state["groups"]):
+            for name, value in group.items():
+                if not (_is_like(value, own[name]) if name in own else _is_plain(value)):
+                    raise CheckpointError(
+                        f"{path} is damaged: {name} of parameter group {index} is "
+                        f"{str(value)[:40]!r}; expected a value like {own.get(name)!r}."
+                    )
+            if isinstance(self._description, HostOptimizer) and own.keys() <= group.keys():
+                missing = set(self._description.state_kinds(group)) - kinds
+                if missing and kinds:
+                    raise OtherCheckpointError(
+                        f"{path}: parameter group {index} needs {sorted(missing)}, which the "
+                        "engine was not made with."
+                    )
 
     def _is_same_link(self, checkpoint: Checkpoint) -> bool:
         return bool(checkpoint.manifest.state["link"] == str(self._link).removeprefix("torch."))
@@ -359,7 +417,7 @@ class Persistence:
             for owner in tensors.buffers:
                 receive(owner, self._server.units[f"L{index}"].weight_of(owner))
         if BUFFERS in checkpoint.manifest.files:
-            checkpoint.read(BUFFERS, list(checkpoint.shapes(BUFFERS)), receive)
+            checkpoint.read(BUFFERS, list(checkpoint.kinds(BUFFERS)), receive)
 
 
 def _into(targets: Mapping[str, Tensor]) -> Callable[[str, Tensor], None]:
@@ -371,6 +429,35 @@ def _into(targets: Mapping[str, Tensor]) -> Callable[[str, Tensor], None]:
 
 def _is_companion(name: str) -> bool:
     return name.rpartition("|")[2] in COMPANIONS
+
+
+def _refuse_other_kind(path: Path, name: str, found: TensorKind, wanted: TensorKind) -> None:
+    for what, one, other in zip(("dtype", "shape"), found, wanted, strict=True):
+        if one != other:
+            has, expected = (list(v) if isinstance(v, tuple) else v for v in (one, other))
+            raise OtherCheckpointError(
+                f"{path}: {name!r} has {what} {has}, expected {expected}: it is of another model."
+            )
+
+
+def _is_like(value: Any, own: Any) -> bool:
+    """Whether a value of JSON may stand for one of an optimizer's own numbers."""
+    if value is None or isinstance(own, str):
+        return type(value) is type(own)
+    if isinstance(own, tuple | list):
+        return (
+            isinstance(value, list)
+            and len(value) == len(own)
+            and all(_is_like(*pair) for pair in zip(value, own, strict=True))
+        )
+    return _is_plain(value) and not isinstance(value, list | str)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value of JSON is one that a parameter group may have."""
+    if isinstance(value, list):
+        return all(_is_plain(one) for one in value)
+    return isinstance(value, bool | str | float) or is_number(value, least=-MOST)
 
 
 def _called(name: str, moments: str | None) -> str:

@@ -33,6 +33,7 @@ from typing import Any, Protocol, TextIO, final
 from typing_extensions import override
 
 from l2l.byte_size import format_bytes
+from l2l.replacing import write_file
 
 NUM_BEHIND = 2  # steps that are submitted before a step's numbers are read
 WINDOW = 20  # steps over which speed is averaged
@@ -237,9 +238,7 @@ class MetricsFile:
         kept = [one for one in before if one["step"] <= step and INTERRUPTED not in one]
         self.num_skipped = sum(bool(record.get("skipped")) for record in kept)
         self.notes = [record for record in kept if record["kind"] != "step"]
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(map(_line, kept)))
-        partial.replace(path)
+        write_file(path, "".join(map(_line, kept)))
         self._file = path.open("a")
 
     def write(self, record: Record) -> None:

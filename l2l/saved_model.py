@@ -36,10 +36,10 @@ class SavedModel:
         names = [name for name in checkpoint.manifest.files if name != BUFFERS]
         for share in checkpoint.shares:
             for file in names:
-                for name in checkpoint.shapes(file) if file.endswith(file_name("", share)) else ():
+                for name in checkpoint.kinds(file) if file.endswith(file_name("", share)) else ():
                     self._files.setdefault(name, {})[share.index] = file
         if BUFFERS in checkpoint.manifest.files:  # those of layers once more, as they are now
-            self._files |= {name: {0: BUFFERS} for name in checkpoint.shapes(BUFFERS)}
+            self._files |= {name: {0: BUFFERS} for name in checkpoint.kinds(BUFFERS)}
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -76,7 +76,16 @@ class SavedModel:
         remainders, masters = (state_name(name, kind) for kind in COMPANIONS)
         value = self._whole(masters if masters in self else name)
         if remainders in self:
-            value = join_master(value, self._whole(remainders))
+            lower = self._whole(remainders)
+            if (value.dtype, lower.dtype) != (torch.bfloat16, torch.int16) or (
+                value.shape != lower.shape
+            ):
+                file = self._checkpoint.path(next(iter(self._files[name].values())))
+                raise OtherCheckpointError(
+                    f"{file}: {name!r} and what it was rounded by do not belong together: found "
+                    f"{value.dtype} {list(value.shape)} and {lower.dtype} {list(lower.shape)}."
+                )
+            value = join_master(value, lower)
         found, is_cut = tuple(value.shape), len(self._checkpoint.shares) > 1
         if found != tuple(shape) and not (is_cut and found == (math.prod(shape),)):
             raise OtherCheckpointError(

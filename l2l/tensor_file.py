@@ -13,12 +13,13 @@ import fcntl
 import json
 import mmap
 import os
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, BinaryIO, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -125,9 +126,9 @@ def check_file(path: Path, expected: Written) -> None:
     check_size(path, expected)
     checksum = 0
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_to_read(path) as file:
             piece = bytearray(PIECE_BYTES)
-            while number := file.readinto(piece):
+            while number := file.readinto(piece):  # type: ignore[attr-defined]
                 checksum = zlib.crc32(memoryview(piece)[:number], checksum)
     except OSError as error:
         raise TensorFileError(f"cannot read {path}: {error.strerror or error}") from error
@@ -144,13 +145,46 @@ def check_size(path: Path, expected: Written) -> None:
         TensorFileError: it is not there, or has another size.
     """
     try:
-        found = path.stat().st_size
+        status = path.stat()
     except OSError as error:
         raise TensorFileError(f"cannot read {path}: {error.strerror or error}") from error
+    _refuse_other_kinds(path, status)
+    found = status.st_size
     if found != expected.nbytes:
         raise TensorFileError(
             f"{path} is not whole: found {found:,} bytes, expected {expected.nbytes:,}."
         )
+
+
+def open_to_read(path: Path) -> BinaryIO:
+    """A file to read from, not buffered; nobody waits for who writes to a pipe.
+
+    Raises:
+        OSError: it cannot be opened.
+        TensorFileError: it is a pipe, a device, or the like.
+    """
+    file = open(path, "rb", buffering=0, opener=_open_at_once)  # noqa: SIM115 (for the caller)
+    try:
+        _refuse_other_kinds(path, os.fstat(file.fileno()))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _refuse_other_kinds(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kinds = {
+            stat.S_IFDIR: "a folder",
+            stat.S_IFIFO: "a pipe",
+            stat.S_IFSOCK: "a socket",
+        }
+        found = kinds.get(stat.S_IFMT(status.st_mode), "a device")
+        raise TensorFileError(f"cannot read {path}: it is {found}. Expected a file.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +199,24 @@ class TensorFile:
         Raises:
             TensorFileError: it cannot be read.
         """
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except (OSError, SafetensorError) as error:
-            raise TensorFileError(f"cannot read {self.path}: {error}") from error
+        return {name: shape for name, (_, shape) in self._described().items()}
+
+    def kinds(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Names, dtypes and shapes of its tensors.
+
+        Raises:
+            TensorFileError: it cannot be read, or has a dtype that is not among `DTYPES`.
+        """
+        known, found = {word: dtype for dtype, word in DTYPES.items()}, self._described()
+        for name, (word, _) in found.items():
+            if word not in known:
+                raise TensorFileError(f"cannot read {self.path}: {name!r} is of dtype {word!r}.")
+        return {name: (known[word], shape) for name, (word, shape) in found.items()}
+
+    def _described(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        with self._opened() as file:
+            pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            return {k: (one.get_dtype(), tuple(one.get_shape())) for k, one in pieces.items()}
 
     def read(self, names: Sequence[str], receive: Callable[[str, Tensor], None]) -> None:
         """Hand over tensors one by one; each may be gone when the next one comes.
@@ -177,10 +224,16 @@ class TensorFile:
         Raises:
             TensorFileError: it cannot be read, or has no such tensor.
         """
+        with self._opened() as file:
+            for name in names:
+                receive(name, file.get_tensor(name))
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
         try:
+            _refuse_other_kinds(self.path, self.path.stat())
             with safe_open(self.path, framework="pt") as file:
-                for name in names:
-                    receive(name, file.get_tensor(name))
+                yield file
         except (OSError, SafetensorError) as error:
             raise TensorFileError(f"cannot read {self.path}: {error}") from error
 
@@ -258,12 +311,3 @@ class _Output:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~direct)
         return bool(flags & direct)
-
-
-def sync_folder(path: Path) -> None:
-    """Make what was created or renamed in a folder last."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

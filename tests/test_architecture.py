@@ -14,6 +14,7 @@ import pytest
 
 MAY_IMPORT = {
     "layout": "",
+    "replacing": "",
     "trace": "",
     "precision": "",
     "schedule": "",
@@ -52,7 +53,7 @@ MAY_IMPORT = {
         "batch byte_size carving compiled_layer device interception layer_list lookup loss "
         "outer_pass parameter_server relay schedule"
     ),
-    "hardware": "device parameter_server schedule",
+    "hardware": "device parameter_server replacing schedule",
     "layer_cost": "hardware",
     "simulation": "schedule trace",
     "planner": "byte_size hardware layer_cost parameter_server schedule simulation",
@@ -64,10 +65,13 @@ MAY_IMPORT = {
     "hugging_face": "",
     "initialization": "carving hugging_face",
     "tensor_file": "",
-    "checkpoint": "distributed layout parameter_server tensor_file",
-    "export": "hugging_face precision tensor_file",
+    "manifest": "tensor_file",
+    "checkpoint": "distributed layout manifest parameter_server replacing tensor_file",
+    "export": "hugging_face precision replacing tensor_file",
     "saved_model": "checkpoint parameter_server precision",
-    "persistence": "byte_size carving checkpoint layout parameter_server precision saved_model",
+    "persistence": (
+        "byte_size carving checkpoint layout manifest parameter_server precision saved_model"
+    ),
     "weights": "hugging_face initialization parameter_server tensor_file",
     "depth": "",
     "proof": "batch carving device distributed held loss parameter_server",
@@ -88,11 +92,11 @@ MAY_IMPORT = {
     "comparison": "byte_size child_process peers plot workload",
     "data": "loss",
     "metrics": "",
-    "progress": "byte_size",
+    "progress": "byte_size replacing",
     "settings": "byte_size data depth parameter_server",
     "training": (
         "byte_size checkpoint data distributed engine export hugging_face loss metrics planner "
-        "preview progress saved_model settings weights"
+        "preview progress replacing saved_model settings weights"
     ),
     "scale": "byte_size engine parameter_server preview weights workload",
     "cli": (

@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import FAMILIES, build_llama, causal_batch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import l2l
@@ -39,11 +39,11 @@ from l2l.checkpoint import (
     Manifest,
     Saving,
     measure_disk,
-    replace_folder,
 )
 from l2l.device import CheckingDevice, UpdateFailedError
 from l2l.engine import PLACED
 from l2l.hardware import H200
+from l2l.manifest import checksum_of
 from l2l.parameter_server import Image, ParameterServer, Snapshot
 from l2l.schedule import Lane
 
@@ -778,6 +778,25 @@ def copies(whole: Path, tmp_path: Path) -> Path:
     return shutil.copytree(whole, tmp_path / "copies")
 
 
+def state(**changes: Any) -> dict[str, Any]:
+    """What the manifest of a small checkpoint says of its engine."""
+    return {
+        "link": "float32",
+        "optimizer": "AdamW",
+        "moments": "float32",
+        "groups": [],
+        "loss_scale": None,
+        "seed": 5,
+        "choices": {
+            "microbatch_size": None,
+            "microbatch_tokens": 8192,
+            "piece_tokens": None,
+            "compiled": False,
+        },
+        **changes,
+    }
+
+
 def flip(path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
     data[place] ^= 4
@@ -846,10 +865,153 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path):
                 engine.load(tmp_path / name)
 
 
+def sealed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a manifest, and let its checksum be right."""
+    body = json.loads(path.read_text())
+    del body["checksum"]
+    change(body)
+    path.write_text(json.dumps({**body, "checksum": checksum_of(body)}))
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a negative step": (lambda b: b.update(step=-1), "step is -1; expected a whole number"),
+    "a step that is true": (lambda b: b.update(step=True), "step is True"),
+    "a huge step": (lambda b: b.update(step=10**40), "step is 1000"),
+    "no step": (lambda b: b.pop("step"), "it has no step"),
+    "no state": (lambda b: b.update(state=None), "state is None; expected an object"),
+    "no seed": (lambda b: b["state"].pop("seed"), "it has no state.seed"),
+    "another link": (lambda b: b["state"].update(link="int8"), "state.link is 'int8'"),
+    "no choices": (lambda b: b["state"].update(choices=[]), r"state.choices is \[\]"),
+    "a choice": (
+        lambda b: b["state"]["choices"].update(piece_tokens="many"),
+        "state.choices.piece_tokens is 'many'; expected null or a whole number",
+    ),
+    "a million shares": (
+        lambda b: b["state"].update(num_shares=1_000_000),
+        r"files has '\w+', but state.num_shares is 1000000",
+    ),
+    "groups": (lambda b: b["state"].update(groups=3), "state.groups is 3"),
+    "a learning rate": (
+        lambda b: b["state"]["groups"][0].update(lr="fast"),
+        "lr of parameter group 0 is 'fast'; expected a value like",
+    ),
+    "betas": (lambda b: b["state"]["groups"][0].update(betas=[0.9]), "betas of parameter group"),
+    "a loss scale": (
+        lambda b: b["state"].update(loss_scale={"value": 1.0}),
+        "state.loss_scale is",
+    ),
+    "a loss scale of bfloat16": (
+        lambda b: b["state"].update(
+            loss_scale={"value": 1.0, "growth_interval": 1, "num_good_steps": 0}
+        ),
+        "state.loss_scale must be there with float16, and only then",
+    ),
+    "layers": (lambda b: b["state"].update(layers={}), "state.layers.given is None"),
+    "origins": (
+        lambda b: b["state"]["layers"].update(origins=[0, 1, 9]),
+        r"state.layers.origins is \[0, 1, 9\]",
+    ),
+    "a path": (
+        lambda b: b["files"].update({"../L0": b["files"].pop("L0")}),
+        "files has '../L0', which no file of a checkpoint is called",
+    ),
+    "a record": (lambda b: b["files"].update(L0=7), "files.L0 is 7"),
+    "bytes": (lambda b: b["files"]["L0"].update(bytes=-4), "files.L0.bytes is -4"),
+    "a checksum": (lambda b: b["files"]["L0"].update(checksum="x"), "files.L0.checksum is 'x'"),
+    "updates": (
+        lambda b: b["files"]["L0"].update(steps={"": 99}),
+        "files.L0.steps has 99 for ''; expected at most the 3 steps",
+    ),
+    "updates of strangers": (
+        lambda b: b["files"]["L0"].update(steps={"a": 1}),
+        "the numbers of updates of L0 are not those of its trained parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_manifest_that_was_edited_and_sealed_again_is_refused(copies: Path, name: str):
+    change, message = EDITS[name]
+    path = copies / "newer" / "manifest.json"
+    sealed(path, change)
+    with make("bfloat16") as engine:
+        train(engine, "bfloat16", to=1)
+        before = contents_of(engine)
+        with pytest.raises(CheckpointError, match=message) as caught:
+            engine.load(copies / "newer")
+        assert str(path) in str(caught.value)
+        assert not differences(contents_of(engine), before)
+        engine.step(batch(1))
+
+
+TENSORS: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
+    "a buffer's dtype": ("buffers", lambda t: t.update(scale=t["scale"].double()), "dtype"),
+    "a buffer's shape": ("buffers", lambda t: t.update(scale=t["scale"][:1].clone()), "shape"),
+    "no buffer": (
+        "buffers",
+        lambda t: (t.pop("scale"), t.update(a=torch.ones(1))),
+        "lacks 'scale'",
+    ),
+    "a stranger": ("buffers", lambda t: t.update(other=torch.ones(1)), "also has 'other'"),
+    "a weight's dtype": (
+        "L0",
+        lambda t: t.update({"layers.0.linear.bias": t["layers.0.linear.bias"].float()}),
+        "dtype torch.float32, expected torch.bfloat16",
+    ),
+    "a moment's dtype": (
+        "L0",
+        lambda t: t.update(
+            {"layers.0.linear.bias|exp_avg": t["layers.0.linear.bias|exp_avg"].double()}
+        ),
+        "dtype torch.float64, expected torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_tensors_of_another_kind_are_refused_before_anything_changes(
+    copies: Path, name: str, precision: str
+):
+    """In the precision of the checkpoint and in another one."""
+    file, change, message = TENSORS[name]
+    path = copies / "newer" / f"{file}.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    data = path.read_bytes()
+    record = {"bytes": len(data), "checksum": f"{zlib.crc32(data):08x}"}
+    sealed(copies / "newer" / "manifest.json", lambda body: body["files"][file].update(record))
+    with make(KINDS["bfloat16"], precision=precision) as engine:
+        train(engine, "bfloat16", to=1)
+        before = contents_of(engine)
+        with pytest.raises(CheckpointError, match=message) as caught:
+            engine.load(copies / "newer")
+        assert str(path) in str(caught.value)
+        assert not differences(contents_of(engine), before)
+        engine.step(batch(1))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": 1, "a": 2}', '{"a": NaN}', '{"a": 1e999}'])
+def test_json_that_no_manifest_is_written_as_is_refused(tmp_path: Path, text: str):
+    path = tmp_path / "manifest.json"
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match=rf"{path} is damaged"):
+        Manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "L1.safetensors", "buffers.safetensors"])
+def test_nobody_waits_for_a_pipe(copies: Path, name: str):
+    (copies / "newer" / name).unlink()
+    os.mkfifo(copies / "newer" / name)
+    with make("bfloat16") as engine, pytest.raises(CheckpointError, match=f"{name}: it is a pipe"):
+        engine.load(copies / "newer")
+
+
 def test_every_flipped_bit_of_a_manifest_is_found_or_changes_nothing(tmp_path: Path):
     manifest = Manifest(
         step=3,
-        state={"seed": 5, "lr": 1e-05, "word": "größe"},
+        state=state(groups=[{"lr": 1e-05, "word": "größe"}]),
         files={"L0": FileRecord(nbytes=10, checksum=7, steps={"a": 1, "b": 2})},
         extra={"list": [1, 2.5, None]},
     )
@@ -937,7 +1099,7 @@ def test_an_engine_that_has_loaded_only_in_part_is_torn_until_it_loads_again(
         train(engine, "bfloat16", to=1)
         with monkeypatch.context() as patched:
             patched.setattr(Checkpoint, "read", fail)
-            with pytest.raises(CheckpointError, match="planted"):
+            with pytest.raises(CheckpointError, match=r"planted Some of it was loaded already"):
                 engine.load(whole / "newer")
         with pytest.raises(RuntimeError, match="two steps"):
             engine.step(batch(0))
@@ -979,7 +1141,8 @@ class Failing:
 
 FAILURES = [
     *(("write", at, errno.ENOSPC) for at in (1, 15, 30)),
-    *(("fsync", at, errno.EIO) for at in (1, 6, 7, 8, 9)),  # last: manifest, and both folders
+    # Files, then all of them again with the manifest, the folder, and the one around it.
+    *(("fsync", at, errno.EIO) for at in (1, 6, 7, 13, 14, 15)),
     *(("rename", at, errno.EACCES) for at in (1, 2)),
 ]
 
@@ -1321,7 +1484,7 @@ class TinyEngine:
             ),
             buffers={},
             step=self.step_number,
-            state={},
+            state=state(),
             extra=extra or {},
             finish=lambda: None,
             settle=lambda: None,
@@ -1374,9 +1537,14 @@ def test_a_run_killed_at_any_action_has_a_whole_checkpoint_to_go_on_with(
             with pytest.raises(Dead):
                 folder.save(engine)
         reopened = CheckpointFolder(root, keep=2)
+        found = reopened.latest()  # also by who only reads
+        value = None if found is None else value_of(found)
         reopened.tidy()
         latest = reopened.latest()
         seen.append(None if latest is None else value_of(latest))
+        assert seen[-1] == value
+        if latest is not None:
+            assert (root / "latest").read_text() == latest.name + "\n"
         if root.exists():
             whole = {path.name for path in reopened.all()}
             assert set(names(root)) <= whole | {"latest", "latest.partial"}
@@ -1420,6 +1588,15 @@ def test_the_newest_few_are_kept(tmp_path: Path):
     folder = CheckpointFolder(tmp_path, keep=1)
     folder.save(TinyEngine(2001))
     assert names(tmp_path) == ["latest", "step-00002001"]
+
+
+def test_checkpoints_are_ordered_by_the_number_of_their_step(tmp_path: Path):
+    folder = filled(tmp_path, 99_999_998, 99_999_999, 100_000_000)
+    first, last = folder.path_of(99_999_999), folder.path_of(100_000_000)
+    assert folder.all() == [first, last]
+    assert folder.latest() == last
+    assert folder.before(last) == [first]
+    assert folder.before(first) == []
 
 
 def test_the_one_just_saved_is_kept_though_others_have_higher_numbers(tmp_path: Path):
@@ -1547,17 +1724,6 @@ def test_an_engine_is_saved_into_a_folder_beside_training(tmp_path: Path):
     with make("clipped", seed=1) as engine:
         assert engine.load(folder.latest() or "") == {"number": LAST}
         assert not differences(state_of(engine), expected)
-
-
-def test_a_replacement_that_fails_midway_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in ("old", "new.partial"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
-    Failing(monkeypatch, "rename", at=2, code=errno.EACCES)
-    with pytest.raises(OSError, match="Permission denied"):
-        replace_folder(tmp_path / "new.partial", tmp_path / "old")
-    assert (tmp_path / "old" / "file").read_text() == "old"
-    assert names(tmp_path) == ["new.partial", "old"]
 
 
 # --------------------------------------------------------------------------------------------------

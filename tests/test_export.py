@@ -428,9 +428,14 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_a_killed_export_left_is_in_nobodys_way(tmp_path: Path) -> None:
-    for name in (".export.partial", ".export.old"):
+    exported(tmp_path / "export")
+    (tmp_path / "export").rename(tmp_path / "export.replaced")
+    for name in ("export.partial", "export.deleted"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_text("half")
+    with pytest.raises(ZeroDivisionError):
+        export.export_model(build_llama(), tmp_path / "export", weight_of=lambda _: 1 // 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]  # what was there, again
     exported(tmp_path / "export")
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 

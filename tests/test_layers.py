@@ -342,6 +342,69 @@ def test_a_module_that_was_inserted_must_be_inserted_again(tmp_path: Path):
         assert train(engine, family, [1]) == losses
 
 
+def changed_and_saved(folder: Path, name: str, model: nn.Module | None = None) -> None:
+    """A checkpoint of an engine with three layers that now has others."""
+    with make(FAMILIES["llama_tied"], model) as engine:
+        if name == "grown":
+            engine.layers.grow(2)
+        elif name == "removed":
+            engine.layers.remove(0)
+        else:
+            engine.layers.freeze(1)
+        engine.save(folder)
+
+
+@pytest.mark.parametrize("name", ["grown", "removed", "frozen"])
+def test_a_checkpoint_of_another_model_is_refused_before_layers_follow_it(
+    tmp_path: Path, name: str
+):
+    family = FAMILIES["llama_tied"]
+    config = family.build().config
+    config.intermediate_size *= 2
+    changed_and_saved(tmp_path / "saved", name, type(family.build())(config))
+    with make(family) as alone:
+        expected = train(alone, family, [0, 1])
+    model = family.build()
+    with make(family, model) as engine:
+        losses = train(engine, family, [0])
+        modules, units = list(model.modules()), dict(engine._server.units)
+        state, flags = engine.layers.state(), [p.requires_grad for p in model.parameters()]
+        with pytest.raises(l2l.CheckpointError, match=r"L\d\.safetensors: .*another model"):
+            engine.load(tmp_path / "saved")
+        assert list(model.modules()) == modules
+        assert engine._server.units == units
+        assert all(engine._server.units[name] is unit for name, unit in units.items())
+        assert engine.layers.state() == state
+        assert [p.requires_grad for p in model.parameters()] == flags
+        assert model.config.num_hidden_layers == 3
+        assert losses + train(engine, family, [1]) == expected
+
+
+def test_layers_follow_by_origin_where_their_number_is_the_same(tmp_path: Path):
+    """Layer types differ: the first of two layers must be the second of the given ones."""
+    family = FAMILIES["gemma3"]
+    with make(family) as engine:
+        train(engine, family, [0])
+        engine.layers.remove(0)
+        engine.save(tmp_path / "saved")
+        types, losses = list(engine._model.config.layer_types), train(engine, family, [1])
+    assert types[0] != types[1]
+    with make(family) as engine:
+        engine.layers.remove(2)  # 0 1: as many, but layer 2 is gone
+        with pytest.raises(l2l.CheckpointError, match="layer 1 is no copy of one that this engine"):
+            engine.load(tmp_path / "saved")
+        assert engine.layers.origins == (0, 1)
+    with make(family) as engine:
+        engine.layers.insert(3, copy_of=1)
+        engine.layers.remove(0)
+        engine.layers.remove(0)
+        assert engine.layers.origins == (2, 1)
+        engine.load(tmp_path / "saved")
+        assert engine.layers.origins == (1, 2)
+        assert list(engine._model.config.layer_types) == types
+        assert train(engine, family, [1]) == losses
+
+
 def test_exports_have_the_present_depth(tmp_path: Path):
     family = FAMILIES["gemma3"]
     batch = family.batch(ROWS)

@@ -23,7 +23,7 @@ from l2l.tensor_file import (
     Written,
     check_file,
     check_size,
-    sync_folder,
+    open_to_read,
     write_tensors,
 )
 
@@ -260,7 +260,7 @@ def test_a_file_that_cannot_be_read_any_more_is_named(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(TensorFileError, match=r"cannot read .*one\.safetensors: Input/output"):
         check_file(path, written)
 
@@ -341,7 +341,21 @@ def test_what_is_read_must_be_what_was_announced(tmp_path: Path):
         write_tensors(tmp_path / "one", [entry])
 
 
-def test_a_folder_can_be_synced_and_a_missing_one_is_an_error(tmp_path: Path):
-    sync_folder(tmp_path)
-    with pytest.raises(OSError, match="No such file"):
-        sync_folder(tmp_path / "missing")
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str):
+    path = tmp_path / "one.safetensors"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    expected = Written(nbytes=path.stat().st_size, checksum=0)
+    for read in (
+        lambda: check_file(path, expected),
+        lambda: open_to_read(path),
+        lambda: TensorFile(path).kinds(),
+        lambda: TensorFile(path).read(["one"], lambda *_: None),
+    ):
+        with pytest.raises((TensorFileError, IsADirectoryError), match=r"one\.safetensors"):
+            read()

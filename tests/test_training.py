@@ -23,6 +23,7 @@ from typing_extensions import override
 from l2l import cli, planning
 from l2l.checkpoint import CheckpointError, CheckpointFolder
 from l2l.data import Batches
+from l2l.manifest import checksum_of
 from l2l.progress import Display, Status, read_metrics
 from l2l.settings import Settings, SettingsError
 from l2l.settings.values import to_toml
@@ -557,6 +558,12 @@ def test_a_damaged_checkpoint_is_named_and_so_is_the_one_before(
             train(settings)
         assert f"To go on from {first} instead, delete {last}" in str(refused.value)
         (last / name).write_bytes(whole)
+    body = json.loads(whole)
+    del body["checksum"]
+    body["extra"]["settings"] = 3
+    (last / name).write_text(json.dumps({**body, "checksum": checksum_of(body)}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json .*not what l2l train writes"):
+        train(settings)
     last.rename(tmp_path / "deleted")
     assert train(settings)
     assert_equal_runs(tmp_path, uninterrupted)

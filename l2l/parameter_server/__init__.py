@@ -25,6 +25,7 @@ from l2l.parameter_server.store import ParameterServer as ParameterServer
 from l2l.parameter_server.store import TableRows as TableRows
 from l2l.parameter_server.store import UpdateOrder as UpdateOrder
 from l2l.parameter_server.store import WaitingUpdate as WaitingUpdate
+from l2l.parameter_server.torch_optimizer import Members as Members
 from l2l.parameter_server.torch_optimizer import ServerOptimizer as ServerOptimizer
 from l2l.parameter_server.torch_optimizer import groups_of as groups_of
 from l2l.parameter_server.unit import Unit as Unit
@@ -44,6 +45,7 @@ __all__ = [
     "HostOptimizer",
     "Image",
     "Lion",
+    "Members",
     "Move",
     "Optimizer",
     "ParameterServer",

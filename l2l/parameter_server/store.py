@@ -712,20 +712,24 @@ class ParameterServer:
             }
         return Image(unit=name, tensors=tensors, steps=unit.steps)
 
-    def shapes_in(self, name: str, share: Share) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors that `image` has of a share of a unit."""
-        form = self.units[name].form
+    @staticmethod
+    def kinds_in(
+        form: UnitForm, share: Share
+    ) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
+        """Names, dtypes and shapes of the tensors that `image` has of a share of a unit."""
         weights, trained = (one.cut_for(share.number) for one in (form.weight_layout, form.trained))
         held = replace(form, weight_layout=weights, trained=trained).held(share)
-        found = {owner: held.weight_layout.shape_of(owner) for owner in held.weight_layout.names}
+        layout = held.weight_layout
+        found = {owner: (layout.dtype_of(owner), layout.shape_of(owner)) for owner in layout.names}
         for owner in held.trained.names:
             shape = held.trained.shape_of(owner)
             numel = math.prod(shape)
             if held.companion_dtype is not None and held.trained.dtype_of(owner) in COMPANION:
-                found[state_name(owner, held.companion_name)] = shape
+                name = state_name(owner, held.companion_name)
+                found[name] = (held.companion_dtype, shape)
             for kind, state in held.state_kinds.items():
                 number = -(-numel // ALIGNMENT_ELEMENTS) if state.per_block else numel
-                found[state_name(owner, kind)] = (number,)
+                found[state_name(owner, kind)] = (state.dtype, (number,))
         return found
 
     def begin_snapshot(

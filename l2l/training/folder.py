@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from l2l.replacing import sync
+
 LOCK = ".lock"
 
 
@@ -71,6 +73,7 @@ class RunFolder:
         names = (self.root.with_name(f"{self.root.name}-{n}") for n in range(1, 10**6))
         free = next(name for name in names if not name.exists())
         self.root.rename(free)
+        sync(self.root.parent)
         return free
 
     @contextlib.contextmanager

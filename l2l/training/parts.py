@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from l2l.checkpoint import MANIFEST, Checkpoint, CheckpointFolder, Manifest, whole_folder
+from l2l.checkpoint import MANIFEST, Checkpoint, CheckpointError, CheckpointFolder, Manifest
 from l2l.data import PLAIN_TEMPLATE
 from l2l.engine import Engine
 from l2l.export import export_model
 from l2l.hugging_face import empty_model, tokenizer_of
+from l2l.replacing import whole_folder
 from l2l.saved_model import SavedModel
 from l2l.settings import LANGUAGE_TASKS, Settings
 from l2l.training.folder import RunFolder, TrainingError
@@ -99,6 +100,31 @@ def model_fingerprint(folder: Path) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def run_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, with what `l2l train` writes into it as it must be.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not.
+    """
+    found = Manifest.read(folder)
+    tables, number, names = (
+        found.extra.get(name, default)
+        for name, default in (("settings", {}), ("num_labels", None), ("label_names", []))
+    )
+    if (
+        not isinstance(tables, dict)
+        or not all(isinstance(one, dict) for one in tables.values())
+        or not (number is None or (type(number) is int and number > 0))
+        or not isinstance(names, list)
+        or not all(isinstance(name, str) for name in names)
+    ):
+        raise CheckpointError(
+            f"{folder / MANIFEST} is damaged: settings, num_labels or label_names are not what l2l "
+            "train writes."
+        )
+    return found
+
+
 def export_checkpoint(
     path: Path, folder: Path, *, dtype: str | None = None, model_folder: Path | None = None
 ) -> Path:
@@ -129,7 +155,7 @@ def export_checkpoint(
         if found is None:
             raise TrainingError(f"{run.checkpoints} has no checkpoint. Expected one to export.")
         checkpoint = found
-    extra = Manifest.read(checkpoint).extra
+    extra = run_manifest(checkpoint).extra
     if "settings" not in extra:
         raise TrainingError(f"{checkpoint} was not written by l2l train, so its model is unknown.")
     settings = Settings.of_table(extra["settings"])
@@ -139,8 +165,8 @@ def export_checkpoint(
     model = make_model(
         settings,
         pad_id=pad_id_of(tokenizer),
-        num_labels=extra["num_labels"],
-        label_names=extra["label_names"],
+        num_labels=extra.get("num_labels"),
+        label_names=extra.get("label_names", []),
     )
     files = Checkpoint(checkpoint)
     files.check()

@@ -20,7 +20,6 @@ from l2l.byte_size import format_bytes
 from l2l.checkpoint import (
     CheckpointError,
     CheckpointFolder,
-    Manifest,
     OtherCheckpointError,
     Saving,
 )
@@ -32,6 +31,7 @@ from l2l.loss import IGNORED
 from l2l.planner import Plan
 from l2l.preview import measured_hardware, plan
 from l2l.progress import Display, Facts, MetricsFile, Progress, open_events, read_metrics
+from l2l.replacing import write_file
 from l2l.settings import LANGUAGE_TASKS, Settings
 from l2l.training.evaluation import evaluate, own_rows
 from l2l.training.folder import RunFolder, TrainingError
@@ -41,6 +41,7 @@ from l2l.training.parts import (
     make_tokenizer,
     model_fingerprint,
     pad_id_of,
+    run_manifest,
 )
 
 T = TypeVar("T")
@@ -343,7 +344,7 @@ class Training:
             CheckpointError: it cannot be read.
         """
         with _naming_older(latest):
-            manifest = Manifest.read(latest)
+            manifest = run_manifest(latest)
         extra = manifest.extra
         before = extra.get("settings", {})
         if not self._packing_is_asked and "packing" in before.get("data", {}):
@@ -381,9 +382,7 @@ class Training:
     def _write_settings(self) -> None:
         if self._world.rank:
             return
-        partial = self._folder.settings_file.with_suffix(".partial")
-        partial.write_text(self._settings.to_toml())
-        partial.replace(self._folder.settings_file)
+        write_file(self._folder.settings_file, self._settings.to_toml())
 
     def _extra(self) -> dict[str, Any]:
         """What is saved with every checkpoint."""
@@ -584,7 +583,7 @@ def _naming_older(latest: Path) -> Iterator[None]:
     except OtherCheckpointError:  # as all before it are
         raise
     except CheckpointError as error:
-        older = [path for path in CheckpointFolder(latest.parent).all() if path < latest]
+        older = CheckpointFolder(latest.parent).before(latest)
         advice = f" To go on from {older[-1]} instead, delete {latest}." if older else ""
         raise CheckpointError(f"{error}{advice}") from error
 
