@@ -195,8 +195,8 @@ def _redirect_states() -> None:
             _manual_seed(seed)
 
     for module in (torch.cuda, torch.cuda.random):
-        module.get_rng_state, module.set_rng_state = _get_rng_state, _set_rng_state
-        module.manual_seed, module.manual_seed_all = _manual_seed, _manual_seed_all
+        vars(module).update(get_rng_state=_get_rng_state, set_rng_state=_set_rng_state)
+        vars(module).update(manual_seed=_manual_seed, manual_seed_all=_manual_seed_all)
 
 
 def _own_generator(device: int | str | torch.device) -> torch.Generator | None:
@@ -205,8 +205,9 @@ def _own_generator(device: int | str | torch.device) -> torch.Generator | None:
     if numbers is None:
         return None
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    index = torch.cuda.current_device() if found.index is None else found.index
-    return numbers.generator(torch.device("cuda", index))
+    index: int | None = found.index  # None for plain "cuda"
+    number = torch.cuda.current_device() if index is None else index
+    return numbers.generator(torch.device("cuda", number))
 
 
 def _choose_kernels_frugally() -> None:
@@ -232,11 +233,11 @@ class CudaDevice(Device):
 
     def __init__(self, torch_device: torch.device) -> None:
         index: int | None = torch_device.index  # None for plain "cuda"
-        index = torch.cuda.current_device() if index is None else index
         torch.cuda.init()  # before it there are no generators
+        number = torch.cuda.current_device() if index is None else index
         super().__init__(
-            torch.device("cuda", index),
-            RandomNumbers([torch.default_generator, torch.cuda.default_generators[index]]),
+            torch.device("cuda", number),
+            RandomNumbers([torch.default_generator, torch.cuda.default_generators[number]]),
         )
         _redirect_states()
         self._counter = StreamCounter()

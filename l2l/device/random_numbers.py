@@ -36,9 +36,9 @@ moved further than the kernel moves it, or to somewhere else, and the kernel run
 `torch.utils.checkpoint` uses them to draw the same numbers again, as torch.compile does to leave no
 trace. Inside a scope, and for its thread alone, they are about its generators.
 
-[Note: others' generators] Code that is no operator of torch (a kernel of an extension) may draw from
-the default generators where nobody sees it. A rehearsal finds that: with the own generators seeded
-alike, a part gives other results when it runs again. From then on `seed` seeds the default
+[Note: others' generators] Code that is no operator of torch (a kernel of an extension) may draw
+from the default generators where nobody sees it. A rehearsal finds that: with the own generators
+seeded alike, a part gives other results when it runs again. From then on `seed` seeds the default
 generators too, as far as that helps, and the scope puts them back; such a part is exact only while
 no other thread draws.
 """
@@ -165,7 +165,8 @@ class RandomNumbers:
 
     def _is_undisturbed(self, start: Tensor, after: Tensor, key: tuple[object, ...]) -> bool:
         """Whether nobody else has moved an accelerator's generator: (seed, position)."""
-        seeds, positions = torch.stack([start, after]).view(torch.int64).T.tolist()
+        pairs: list[list[int]] = torch.stack([start, after]).view(torch.int64).T.tolist()
+        seeds, positions = pairs
         if seeds[0] != seeds[1] or positions[1] < positions[0]:
             return False
         moved = positions[1] - positions[0]
@@ -214,10 +215,10 @@ def kernel_of(operator: torch._ops.OpOverload) -> Callable[..., Any] | None:
         return None  # its parts come by
     if any(argument.name == "generator" for argument in operator._schema.arguments):
         return _redirected
-    name = operator._schema.name.removeprefix("aten::")
-    if name in LEFT_ALONE:
+    if operator._schema.name.removeprefix("aten::") in LEFT_ALONE:
         return None
-    return _REWRITTEN.get(str(operator).removeprefix("aten."), _borrowing_kernel)
+    rewritten = _REWRITTEN.get(str(operator).removeprefix("aten."))
+    return _borrowing_kernel if rewritten is None else rewritten
 
 
 _libraries: list[torch.library.Library] = []  # kernels are there as long as these are
@@ -236,12 +237,16 @@ def _register() -> None:
             kernel = kernel_of(operator)
             if kernel is not None:
                 library.impl(operator, partial(_perform, operator, kernel), with_keyset=True)
-        torch.random.default_generator = _ThreadsGenerator()  # type: ignore[assignment]
+        vars(torch.random)["default_generator"] = _ThreadsGenerator()
         _libraries.extend([others, library])
 
 
 def _perform(
-    operator: torch._ops.OpOverload, kernel: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any
+    operator: torch._ops.OpOverload,
+    kernel: Callable[..., Any],
+    keys: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Run an operator's kernel, or the operator itself where it is not to be redirected."""
     below = partial(operator.redispatch, keys & torch._C._dispatch_keyset_full_after(_key()))
@@ -249,7 +254,9 @@ def _perform(
     traced = any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
     own = None
     if numbers is not None and not traced:
-        device = tensor.device if tensor is not None else torch.device(kwargs.get("device") or "cpu")
+        device = (
+            tensor.device if tensor is not None else torch.device(kwargs.get("device") or "cpu")
+        )
         own = numbers.generator(device)
     if numbers is None or own is None:
         return below(*args, **kwargs)
@@ -271,9 +278,7 @@ def _redirected(
     """The operator with the scope's generator, unless the caller gave one."""
     arguments = operator._schema.arguments
     position = next(i for i, argument in enumerate(arguments) if argument.name == "generator")
-    if kwargs.get("generator") is not None or (
-        len(args) > position and args[position] is not None
-    ):
+    if kwargs.get("generator") is not None or (len(args) > position and args[position] is not None):
         return below(*args, **kwargs)
     numbers.num_draws += 1
     if len(args) > position:
@@ -383,7 +388,8 @@ def _like(fill: str, *before: object) -> Callable[..., Any]:
         result = torch.ops.aten.empty_like(tensor, **kwargs)
         generator = numbers.generator(result.device)
         if generator is None:
-            return below(tensor, *limits, **kwargs)
+            found: Tensor = below(tensor, *limits, **kwargs)
+            return found
         numbers.num_draws += 1
         filled = getattr(result, fill)(*before, *map(_number, limits), generator=generator)
         assert isinstance(filled, Tensor)
