@@ -17,11 +17,12 @@ One program serves all layers of a structure ([Template] in carving.py). A secon
 the sizes of its inputs change; that one takes any size.
 
 [Note: random numbers] A recomputed layer must draw the random numbers of its forward pass. Layers
-that draw any are compiled so that they use torch's own generator, which the relay seeds alike
-before both passes. If everything is drawn again, in its order, the numbers are the same; if some of
-it was kept, the rest may get the numbers of what is not drawn any more. So the first backward pass
-of everything that is compiled is compared with an uncompiled one. If they differ, the structure
-keeps nothing from then on; if they differ even so, it runs uncompiled.
+that draw any are compiled so that they draw through torch's own operators, which are redirected to
+the generators of the pass (device/random_numbers.py), seeded alike before both passes. If
+everything is drawn again, in its order, the numbers are the same; if some of it was kept, the rest
+may get the numbers of what is not drawn any more. So the first backward pass of everything that is
+compiled is compared with an uncompiled one. If they differ, the structure keeps nothing from then
+on; if they differ even so, it runs uncompiled.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 All autograd is here, and nothing of slots, cells or lanes: a pass gets the tensors to work on and
 returns tensors. Two cares make a recomputed pass equal to its forward pass:
 
-- random numbers: the generators are seeded by (seed, step, layer, microbatch) before either, so
-  dropout draws the same mask in both;
+- random numbers: the pass's own generators (device/random_numbers.py) are seeded by (seed, step,
+  layer, microbatch) before either, so dropout draws the same mask in both;
 - buffers: what a layer changes in its own buffers (BatchNorm's statistics) it changes once per
   microbatch. The forward pass works on the real buffers and keeps a copy of what they were before;
   the recomputed pass works on that copy, which is then dropped. A buffer that the layer's code

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from l2l.device.random_numbers import RandomNumbers
 from l2l.device.seam import Device, Event, Work, anonymous_pages
 from l2l.device.worker import Worker, WorkerEvent
 from l2l.schedule import Lane
@@ -77,7 +78,7 @@ class CheckingDevice(Device):
             first: None computes at once, does copies when they are waited for, and updates on a
                 thread. A lane: [Note: hostile order], for tests; everything runs on this thread.
         """
-        super().__init__(torch.device("cpu"))
+        super().__init__(torch.device("cpu"), RandomNumbers([torch.default_generator]))
         self._first = first
         self._queues = {lane: _Queue() for lane in Lane}
         self._worker = Worker() if first is None else None

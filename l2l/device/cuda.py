@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from l2l.device.random_numbers import RandomNumbers, current
 from l2l.device.seam import PAGE_BYTES, Device, Event, Work, anonymous_pages
 from l2l.device.worker import WAITING, Worker, WorkerEvent, worker_spans
 from l2l.schedule import Lane
@@ -162,6 +163,53 @@ def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
 
+def _redirect_states() -> None:
+    """See [Note: state] in random_numbers.py: these are of the thread's own generators, if any."""
+    if getattr(torch.cuda.get_rng_state, "__name__", "") == "_get_rng_state":
+        return
+    get_state, set_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+    seed_one, seed_all = torch.cuda.manual_seed, torch.cuda.manual_seed_all
+
+    def _get_rng_state(device: int | str | torch.device = "cuda") -> Tensor:
+        own = _own_generator(device)
+        return get_state(device) if own is None else own.get_state()
+
+    def _set_rng_state(new_state: Tensor, device: int | str | torch.device = "cuda") -> None:
+        own = _own_generator(device)
+        if own is None:
+            set_state(new_state, device)
+        else:
+            own.set_state(new_state)
+
+    def _manual_seed(seed: int) -> None:
+        own = _own_generator("cuda")
+        if own is None:
+            seed_one(seed)
+        else:
+            own.manual_seed(int(seed))
+
+    def _manual_seed_all(seed: int) -> None:
+        if current() is None:
+            seed_all(seed)
+        else:
+            _manual_seed(seed)
+
+    for module in (torch.cuda, torch.cuda.random):
+        vars(module).update(get_rng_state=_get_rng_state, set_rng_state=_set_rng_state)
+        vars(module).update(manual_seed=_manual_seed, manual_seed_all=_manual_seed_all)
+
+
+def _own_generator(device: int | str | torch.device) -> torch.Generator | None:
+    """The generator that stands for that of a device in this thread, if any does."""
+    numbers = current()
+    if numbers is None:
+        return None
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    index: int | None = found.index  # None for plain "cuda"
+    number = torch.cuda.current_device() if index is None else index
+    return numbers.generator(torch.device("cuda", number))
+
+
 def _choose_kernels_frugally() -> None:
     """Let the compiler compare kernels without a tensor as large as the device's cache."""
     from torch._inductor.runtime.benchmarking import benchmarker
@@ -185,9 +233,13 @@ class CudaDevice(Device):
 
     def __init__(self, torch_device: torch.device) -> None:
         index: int | None = torch_device.index  # None for plain "cuda"
+        torch.cuda.init()  # before it there are no generators
+        number = torch.cuda.current_device() if index is None else index
         super().__init__(
-            torch.device("cuda", torch.cuda.current_device() if index is None else index)
+            torch.device("cuda", number),
+            RandomNumbers([torch.default_generator, torch.cuda.default_generators[number]]),
         )
+        _redirect_states()
         self._counter = StreamCounter()
         self._worker = Worker(on_event=self._counter.advance)
         # The compute lane is the caller's stream: libraries keep a workspace for every stream they
@@ -433,11 +485,6 @@ class CudaDevice(Device):
     @override
     def poison(self, buffer: Tensor) -> None:
         pass
-
-    @override
-    def seed(self, seed: int) -> None:
-        super().seed(seed)
-        torch.cuda.default_generators[self.torch_device.index].manual_seed(seed)
 
     @property
     @override

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from l2l.device.random_numbers import RandomNumbers
 from l2l.schedule import Lane
 from l2l.trace import Trace
 
@@ -38,8 +38,9 @@ class Device(ABC):
     """Bytes of a budget that its allocator cannot give: it grows by so much at a time."""
     sums_products = False  # whether a product of 16-bit matrices can be added to a float32 one
 
-    def __init__(self, torch_device: torch.device) -> None:
+    def __init__(self, torch_device: torch.device, random_numbers: RandomNumbers) -> None:
         self.torch_device = torch_device
+        self.random_numbers = random_numbers
 
     @abstractmethod
     def submit(self, lane: Lane, text: str, work: Work) -> None:
@@ -134,24 +135,13 @@ class Device(ABC):
     def tracing(self) -> contextlib.AbstractContextManager[Trace]:
         """Collect a span for every action inside the block; they are there when it ends."""
 
-    @contextlib.contextmanager
-    def private_random_state(self) -> Iterator[None]:
-        """Leave the caller's random generators as they were."""
-        devices = [self.torch_device] if self.torch_device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            yield
+    def private_random_state(self) -> contextlib.AbstractContextManager[None]:
+        """Draw from generators of this device's own, and leave the caller's as they are."""
+        return self.random_numbers.scope()
 
     def seed(self, seed: int) -> None:
         """Seed the generators that the layers' own code draws from."""
-        torch.default_generator.manual_seed(seed)
-
-    def random_state(self) -> object:
-        """Where these generators are, for `set_random_state`."""
-        return torch.get_rng_state()
-
-    def set_random_state(self, state: Any) -> None:
-        """Go on where they were."""
-        torch.set_rng_state(state)
+        self.random_numbers.seed(seed)
 
 
 def anonymous_pages(nbytes: int) -> tuple[Tensor, mmap.mmap | None]:

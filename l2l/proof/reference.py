@@ -261,7 +261,7 @@ class Reference:
         layer.__dict__["_compiled_call_impl"] = None
 
     def _enter(self, index: int) -> None:
-        self._outer_random = self._device.random_state()
+        self._outer_random = self._device.random_numbers.state()
         self._running = index
         tensors, unit = self._carved.layer_tensors[index], self._server.units[f"L{index}"]
         views = unit.form.weight_layout.views(self._weights(index))
@@ -280,7 +280,7 @@ class Reference:
         for parameter in tensors.parameters.values():
             parameter.data = self._nothing(parameter, parameter.dtype)
         self._running = None
-        self._device.set_random_state(self._outer_random)
+        self._device.random_numbers.set_state(self._outer_random)
 
     def _start_of(self, owner: str, index: int | None) -> Tensor:
         """A buffer before the first microbatch."""

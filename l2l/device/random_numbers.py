@@ -1,0 +1,432 @@
+"""Random numbers of passes: from generators of their own, whatever other threads draw.
+
+Torch has one default generator for each device, for all threads of the process. A recomputed layer
+that draws from it gets another mask than its forward pass as soon as anybody else draws as well: a
+thread that makes batches, or another engine. So what runs inside `RandomNumbers.scope` draws from
+generators that belong to it, and nobody's default generators are read or changed. Seeded alike,
+they give the same bits.
+
+[Note: redirection] A generator cannot be handed to code that does not ask for one, but torch calls
+operators through a table of kernels by *dispatch key*, and a thread may switch a key on for itself.
+This module takes a key that torch has reserved and uses for nothing (`Fake`, meant for fake tensors
+of another package), registers kernels there for the operators that draw random numbers and for no
+others, and a scope switches it on. Operators that draw nothing do not come by and cost nothing, so
+that a scope is open around every pass, whether or not it is known to draw: nothing can be missed
+that was not seen in a rehearsal. The key lies below autograd (gradients are those of torch, and a
+backward pass on a thread of autograd's is in the scope as well) and above dispatch modes and
+tensors with code of their own, so that an operator is redirected before these see it. Which
+operators draw is torch's own knowledge (the tag `nondeterministic_seeded`):
+
+    redirected    has an argument for a generator, and gets one
+    rewritten     has none, but is equal to operators that have
+    borrowing     has none, and is one fused kernel (attention with dropout on an accelerator)
+    left alone    consists of others that come by themselves, or draws nothing
+
+Compilers trace with fake tensors, which are left alone; what they have compiled draws when it runs,
+and then comes by.
+
+[Note: borrowing] A fused kernel reads the default generator of its device. It runs under a lock
+with that generator set to the own state, which is read back after it, and the generator is put back
+then. The other way, to compute attention by parts, takes memory quadratic in the length, which is
+what the fused kernels are there to avoid. The lock keeps engines apart, but not a thread that draws
+from the default generator of the *accelerator* during those microseconds. Then the generator has
+moved further than the kernel moves it, or to somewhere else, and the kernel runs again.
+
+[Note: state] `torch.get_rng_state` and its like are functions of the default generators, and
+`torch.utils.checkpoint` uses them to draw the same numbers again, as torch.compile does to leave no
+trace. Inside a scope, and for its thread alone, they are about its generators.
+
+[Note: others' generators] Code that is no operator of torch (a kernel of an extension) may draw
+from the default generators where nobody sees it. A rehearsal finds that: with the own generators
+seeded alike, a part gives other results when it runs again. From then on `seed` seeds the default
+generators too, as far as that helps, and the scope puts them back; such a part is exact only while
+no other thread draws.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+KEY: Final = "Fake"  # [Note: redirection]
+_THREADS_OWN: Final = "l2l random numbers"
+_TRACING: Final = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
+_borrowing = threading.RLock()
+
+LEFT_ALONE: Final[Mapping[str, str]] = {
+    "_cudnn_attention_backward": "takes the seed of its forward pass",
+    "_scaled_dot_product_cudnn_attention_backward": "takes the seed of its forward pass",
+    "_scaled_dot_product_efficient_attention_backward": "takes the seed of its forward pass",
+    "_cudnn_init_dropout_state": "takes its seed as an argument",
+    "_fill_mem_eff_dropout_mask_": "takes its seed as an argument",
+    "_flash_attention_forward_no_dropout_inplace": "has no dropout",
+    "_fused_sdp_choice": "draws nothing",
+    "_nested_tensor_softmax_with_shape": "draws nothing",
+    "_scaled_dot_product_flash_attention_for_cpu": "has no dropout: it refuses any",
+    "_lstm_mps": "is of a device that this engine does not drive",
+    "_scaled_dot_product_attention_math_for_mps": "is of a device that this engine does not drive",
+    "_scaled_dot_product_fused_attention_overrideable": "is of devices of other packages",
+    "miopen_rnn": "is of a device that this engine does not drive",
+}
+"""Operators with the tag that draw nothing here, and why."""
+
+
+@final
+class RandomNumbers:
+    """The generators of one device's passes, on the device and on the host."""
+
+    def __init__(self, defaults: Sequence[torch.Generator]) -> None:
+        """Take the place of these generators, of one device each."""
+        self._defaults = {one.device: one for one in defaults}
+        self._own = {device: torch.Generator(device) for device in self._defaults}
+        self._before: list[Tensor] | None = None  # states of the defaults, if these were changed
+        self._moves: dict[tuple[object, ...], int] = {}  # how far a fused kernel moves a generator
+        self.seeds_defaults = False  # [Note: others' generators]
+        self.num_draws = 0  # operators that have drawn from here
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Draw from these generators, in this thread and in what autograd runs for it."""
+        _register()
+        outer = current()
+        torch._C._stash_obj_in_tls(_THREADS_OWN, self)
+        try:
+            with torch._C._IncludeDispatchKeyGuard(_key()):
+                yield
+        finally:
+            torch._C._stash_obj_in_tls(_THREADS_OWN, outer)
+            if self._before is not None and outer is not self:
+                self._set(self._defaults, self._before)
+                self._before = None
+
+    def seed(self, seed: int) -> None:
+        """Begin the sequence of a seed, on the device and on the host."""
+        for own in self._own.values():
+            own.manual_seed(seed)
+        if self.seeds_defaults:
+            if self._before is None:
+                self._before = self._get(self._defaults)
+            for default in self._defaults.values():
+                default.manual_seed(seed)
+
+    def state(self) -> list[Tensor]:
+        """Where the sequences are."""
+        return self._get(self._own)
+
+    def set_state(self, state: Sequence[Tensor]) -> None:
+        """Go on from there."""
+        self._set(self._own, state)
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """The generator of a device; None if it is another than these are of."""
+        return self._own.get(device)
+
+    @staticmethod
+    def _get(generators: Mapping[torch.device, torch.Generator]) -> list[Tensor]:
+        return [one.get_state() for one in generators.values()]
+
+    @staticmethod
+    def _set(generators: Mapping[torch.device, torch.Generator], state: Sequence[Tensor]) -> None:
+        for one, its in zip(generators.values(), state, strict=True):
+            one.set_state(its)
+
+    def borrow(self, device: torch.device, run: Callable[[], Any], *key: object) -> Any:
+        """Run what draws from the default generator, from the own state ([Note: borrowing]).
+
+        Args:
+            device: whose generator.
+            run: draws, and may run more than once.
+            key: what is alike for all that move the generator as far.
+        """
+        own, default = self._own[device], self._defaults[device]
+        with _borrowing:
+            before, start = default.get_state(), own.get_state()
+            try:
+                while True:
+                    default.set_state(start)
+                    result = run()
+                    after = default.get_state()
+                    if device.type == "cpu" or self._is_undisturbed(start, after, key):
+                        break
+                own.set_state(after)
+            finally:
+                default.set_state(before)
+        return result
+
+    def _is_undisturbed(self, start: Tensor, after: Tensor, key: tuple[object, ...]) -> bool:
+        """Whether nobody else has moved an accelerator's generator: (seed, position)."""
+        pairs: list[list[int]] = torch.stack([start, after]).view(torch.int64).T.tolist()
+        seeds, positions = pairs
+        if seeds[0] != seeds[1] or positions[1] < positions[0]:
+            return False
+        moved = positions[1] - positions[0]
+        self._moves[key] = min(moved, self._moves.get(key, moved))
+        return moved == self._moves[key]
+
+
+def current() -> RandomNumbers | None:
+    """The random numbers of the scope that is open in this thread, if any."""
+    if not torch._C._is_key_in_tls(_THREADS_OWN):
+        return None
+    found = torch._C._get_obj_in_tls(_THREADS_OWN)
+    assert found is None or isinstance(found, RandomNumbers)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Kernels
+
+
+@cache
+def _key() -> Any:
+    return torch._C._parse_dispatch_key(KEY)
+
+
+def random_operators() -> list[torch._ops.OpOverload]:
+    """The operators of torch that draw random numbers, as torch has tagged them."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if namespace == "aten":
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            if torch.Tag.nondeterministic_seeded in operator.tags:
+                found.append(operator)
+    return found
+
+
+def kernel_of(operator: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """What runs instead of an operator inside a scope; None: it is left alone.
+
+    It is called with the operator, the call below it, the scope's random numbers and generator, and
+    the operator's arguments.
+    """
+    if operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return None  # its parts come by
+    if any(argument.name == "generator" for argument in operator._schema.arguments):
+        return _redirected
+    if operator._schema.name.removeprefix("aten::") in LEFT_ALONE:
+        return None
+    rewritten = _REWRITTEN.get(str(operator).removeprefix("aten."))
+    return _borrowing_kernel if rewritten is None else rewritten
+
+
+_libraries: list[torch.library.Library] = []  # kernels are there as long as these are
+_registering = threading.Lock()
+
+
+def _register() -> None:
+    """Register the kernels, once in a process; they run where the key is on."""
+    with _registering:
+        if _libraries:
+            return
+        others = torch.library.Library("_", "IMPL")
+        others.fallback(torch.library.fallthrough_kernel, KEY)
+        library = torch.library.Library("aten", "IMPL", KEY)
+        for operator in random_operators():
+            kernel = kernel_of(operator)
+            if kernel is not None:
+                library.impl(operator, partial(_perform, operator, kernel), with_keyset=True)
+        vars(torch.random)["default_generator"] = _ThreadsGenerator()
+        _libraries.extend([others, library])
+
+
+def _perform(
+    operator: torch._ops.OpOverload,
+    kernel: Callable[..., Any],
+    keys: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run an operator's kernel, or the operator itself where it is not to be redirected."""
+    below = partial(operator.redispatch, keys & torch._C._dispatch_keyset_full_after(_key()))
+    numbers, tensor = current(), _first_tensor(args, kwargs)
+    traced = any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
+    own = None
+    if numbers is not None and not traced:
+        device = (
+            tensor.device if tensor is not None else torch.device(kwargs.get("device") or "cpu")
+        )
+        own = numbers.generator(device)
+    if numbers is None or own is None:
+        return below(*args, **kwargs)
+    return kernel(operator, below, numbers, own, *args, **kwargs)
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    return next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+
+
+def _redirected(
+    operator: torch._ops.OpOverload,
+    below: Callable[..., Any],
+    numbers: RandomNumbers,
+    own: torch.Generator,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The operator with the scope's generator, unless the caller gave one."""
+    arguments = operator._schema.arguments
+    position = next(i for i, argument in enumerate(arguments) if argument.name == "generator")
+    if kwargs.get("generator") is not None or (len(args) > position and args[position] is not None):
+        return below(*args, **kwargs)
+    numbers.num_draws += 1
+    if len(args) > position:
+        return below(*args[:position], own, *args[position + 1 :], **kwargs)
+    return below(*args, **{**kwargs, "generator": own})
+
+
+def _borrowing_kernel(
+    operator: torch._ops.OpOverload,
+    below: Callable[..., Any],
+    numbers: RandomNumbers,
+    own: torch.Generator,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The operator from the default generator ([Note: borrowing]), if it draws at all."""
+    given = _named(operator, args, kwargs)
+    if given.get("dropout_p", 1.0) == 0 or given.get("dropout", 1.0) == 0:
+        return below(*args, **kwargs)
+    numbers.num_draws += 1
+    alike = [tuple(one.shape) if isinstance(one, Tensor) else repr(one) for one in given.values()]
+    run = partial(below, *args, **kwargs)
+    return numbers.borrow(own.device, run, str(operator), *alike)
+
+
+def _named(
+    operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments by name, as far as they are not those that an operator has by itself."""
+    arguments = operator._schema.arguments
+    missing = {one.name: one.default_value for one in arguments if one.has_default_value()}
+    return missing | dict(zip((one.name for one in arguments), args, strict=False)) | dict(kwargs)
+
+
+def _native_dropout(
+    operator: torch._ops.OpOverload,
+    below: Callable[..., Any],
+    numbers: RandomNumbers,
+    own: torch.Generator,
+    tensor: Tensor,
+    p: float,
+    train: bool | None,  # noqa: FBT001
+) -> Any:
+    if train is False or p == 1:
+        return below(tensor, p, train)
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_nested:
+        return _borrowing_kernel(operator, below, numbers, own, tensor, p, train)
+    numbers.num_draws += 1
+    if own.device.type != "cpu":
+        output, mask = torch.ops.aten._fused_dropout(tensor, 1 - p, own)
+        return output, mask.view(torch.bool)
+    mask = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(1 - p, generator=own)
+    return tensor.mul(mask).mul_(1 / (1 - p)), mask
+
+
+def _cudnn_rnn(
+    operator: torch._ops.OpOverload,
+    below: Callable[..., Any],
+    numbers: RandomNumbers,
+    own: torch.Generator,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Recurrent layers with dropout: their library goes on from a state that all of them share."""
+    given = _named(operator, args, kwargs)
+    if given["dropout"] == 0 or not given["train"]:
+        return below(*args, **kwargs)
+    numbers.num_draws += 1
+    host = numbers.generator(torch.device("cpu"))
+    seed = int(torch.empty((), dtype=torch.int64).random_(generator=host))
+    given["dropout_state"] = torch.ops.aten._cudnn_init_dropout_state(
+        given["dropout"], True, seed, dtype=torch.uint8, device=own.device
+    )
+    return below(**given)
+
+
+def _of_shape(overload: str) -> Callable[..., Any]:
+    """Another overload of the same operator, which takes a generator."""
+
+    def kernel(
+        operator: torch._ops.OpOverload,
+        below: Callable[..., Any],
+        numbers: RandomNumbers,
+        own: torch.Generator,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        numbers.num_draws += 1
+        packet = getattr(torch.ops.aten, operator._schema.name.removeprefix("aten::"))
+        return getattr(packet, overload)(*args, **kwargs, generator=own)
+
+    return kernel
+
+
+def _like(fill: str, *before: object) -> Callable[..., Any]:
+    """An empty tensor like another, and filled: as torch does it, without a generator to give."""
+
+    def kernel(
+        operator: torch._ops.OpOverload,
+        below: Callable[..., Any],
+        numbers: RandomNumbers,
+        own: torch.Generator,
+        tensor: Tensor,
+        *limits: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        result = torch.ops.aten.empty_like(tensor, **kwargs)
+        generator = numbers.generator(result.device)
+        if generator is None:
+            found: Tensor = below(tensor, *limits, **kwargs)
+            return found
+        numbers.num_draws += 1
+        filled = getattr(result, fill)(*before, *map(_number, limits), generator=generator)
+        assert isinstance(filled, Tensor)
+        return filled
+
+    return kernel
+
+
+def _number(limit: Any) -> Any:
+    return limit.item() if isinstance(limit, Tensor) else limit
+
+
+_REWRITTEN: Final[Mapping[str, Callable[..., Any]]] = {
+    "native_dropout.default": _native_dropout,
+    "_cudnn_rnn.default": _cudnn_rnn,
+    "rand.default": _of_shape("generator"),
+    "rand.out": _of_shape("generator_out"),
+    "randn.default": _of_shape("generator"),
+    "randint.default": _of_shape("generator"),
+    "randint.out": _of_shape("generator_out"),
+    "randint.low": _of_shape("low_generator"),
+    "randint.low_out": _of_shape("low_generator_out"),
+    "randperm.default": _of_shape("generator"),
+    "randperm.out": _of_shape("generator_out"),
+    "rand_like.default": _like("uniform_", 0, 1),
+    "randn_like.default": _like("normal_", 0, 1),
+    "randint_like.default": _like("random_", 0),
+    "randint_like.Tensor": _like("random_", 0),
+    "randint_like.low_dtype": _like("random_"),
+}
+
+
+@final
+class _ThreadsGenerator:
+    """In the place of torch's default generator, for `torch.get_rng_state` ([Note: state])."""
+
+    def __getattr__(self, name: str) -> Any:
+        numbers = current()
+        own = None if numbers is None else numbers.generator(torch.device("cpu"))
+        return getattr(torch.default_generator if own is None else own, name)
