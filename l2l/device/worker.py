@@ -78,10 +78,17 @@ class Worker:
 
     def raise_failure(self) -> None:
         """Raise what broke on the thread, if anything did."""
+        if isinstance(self._failure, UpdateFailedError):  # says all there is to say
+            raise UpdateFailedError(str(self._failure)) from self._failure
         if self._failure is not None:
             raise UpdateFailedError(
                 f"an update on the host failed: {self._failure!r}"
             ) from self._failure
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something broke on the thread."""
+        return self._failure is not None
 
     def recover(self) -> None:
         """Forget a failure, once nothing is left to do."""
