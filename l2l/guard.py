@@ -74,7 +74,7 @@ def guarded(
             finally:
                 guard.leave()
 
-        _CODES.add(operation.__code__)
+        _CODES.add(getattr(operation, "__code__"))  # noqa: B009 (mypy knows no such thing of it)
         return operation
 
     return decorate
@@ -215,7 +215,8 @@ class Guard:
 
 
 def _function_modes() -> list[Any]:
-    return overrides._get_current_function_mode_stack()
+    found: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return found
 
 
 def _dispatch_modes() -> list[Any]:

@@ -207,6 +207,8 @@ class Relay:
         Updates of the step before are done or wait again. If nothing of this step was updated,
         all is as if it had not been.
         """
+        if self._server.snapshot is not None:
+            self._server.snapshot.let_go()
         self._device.abort()
         self._stash.end_step()
         self._updates.put_back()

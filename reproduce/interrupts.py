@@ -144,8 +144,8 @@ def differences(
     ]
 
 
-def interrupt(kind: str, delays: tuple[float, float]) -> threading.Thread:
-    """A thread that interrupts the one that asks, after a while."""
+def interrupt(kind: str, delays: tuple[float, float], done: threading.Event) -> threading.Thread:
+    """A thread that interrupts the one that asks, after a while, and says when that is done."""
     target = threading.get_ident()
 
     def send() -> None:
@@ -158,6 +158,7 @@ def interrupt(kind: str, delays: tuple[float, float]) -> threading.Thread:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(target), error)
             else:
                 signal.pthread_kill(target, signal.SIGINT)
+        done.set()
 
     return threading.Thread(target=send, daemon=True)
 
@@ -208,28 +209,30 @@ class Campaign:
         if self.name == "background save":
             self.engine.save(self.beside, background=True)
         delays = self.chance.uniform(0, 1.1 * self.seconds), self.chance.uniform(0, 0.002)
-        thread = interrupt(row.kind, delays)
+        done = threading.Event()
         try:
-            self._interrupted_step(thread)
+            interrupt(row.kind, delays, done).start()
+            self.engine.step(batch(3))
+            self._wait(done)
         except BaseException as error:
             if not is_interrupt(error):
                 row.others += 1
                 traceback.print_exc()
-        while thread.is_alive():
-            with contextlib.suppress(KeyboardInterrupt):  # a second one
-                thread.join()
+        with contextlib.suppress(KeyboardInterrupt):  # a second one
+            self._wait(done)
         with contextlib.suppress(KeyboardInterrupt):
-            time.sleep(0.001)
+            self._wait(done)
         try:
             self._look(row)
         except BaseException:
             row.unusable += 1
             traceback.print_exc()
 
-    def _interrupted_step(self, thread: threading.Thread) -> None:
-        thread.start()
-        self.engine.step(batch(3))
-        thread.join()
+    @staticmethod
+    def _wait(done: threading.Event) -> None:
+        # Not `join`: after an interrupt that takes a thread for ended which is not.
+        while not done.is_set():
+            time.sleep(0.0002)
         time.sleep(0.001)
 
     def _look(self, row: Row) -> None:

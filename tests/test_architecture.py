@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "byte_size": "",
     "layer_list": "",
     "hollow": "",
+    "guard": "",
     "carving": "layer_list",
     "loss": "batch",
     "device": "schedule trace",
@@ -46,7 +47,8 @@ MAY_IMPORT = {
         "batch carving compiled_layer device layer_pass outer_pass parameter_server precision "
         "schedule stash step transfer updates"
     ),
-    "report": "step",
+    "skips": "device step",
+    "report": "skips step",
     "rehearsal": (
         "batch byte_size carving compiled_layer device interception layer_list lookup loss "
         "outer_pass parameter_server relay schedule"
@@ -70,9 +72,9 @@ MAY_IMPORT = {
     "weights": "hugging_face initialization parameter_server tensor_file",
     "depth": "",
     "engine": (
-        "batch carving checkpoint compiled_layer depth device distributed export host_memory "
+        "batch carving checkpoint compiled_layer depth device distributed export guard host_memory "
         "layers lookup loss outer_pass parameter_server persistence planner planning precision "
-        "rehearsal relay report schedule stash step trace transfer units updates weights"
+        "rehearsal relay report schedule skips stash step trace transfer units updates weights"
     ),
     "preview": (
         "batch carving device hardware hollow host_memory interception layout loss outer_pass "

@@ -50,6 +50,7 @@ def test_members_of_the_engine() -> None:
         "predict",
         "prepare_saving",
         "save",
+        "state",
         "step",
         "step_number",
         "trace",
@@ -72,6 +73,7 @@ def test_arguments_of_the_engine() -> None:
         "layers": None,
         "stash": "host",
         "update": None,
+        "nonfinite": "stop",
         "compile": None,
         "embedding": None,
         "kernel": "native",
@@ -151,6 +153,7 @@ def test_members_of_a_report() -> None:
         "loss",
         "loss_scale",
         "num_tokens",
+        "skip_reason",
         "skipped",
         "update_norms",
     ]
