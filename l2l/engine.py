@@ -35,6 +35,7 @@ from l2l.depth import Choice, Depth, checked_depth, checked_layers
 from l2l.device import Device, Event, UpdateFailedError, open_device
 from l2l.distributed import open_world, refuse_different_weights
 from l2l.export import SHARD_BYTES, export_model
+from l2l.guard import Guard, guarded
 from l2l.held import refuse_replaced, registered
 from l2l.host_memory import Arena, HostBudget, available_bytes
 from l2l.layers import Layers, Layout, changed_model
@@ -71,6 +72,7 @@ from l2l.rehearsal import LARGE_UNIT_BYTES, Rehearsal
 from l2l.relay import Relay, Scaler
 from l2l.report import StepReport
 from l2l.schedule import Lane, OuterUnit, Schedule, Shape, make_schedule
+from l2l.skips import Skips
 from l2l.stash import Stash, parse_policy
 from l2l.step import Step
 from l2l.trace import Trace
@@ -123,6 +125,9 @@ class Engine:
     to it and calling the model are refused: see `l2l.held`.
     """
 
+    _running: Step | None = None  # one whose end was not reached, or not noted
+    _is_placed = False  # whether everything follows the choices
+
     def __init__(
         self,
         model: nn.Module,
@@ -139,6 +144,7 @@ class Engine:
         layers: str | None = None,
         stash: str = "host",
         update: str | None = None,
+        nonfinite: str = "stop",
         compile: bool | str | None = None,  # noqa: A002 (torch's name for torch's thing)
         embedding: str | None = None,
         kernel: str = "native",
@@ -173,6 +179,9 @@ class Engine:
             stash: "host" (device memory constant in depth and batch) or "device".
             update: "eager", "just in time", or None: eager unless the whole gradient must be known
                 first (clipping, float16). Both give the same results.
+            nonfinite: what happens if a gradient is not finite though the loss is. Where the whole
+                gradient is known before the first update, the step is skipped. Else "stop" is an
+                error that names the layer, before that is updated; "skip" lets updates wait.
             compile: whether layers go through torch.compile, or the name of a backend for it. None:
                 on an accelerator. Compiled layers round differently.
             embedding: "host" gathers the rows of embedding tables there, "device" brings whole
@@ -195,6 +204,7 @@ class Engine:
             raise ValueError(
                 f"microbatch_size={microbatch_size}; expected at least 1 row, or None."
             )
+        self._guard, self._skips = Guard(), Skips()
         self._world = open_world(group_size=group_size)
         seed = self._world.gather_facts(torch.initial_seed() if seed is None else seed)[0]
         incoming = Incoming.of(model, weights, seed=seed)
@@ -206,7 +216,11 @@ class Engine:
         self._depth = checked_depth(depth, self._carved.num_layers)
         description, groups = groups_of(optimizer, model)
         self._policy = UpdatePolicy.choose(
-            update, optimizer=description, clip_norm=clip_norm, link=self._precision.link
+            update,
+            optimizer=description,
+            clip_norm=clip_norm,
+            link=self._precision.link,
+            nonfinite=nonfinite,
         )
         self.optimizer = ServerOptimizer(
             groups,
@@ -238,7 +252,7 @@ class Engine:
             seed=seed,
             world=self._world,
         )
-        self.optimizer.state_of = self._server.state_of
+        self.optimizer.state_of = self._state_of
         self._loss, self._host_budget, self._seed = loss, budget, seed
         self._proves = prove
         self._make_memory(stash_policy, native)
@@ -259,12 +273,13 @@ class Engine:
         )
         self._placed, self._held = tuple[OuterUnit, ...](), frozenset[str]()
         self._schedules: dict[Shape, Schedule] = {}
-        self._step_ends: deque[Event] = deque()
+        self._step_ends: deque[tuple[Event, Step]] = deque()
         self._home = (os.getpid(), threading.get_ident())
         self._step_number, self._state = 0, "open"
         self._is_warned = False  # of statistics over microbatches
         self._move_in(forms, incoming)
 
+    @guarded("engine.step")
     def step(self, batch: Batches, *, layers: Sequence[int] | None = None) -> StepReport:
         """One optimizer step over a batch: a dict of tensors, or a list of microbatches.
 
@@ -275,18 +290,24 @@ class Engine:
 
         Raises:
             ValueError: the batch or the layers cannot be; nothing has been changed then.
+            RuntimeError: nothing was trained so far, because nothing was finite.
         """
+        self._refuse_if_unusable()
+        self._skips.refuse()
         choice = self._drawn() if layers is None else self._chosen(layers)
         step, _ = self._perform(batch, choice, settings=self.optimizer.settings())
-        self.optimizer.step()
         self._step_number += 1
+        self._running = None  # only now it is whole again: [Note: interrupts] in guard.py
+        self.optimizer.step()
         return StepReport(step)
 
+    @guarded("engine.evaluate")
     def evaluate(self, batch: Batches, *, layers: Sequence[int] | None = None) -> float:
         """The loss of a batch; forward only, in evaluation mode, through all layers or some."""
         step, _ = self._perform(batch, self._chosen(layers), settings=None)
         return StepReport(step).loss
 
+    @guarded("engine.predict")
     def predict(self, batch: Batches, *, layers: Sequence[int] | None = None) -> Any:
         """The model's outputs for a batch, on the host; otherwise as `evaluate`."""
         first = batch if isinstance(batch, Mapping) else batch[0]
@@ -324,6 +345,13 @@ class Engine:
         """Steps so far."""
         return self._step_number
 
+    @property
+    def state(self) -> Literal["open", "torn", "closed"]:
+        """Whether it can be used; torn: a step has failed in its updates, and `load` is needed."""
+        if self._state == "closed":
+            return "closed"
+        return "torn" if self._is_torn or self._device.has_failed else "open"
+
     def save(
         self,
         folder: str | Path,
@@ -345,11 +373,25 @@ class Engine:
         Raises:
             CheckpointError: it cannot be written. In the background, `Saving.wait` raises that.
         """
+        saving = self._begin_saving(Path(folder), extra, then, background=background)
+        if not background:
+            saving.wait()
+        return saving
+
+    @guarded("engine.save")
+    def _begin_saving(
+        self,
+        folder: Path,
+        extra: Mapping[str, Any] | None,
+        then: Callable[[], None] | None,
+        *,
+        background: bool,
+    ) -> Saving:
         self._refuse_if_unusable()
         self._persistence.finish()
         self._finish_step()
         saving = self._persistence.save(
-            Path(folder),
+            folder,
             step=self._step_number,
             state={
                 "seed": self._seed,
@@ -364,10 +406,11 @@ class Engine:
             step_seconds=self._planning.step_seconds(),
             background=background,
         )
-        if not background:
-            saving.wait()
+        if not background:  # whoever waits does not do it, with signals that are not held
+            self._server.settle_all()
         return saving
 
+    @guarded("engine.prepare_saving")
     def prepare_saving(self) -> None:
         """Take the host memory that saving in the background will copy layers into.
 
@@ -377,6 +420,7 @@ class Engine:
         self._refuse_if_unusable()
         self._persistence.prepare(self._order_of_change())
 
+    @guarded("engine.load")
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Go on from a checkpoint, exactly; returns the `extra` it was saved with.
 
@@ -389,6 +433,8 @@ class Engine:
         """
         if self._state == "closed":
             raise RuntimeError("the engine is closed. Make a new one from the model.")
+        if self._running is not None:
+            self._clean_up()
         try:
             self._persistence.finish()
         except CheckpointError as error:
@@ -398,11 +444,14 @@ class Engine:
         layout = self._checked_layout(checkpoint)
         if layout is not None:
             self._follow_layers(layout, checkpoint)
-        self._device.recover()
-        self._finish_step()
         self._state = "torn"  # until all is there
-        self._server.waiting.clear()
-        self._server.is_torn = False
+        self._relay.abandon(self._running)
+        self._device.recover()
+        self._skips.begin_anew()
+        self._finish_step()
+        self._server.forget_updates()
+        self._step_ends.clear()
+        self._running = None
         self._leave_device()
         try:
             self._persistence.load(checkpoint)
@@ -423,7 +472,7 @@ class Engine:
             CheckpointError: the engine would not be one that it fits.
         """
         found = checkpoint.manifest.state.get("layers")
-        if self._state != "open" or self._server.is_torn:
+        if self.state != "open":
             found = None
         try:
             layout = None if found is None else self._layers.layout_of(found)
@@ -476,6 +525,7 @@ class Engine:
             raise
         logger.info("%s: the engine now has %s.", checkpoint.folder, self._layers)
 
+    @guarded("engine.export", holds=False)
     def export(
         self,
         folder: str | Path,
@@ -500,8 +550,9 @@ class Engine:
 
         Several ranks must do this together; the first one writes.
         """
-        self._refuse_if_unusable()
-        self._server.settle_all()
+        with self._guard.held():
+            self._refuse_if_unusable()
+            self._server.settle_all()
         with self._server.values() as weight_of:
             if weight_of is None:  # another rank writes
                 return
@@ -582,6 +633,7 @@ class Engine:
         """Collect spans of what runs inside the block, with the schedule's text; see `Trace`."""
         return self._device.tracing()
 
+    @guarded("engine.close")
     def close(self, *, give_back: bool = True) -> None:
         """Move the weights back into the model, which is an ordinary nn.Module again.
 
@@ -590,8 +642,11 @@ class Engine:
         """
         if self._state == "closed":
             return
+        torn = self._is_torn
+        if self._running is not None:
+            self._clean_up()
         failure: Exception | None = None  # raised once weights are given back
-        for finish in (self._server.settle_all, self._persistence.finish):
+        for finish in (self._server.settle_all, self._persistence.finish, self._skips.learn_all):
             try:
                 finish()
             except Exception as error:  # weights are given back as they are
@@ -600,7 +655,6 @@ class Engine:
                     failure = error
                 else:
                     logger.warning("%s", error)
-        torn = self._state == "torn"
         for name, tensors in units_of(self._carved) if give_back else ():
             self._server.give_back(tensors.parameters, name)
         if give_back:
@@ -666,6 +720,7 @@ class Engine:
             self._device.record(lane).synchronize()
         if self._scaler is not None:
             self._scaler.observe()
+        self._skips.learn_all()
 
     def _order_of_change(self) -> list[str]:
         """Units, those first that a step changes first."""
@@ -728,11 +783,37 @@ class Engine:
     def _refuse_if_unusable(self) -> None:
         if self._state == "closed":
             raise RuntimeError("the engine is closed. Make a new one from the model.")
-        if self._state == "torn" or self._server.is_torn:
+        if self._is_torn:
             raise RuntimeError(
                 "an earlier step failed after some layers had been updated, so the weights are of "
                 "two steps. Go on from a checkpoint with engine.load, or make a new engine."
             )
+        if self._running is not None:
+            self._clean_up()  # an interrupt has kept it from being done
+
+    @property
+    def _is_torn(self) -> bool:
+        """Whether a step has failed in its updates, or has got there and not to its end."""
+        running = self._running
+        return (
+            self._state == "torn"
+            or self._server.is_torn
+            or (running is not None and running.updates_submitted)
+        )
+
+    def _clean_up(self) -> None:
+        """After a step that failed: see [Note: interrupts] in guard.py."""
+        self._relay.abandon(self._running)
+        if self._is_torn:
+            self._state = "torn"
+        self._running = None
+
+    @guarded("engine.optimizer", within="engine.step")
+    def _state_of(self, owner: str) -> dict[str, Any]:
+        """A parameter's state in the server."""
+        if self._running is not None:
+            self._clean_up()
+        return self._server.state_of(owner)
 
     def _checked(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """Choices of the plan that are made already."""
@@ -846,6 +927,7 @@ class Engine:
             }
         )
 
+    @guarded("a change of engine.layers", within="engine.load")
     def _change_layers(self, layout: Layout) -> None:
         """Become an engine with other layers; if that cannot be, nothing has changed."""
         self._refuse_if_unusable()
@@ -1029,7 +1111,7 @@ class Engine:
                 self._run(self._schedule(len(cut.microbatches), choice, training=training), step)
             except torch.OutOfMemoryError as error:
                 alone = not self._world.is_parallel  # others are in the middle of the step
-                if self._state != "open" or not alone or not self._planning.tighten(str(error)):
+                if self._is_torn or not alone or not self._planning.tighten(str(error)):
                     raise
                 continue
             return step, cut.microbatches
@@ -1047,7 +1129,8 @@ class Engine:
         """
         must_plan = self._planning.must_plan(batch, rows=self._microbatch_size)
         must_plan = any(self._world.gather_facts(must_plan))
-        if not must_plan and (not proves or self._proof.is_done(batch, self._path())):
+        is_proven = not proves or self._proof.is_done(batch, self._path())
+        if not must_plan and is_proven and all(self._world.gather_facts(self._is_placed)):
             return
         self._leave_device()
         outer = self._rehearsal.outer_units(self._is_looked_up)
@@ -1143,6 +1226,7 @@ class Engine:
 
     def _leave_device(self) -> None:
         """Bring everything that stays on the device from step to step back to the host."""
+        self._is_placed = False
         self._server.settle_all()
         for name in self._server.units:  # also of a plan whose first step has failed
             self._server.place_state(name, torch.device("cpu"))
@@ -1171,6 +1255,7 @@ class Engine:
             self._server.register(f"L{layer}", self._device)
         for name in shape.on_device:
             self._server.place_state(name, self._device.torch_device)
+        self._is_placed = True
 
     def _is_looked_up(self, unit: str) -> bool:
         if self._world.is_parallel:  # a table that ranks hold together is gathered like a layer
@@ -1190,8 +1275,8 @@ class Engine:
         self._carved.set_training(settings is not None)
         number = len(cut.microbatches)
         flags, names = {}, {}
-        if self._world.is_parallel and settings is not None:
-            flags = self._norm_records()
+        if settings is not None:
+            flags = self._norm_records() if self._world.is_parallel else {}
             names = {name: unit.form.trained.names for name, unit in self._server.units.items()}
         return Step(
             number=self._step_number,
@@ -1209,7 +1294,7 @@ class Engine:
             norms=self._norm_records() if settings is not None else {},
             settings=settings,
             clip_norm=self._clip_norm,
-            checks_norms=self._scaler is not None,
+            checks_norms=self._policy is UpdatePolicy.JUST_IN_TIME,
             keep_outputs=keep_outputs,
             divide_by_weight=cut.rule is Rule.SUM_AND_WEIGHT,
             rows=self._rows.begin(cut.microbatches) if self._rows.lookups else None,
@@ -1250,22 +1335,30 @@ class Engine:
         return self._schedules[shape]
 
     def _run(self, schedule: Schedule, step: Step) -> None:
-        if len(self._step_ends) == MOST_STEPS_AHEAD:
-            self._step_ends.popleft().synchronize()
-            whole = len(step.layers) == self._carved.num_layers
-            self._planning.mark(training=step.training and whole)
+        # Ranks meet in every step: none gives one up that others go on with.
+        between = None if self._world.is_parallel else self._guard.deliver
+        self._running = step
         try:
-            self._relay.run(schedule, step)
+            if len(self._step_ends) == MOST_STEPS_AHEAD:
+                end, earlier = self._step_ends.popleft()
+                end.synchronize()
+                self._skips.learn(earlier)
+                whole = len(step.layers) == self._carved.num_layers
+                self._planning.mark(training=step.training and whole)
+            self._relay.run(schedule, step, between=between)
         except BaseException as error:
-            self._device.abort()
-            self._stash.end_step()
-            if step.updates_submitted or isinstance(error, UpdateFailedError):
+            if isinstance(error, UpdateFailedError):
                 self._state = "torn"
+            self._clean_up()
             raise
         self._held = frozenset(schedule.shape.on_device)
-        self._step_ends.append(self._device.record(Lane.COMPUTE))
+        self._step_ends.append((self._device.record(Lane.COMPUTE), step))
+        if step.training:
+            self._skips.add(step)
         if self._scaler is not None and step.training:
             self._scaler.unobserved = step
+        if not step.training:
+            self._running = None
 
     def _forms(self, optimizer: Optimizer) -> list[UnitForm]:
         """What every unit would be made of with an optimizer."""

@@ -46,6 +46,8 @@ from l2l.step import Step
 from l2l.transfer import Transfer
 from l2l.updates import PROLOGUE_SEED, Updates, mix_seed
 
+UPDATING = ("update", "assign", "return")
+"""Lines, besides some that repay, after which something of this step is updated, or will be."""
 HOST_VERBS = ("update", "settle", "advance", "complete", "refresh", "order", "assign", "collect")
 """Lines after which a unit's host memory has changed, or will."""
 
@@ -161,8 +163,16 @@ class Relay:
         self.layer_buffers.clear()
         self._outer.close()
 
-    def run(self, schedule: Schedule, step: Step) -> None:
-        """Submit every line of a schedule. Device work may go on when this returns."""
+    def run(
+        self, schedule: Schedule, step: Step, *, between: Callable[[], None] | None = None
+    ) -> None:
+        """Submit every line of a schedule. Device work may go on when this returns.
+
+        Args:
+            schedule: the lines.
+            step: what they work on. From `updates_submitted` on it must go to its end.
+            between: called between lines until then; may raise.
+        """
         device, events = self._device, dict[Action, Event]()
         awaited = {line.action for line in schedule.lines if isinstance(line, Wait)}
         pending = {name: unit.pending for name, unit in self._server.units.items()}
@@ -170,14 +180,20 @@ class Relay:
         self._following = dict(zip(streamed, [*map(str, streamed[1:]), "E"], strict=False))
         self._returning = frozenset(schedule.shape.backward_layers)
         self._adopt_rows(step)
+        own = {*schedule.shape.redone}
         device.begin()
+        self._note_all_buffers(step)
         with device.private_random_state():
             for line in schedule.lines:
+                if between is not None and not step.updates_submitted:
+                    between()
                 if isinstance(line, Wait):
                     device.wait(line.lane, events[line.action])
                     continue
                 if line.verb == "fetch" and (update := pending[line.operands[0]]) is not None:
                     device.wait(Lane.FETCH, update)
+                if line.verb in UPDATING or (line.verb == "repay" and line.operands[0] in own):
+                    step.updates_submitted = True
                 if line.verb in ("return", "repay"):
                     self._server.before_change(line.operands[0])
                 device.submit(line.lane, str(line), self._work(line, step))
@@ -185,9 +201,29 @@ class Relay:
                     events[line] = device.record(line.lane)
                 self._after(line, step)
             device.finish()
+        step.updates_submitted = step.training  # those that are left to the next step, at least
         self._stash.end_step()
         self._updates.leave(schedule, step)
+        self._updates.taken = []
         step.forget_inputs()
+
+    def abandon(self, step: Step | None) -> None:
+        """Clear up after a run that failed; may be called again if that fails.
+
+        Updates of the step before are done or wait again. If nothing of this step was updated,
+        all is as if it had not been.
+        """
+        if self._server.snapshot is not None:
+            self._server.snapshot.let_go()
+        self._device.abort()
+        self._stash.end_step()
+        self._updates.put_back()
+        self._transfer.abandon()
+        if step is not None and not step.updates_submitted:
+            for name, (buffer, before) in step.outer_at_first.items():
+                buffer.copy_(before)
+                self._carved.skeleton.bind({name: buffer})
+            self.layer_buffers.update(step.buffers_at_first)
 
     def _adopt_rows(self, step: Step) -> None:
         if step.rows is not None:
@@ -213,6 +249,8 @@ class Relay:
             step.reported = self._device.record(Lane.DRAIN)
         elif action.verb in ("drain", "measure"):
             step.drained = self._device.record(Lane.DRAIN)
+        elif action.verb == "revise":  # which measures, too
+            step.drained = self._device.record(Lane.COMPUTE)
         elif action.verb in HOST_VERBS:
             event = self._device.record(Lane.UPDATE)
             self._server.note_pending(action.operands[0], event)
@@ -221,8 +259,6 @@ class Relay:
             step.collected = event if action.verb == "collect" else step.collected
         elif action.verb in ("return", "mirror", "repay"):
             self._server.note_pending(action.operands[0], self._device.record(Lane.DRAIN))
-        if action.verb in ("update", "assign", "return", "repay"):
-            step.updates_submitted = True
 
     # ----------------------------------------------------------------------------------------------
     # Prologue and epilogue
@@ -665,6 +701,18 @@ class Relay:
         if kept:
             for owner, buffer in self._carved.layers[index].assigned(kept).items():
                 kept[owner] = buffer.detach().clone()  # what a graph has used stays as it was
+
+    def _note_all_buffers(self, step: Step) -> None:
+        """Keep buffers that training changes as they are before the step."""
+        if step.training:
+            outer = self._carved.skeleton.buffers() if self._outer.facts.changing else {}
+            step.outer_at_first = {
+                name: (outer[name], outer[name].clone()) for name in self._outer.facts.changing
+            }
+            step.buffers_at_first = {
+                index: {owner: buffer.clone() for owner, buffer in buffers.items()}
+                for index, buffers in self.layer_buffers.items()
+            }
 
     @staticmethod
     def _note_buffers(step: Step, part: int, m: int, changing: Mapping[str, Tensor]) -> None:

@@ -7,6 +7,7 @@ from typing import final
 
 from typing_extensions import override
 
+from l2l.skips import say_if_skipped
 from l2l.step import Step
 
 
@@ -26,10 +27,7 @@ class StepReport:
 
     @property
     def gradient_norm(self) -> float:
-        """The global norm of the gradients before clipping.
-
-        It is 0 if no gradient left the device: nothing is trained, or the optimizer is there.
-        """
+        """The global norm of the gradients before clipping; 0 if nothing is trained."""
         self._synchronize()
         return self._step.gradient_norm() if self._has_gradients else 0.0
 
@@ -40,10 +38,7 @@ class StepReport:
 
     @property
     def layer_norms(self) -> dict[int, float]:
-        """The norm of the gradient of every layer that ran and is trained, before clipping.
-
-        Empty if no gradient left the device: the optimizer is there.
-        """
+        """The norm of the gradient of every layer that ran and is trained, before clipping."""
         self._synchronize()
         return self._step.layer_norms() if self._has_gradients else {}
 
@@ -63,10 +58,21 @@ class StepReport:
 
     @property
     def skipped(self) -> bool:
-        """Whether the weights were left alone: a loss, or in float16 a gradient, not finite."""
+        """Whether the weights were left alone: something is not finite."""
+        return self.skip_reason is not None
+
+    @property
+    def skip_reason(self) -> str | None:
+        """Why the weights were left alone: a loss that is not finite, or a gradient.
+
+        A gradient where the whole of it is known before the first update: with clipping, in
+        float16, with `nonfinite="skip"`. Elsewhere it is an error.
+        """
         if self._step.checks_norms:
             self._synchronize()
-        return not math.isfinite(self.loss) or not self._step.is_finite()
+        assert self._step.reported is not None
+        self._step.reported.synchronize()
+        return say_if_skipped(self._step)
 
     @property
     def loss_scale(self) -> float:

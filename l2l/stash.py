@@ -136,8 +136,8 @@ class Stash:
     def adopt(self, value: str, form: Form, memory: Tensor) -> None:
         """Let a value have memory outside the cells that somebody else owns."""
         self._forms[value] = form
+        self._adopted.add(value)  # first: an interrupt in between must not make it the stash's own
         self._kept[value] = memory
-        self._adopted.add(value)
 
     def cell(self, cell: str) -> Tensor:
         """The bytes of a cell."""
@@ -162,11 +162,11 @@ class Stash:
 
     def end_step(self) -> None:
         """Forget all values; their memory goes back to the pool."""
-        for value, buffer in self._kept.items():
+        for value in [*self._kept]:  # one at a time: after an interrupt this is done again
+            buffer = self._kept.pop(value)
             if value not in self._adopted:
                 self._device.poison(buffer)
                 self._pool.setdefault(buffer.numel(), []).append(buffer)
-        self._kept.clear()
         self._adopted.clear()
         self._forms.clear()
         self._outgrown.clear()

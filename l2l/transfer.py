@@ -156,10 +156,10 @@ class Transfer:
 
     def drop(self, name: str) -> None:
         """Give a place's memory back; the compute lane does this."""
+        self._views = {key: views for key, views in self._views.items() if key[1] != name}
         found = self._memory(name).pop(name, None)
         if found is not None:
             self._device.poison(found)
-        self._views = {key: views for key, views in self._views.items() if key[1] != name}
 
     def fetch(self, unit: str, slot: str) -> None:
         """Copy a unit's weights into a slot; the fetch lane does this."""
@@ -332,6 +332,12 @@ class Transfer:
         if not present:
             return torch.zeros(1, device=self._gradients[slot].device)
         return torch.stack(torch._foreach_norm(present))
+
+    def abandon(self) -> None:
+        """A step has failed: what it began to write is written anew by the next."""
+        self._views.clear()
+        # Rows that it has added to a table's gradient go, unless they are of an update that waits.
+        self._zero &= self._server.waiting.keys()
 
     def clear(self) -> None:
         """Give device memory back; nothing may be left in it."""

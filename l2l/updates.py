@@ -77,6 +77,7 @@ class Updates:
         self.seed = seed
         self._compiled = compiled
         self.num_pieces = 1  # in which state is lent; the engine sets it
+        self.taken: list[WaitingUpdate] = []  # of the step before, by the step that runs
 
     def accumulate(
         self,
@@ -98,13 +99,16 @@ class Updates:
 
     def measure(self, step: Step, unit: str, slot: str) -> None:
         """A unit's norms to the host; of several ranks also what got a gradient on any."""
-        reduced = step.reduced.pop(unit, None)
+        self._note_norms(step, unit, slot, step.reduced.pop(unit, None))
+
+    def _note_norms(self, step: Step, unit: str, slot: str, reduced: Tensor | None) -> Tensor:
         if reduced is None:
             norms = self._transfer.norms(unit, slot, received=step.received.get(unit, set()))
         else:
             norms = reduced[0]
             step.flags[unit].copy_(reduced[1], non_blocking=True)
         step.norms[unit][: norms.numel()].copy_(norms, non_blocking=True)
+        return norms
 
     def reduce(self, step: Step, unit: str, slot: str) -> None:
         """A unit's gradients, summed over all ranks."""
@@ -187,9 +191,18 @@ class Updates:
 
     def take_waiting(self, unit: str) -> WaitingUpdate:
         """The update left for a unit; the update lane holds until its gradient has arrived."""
-        waiting = self._server.take_waiting(unit)
+        waiting = self._server.waiting[unit]
+        self.taken.append(waiting)
+        self._server.take_waiting(unit)
         self._device.wait(Lane.UPDATE, waiting.drained)
         return waiting
+
+    def put_back(self) -> None:
+        """Let updates wait again that a step has taken, which failed before they were done."""
+        for waiting in self.taken:
+            if not waiting.performed:
+                self._server.leave(waiting)
+        self.taken = []
 
     def settle(self, unit: str) -> Work:
         """The work of a settle line."""
@@ -220,14 +233,14 @@ class Updates:
         The update waits until `mirror`: it must not be lost if the step fails before.
         """
         waiting = self._server.waiting[unit]
-        if waiting.numbers is not None:  # a step that failed has ordered it
-            return lambda: None
         self._device.wait(Lane.UPDATE, waiting.drained)
         return self._numbers(waiting)
 
     def _numbers(self, waiting: WaitingUpdate) -> Work:
-        trained = self._server.units[waiting.unit].form.trained.names
-        waiting.numbers = self._device.host_record(len(trained), device_update.NUM_NUMBERS)
+        if waiting.numbers is None:
+            trained = self._server.units[waiting.unit].form.trained.names
+            record = self._device.host_record(len(trained), device_update.NUM_NUMBERS)
+            waiting.numbers = record.zero_()  # which changes nothing, if they are never written
         return partial(self._write_numbers, waiting, waiting.numbers)
 
     def assign(self, step: Step, unit: str) -> Work:
@@ -247,6 +260,8 @@ class Updates:
         return self._numbers(waiting)
 
     def _write_numbers(self, waiting: WaitingUpdate, record: Tensor) -> None:
+        if waiting.ordered:  # a step that failed has ordered it
+            return
         self._server.before_change(waiting.unit)  # numbers of steps now, the rest soon
         unit, order = self._server.units[waiting.unit], waiting.order()
         optimizer = self._server.optimizer
@@ -266,6 +281,7 @@ class Updates:
                 )
             )
         record.copy_(torch.tensor(rows))
+        waiting.ordered = True
 
     def renew(self, step: Step, unit: str, slot: str, gradient_slot: str) -> None:
         """An update on the device, with the numbers that the host has written."""
@@ -274,8 +290,10 @@ class Updates:
             return
         assert waiting.numbers is not None
         numbers = waiting.numbers.to(self._device.torch_device, non_blocking=True)
+        self._server.unfinished.add(unit)
         self._apply(waiting.step, unit, slot, gradient_slot, numbers)
         waiting.renewed = True
+        self._server.unfinished.discard(unit)
 
     def mirror(self, step: Step, unit: str, slot: str) -> None:
         """The weights of an update on the device to the host: it waits no longer."""
@@ -294,6 +312,9 @@ class Updates:
         assert waiting.numbers is not None
         assert isinstance(optimizer, HostOptimizer)
         numbers = waiting.numbers.to(self._device.torch_device, non_blocking=True)
+        if unit in step.finite:  # nobody has looked at the gradient yet
+            numbers = numbers.clone()
+            numbers[:, device_update.APPLY] *= step.finite[unit]
         held, span = self._server.units[unit], self._piece(unit, piece)
         lent = self._transfer.lent(place, held.part(span, waiting.gradient))
         for row, owners in self._runs(waiting.step, unit):
@@ -314,6 +335,10 @@ class Updates:
         if piece == "p0":
             self._show(step, unit, self._transfer.gradients(unit, gradient_slot))
             self._withdraw(step, unit)
+            norms = self._transfer.norms(
+                unit, gradient_slot, received=step.received.get(unit, set())
+            )
+            step.finite[unit] = norms.isfinite().all()
         self._transfer.join(unit, self._piece(unit, piece), slot, gradient_slot, place)
         self.rework(step, unit, piece, place)
 
@@ -333,9 +358,11 @@ class Updates:
 
     def repay(self, step: Step, unit: str, piece: str, place: str) -> None:
         """Weights and state of a piece to the host; after the last the update waits no longer."""
+        self._server.unfinished.add(unit)
         self._transfer.repay(unit, self._piece(unit, piece), place)
         if piece == f"p{self.num_pieces - 1}":  # of a small unit the last pieces are empty
             self._server.waiting.pop(unit, None)
+            self._server.unfinished.discard(unit)
 
     def _piece(self, unit: str, piece: str) -> slice:
         return self._server.units[unit].form.piece(int(piece[1:]), self.num_pieces)
@@ -379,8 +406,8 @@ class Updates:
         name = waiting.unit
         if waiting.numbers is None:
             trained = self._server.units[name].form.trained.names
-            waiting.numbers = torch.empty(len(trained), device_update.NUM_NUMBERS)
-            self._write_numbers(waiting, waiting.numbers)
+            waiting.numbers = torch.zeros(len(trained), device_update.NUM_NUMBERS)
+        self._write_numbers(waiting, waiting.numbers)
         if not waiting.renewed:
             numbers = waiting.numbers.to(self._device.torch_device)
             self._apply(waiting.step, name, f"S{name}", f"G{name}", numbers)
@@ -402,9 +429,11 @@ class Updates:
         self._show(step, unit, gradients)
         if step.witness is not None:
             return
+        reduced = step.reduced.pop(unit, None)
+        norms = self._note_norms(step, unit, gradient_slot, reduced)
+        finite = finite & norms.isfinite().all()
         generator = torch.Generator(self._device.torch_device)
         generator.manual_seed(mix_seed(self.seed, step.number, position(unit), REVISE_SEED))
-        reduced = step.reduced.pop(unit, None)
         for row, owner in enumerate(self._server.units[unit].form.trained.names):
             if reduced is None and owner not in step.received.get(unit, ()):
                 continue

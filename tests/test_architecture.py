@@ -22,9 +22,11 @@ MAY_IMPORT = {
     "byte_size": "",
     "layer_list": "",
     "hollow": "",
+    "guard": "",
     "held": "layer_list",
     "carving": "layer_list",
-    "loss": "batch",
+    "given_objects": "",
+    "loss": "batch layer_list",
     "device": "schedule trace",
     "host_memory": "byte_size device",
     "distributed": "layout",
@@ -48,10 +50,11 @@ MAY_IMPORT = {
         "batch carving compiled_layer device layer_pass outer_pass parameter_server precision "
         "schedule stash step transfer updates"
     ),
-    "report": "step",
+    "skips": "device step",
+    "report": "skips step",
     "rehearsal": (
-        "batch byte_size carving compiled_layer device interception layer_list lookup loss "
-        "outer_pass parameter_server relay schedule"
+        "batch byte_size carving compiled_layer device given_objects interception layer_list "
+        "lookup loss outer_pass parameter_server relay schedule"
     ),
     "hardware": "device parameter_server replacing schedule",
     "layer_cost": "hardware",
@@ -76,9 +79,10 @@ MAY_IMPORT = {
     "depth": "",
     "proof": "batch carving device distributed held loss parameter_server",
     "engine": (
-        "batch carving checkpoint compiled_layer depth device distributed export held host_memory "
-        "layers lookup loss outer_pass parameter_server persistence planner planning precision "
-        "proof rehearsal relay report schedule stash step trace transfer units updates weights"
+        "batch carving checkpoint compiled_layer depth device distributed export guard held "
+        "host_memory layers lookup loss outer_pass parameter_server persistence planner planning "
+        "precision proof rehearsal relay report schedule skips stash step trace transfer units "
+        "updates weights"
     ),
     "preview": (
         "batch carving device hardware hollow host_memory interception layout loss outer_pass "

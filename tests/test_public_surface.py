@@ -51,6 +51,7 @@ def test_members_of_the_engine() -> None:
         "predict",
         "prepare_saving",
         "save",
+        "state",
         "state_dict",
         "step",
         "step_number",
@@ -74,6 +75,7 @@ def test_arguments_of_the_engine() -> None:
         "layers": None,
         "stash": "host",
         "update": None,
+        "nonfinite": "stop",
         "compile": None,
         "embedding": None,
         "kernel": "native",
@@ -153,6 +155,7 @@ def test_members_of_a_report() -> None:
         "loss",
         "loss_scale",
         "num_tokens",
+        "skip_reason",
         "skipped",
         "update_norms",
     ]

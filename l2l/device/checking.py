@@ -196,6 +196,11 @@ class CheckingDevice(Device):
     def pinned(self, tensor: Tensor) -> Tensor:
         return tensor
 
+    @property
+    @override
+    def has_failed(self) -> bool:
+        return self._worker is not None and self._worker.has_failed
+
     @override
     def recover(self) -> None:
         if self._worker is not None:
@@ -203,10 +208,16 @@ class CheckingDevice(Device):
 
     @override
     def abort(self) -> None:
-        for lane in Lane:
-            if lane is not Lane.UPDATE:
-                self._queues[lane].waiting.clear()
-                self._queues[lane].num_done = self._queues[lane].num_submitted
+        for lane, one in self._queues.items():
+            one.busy = False
+            if lane is not Lane.UPDATE or self._worker is not None:
+                one.waiting.clear()
+                one.num_done = one.num_submitted = max(one.num_done, one.num_submitted)
+        if self._worker is not None:
+            self._worker.finish()
+            self._worker_events.clear()
+        else:  # it may have work of earlier steps
+            self._advance(Lane.UPDATE, self._queues[Lane.UPDATE].num_submitted)
 
     @override
     def poison(self, buffer: Tensor) -> None:

@@ -471,6 +471,11 @@ class CudaDevice(Device):
         # The step may still read it when the caller fills a pinned batch anew.
         return tensor.clone().pin_memory() if tensor.is_pinned() else tensor.pin_memory()
 
+    @property
+    @override
+    def has_failed(self) -> bool:
+        return self._worker.has_failed
+
     @override
     def recover(self) -> None:
         self._worker.recover()
@@ -481,6 +486,8 @@ class CudaDevice(Device):
         self._leave()
         self._restore_switching()
         torch.cuda.synchronize(self.torch_device)
+        self._worker.finish()
+        self._waited = None
 
     @override
     def poison(self, buffer: Tensor) -> None:

@@ -88,7 +88,15 @@ class Device(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Drop or finish what was submitted to all lanes but the update lane, after an error."""
+        """Drop or finish what was submitted to all lanes, after an error; may be called again.
+
+        Does not raise what has failed on the update lane.
+        """
+
+    @property
+    @abstractmethod
+    def has_failed(self) -> bool:
+        """Whether work on the update lane has failed."""
 
     @abstractmethod
     def recover(self) -> None:

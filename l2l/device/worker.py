@@ -15,6 +15,7 @@ from l2l.schedule import Lane
 from l2l.trace import Span
 
 WAITING = "wait"  # what the thread does between updates
+LOOKING_SECONDS = 0.05  # between two looks at work that takes long
 
 
 @final
@@ -24,20 +25,21 @@ class WorkerEvent(Event):
     def __init__(self, worker: Worker, number: int) -> None:
         self._worker = worker
         self.number = number
-        self._done = threading.Event()
+        self.is_done = False  # whether the work is done, failed or not
+        # Not a threading.Event: one whose wait is interrupted may break whoever sets it.
+        self._gate = threading.Lock()
+        self._gate.acquire()
 
     def set(self) -> None:
         """Mark the work as done."""
-        self._done.set()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the work is done, failed or not."""
-        return self._done.is_set()
+        self.is_done = True
+        self._gate.release()
 
     def wait(self) -> None:
         """Wait until the work is done, failed or not."""
-        self._done.wait()
+        while not self.is_done:
+            if self._gate.acquire(timeout=LOOKING_SECONDS):
+                self._gate.release()  # for others; if this is interrupted, they look themselves
 
     @override
     def synchronize(self) -> None:
@@ -78,10 +80,17 @@ class Worker:
 
     def raise_failure(self) -> None:
         """Raise what broke on the thread, if anything did."""
+        if isinstance(self._failure, UpdateFailedError):  # says all there is to say
+            raise UpdateFailedError(str(self._failure)) from self._failure
         if self._failure is not None:
             raise UpdateFailedError(
                 f"an update on the host failed: {self._failure!r}"
             ) from self._failure
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something broke on the thread."""
+        return self._failure is not None
 
     def recover(self) -> None:
         """Forget a failure, once nothing is left to do."""

@@ -25,6 +25,7 @@ class UpdatePolicy(enum.Enum):
         optimizer: Optimizer,
         clip_norm: float | None,
         link: torch.dtype,
+        nonfinite: str = "stop",
     ) -> UpdatePolicy:
         """The policy for what the user asked.
 
@@ -36,7 +37,15 @@ class UpdatePolicy(enum.Enum):
             raise ValueError(f"update={word!r} is not known. Expected {sorted(words)} or None.")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm={clip_norm}; expected a number above 0, or None.")
+        if nonfinite not in ("stop", "skip"):
+            raise ValueError(f"nonfinite={nonfinite!r} is not known. Expected 'stop' or 'skip'.")
         if isinstance(optimizer, Adafactor):
+            if nonfinite == "skip":
+                raise ValueError(
+                    "nonfinite='skip' cannot be used with Adafactor: it updates each layer on the "
+                    "device right after its backward, before the gradients of the others are "
+                    "known. Leave nonfinite='stop'."
+                )
             if clip_norm is not None:
                 raise ValueError(
                     "clip_norm cannot be used with Adafactor: it updates each layer on the device "
@@ -50,6 +59,7 @@ class UpdatePolicy(enum.Enum):
                 )
             return cls.ON_DEVICE
         whole = "clip_norm" if clip_norm is not None else None
+        whole = "nonfinite='skip'" if nonfinite == "skip" else whole
         whole = "precision='float16'" if link is torch.float16 else whole
         if word == "eager" and whole:
             raise ValueError(

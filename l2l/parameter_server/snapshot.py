@@ -266,6 +266,11 @@ class Snapshot:
             self._states[image.unit] = ImageState.DONE
             self._changed.notify_all()
 
+    def let_go(self) -> None:
+        """Have no lock: an interrupt may have left this thread with one, for which writers wait."""
+        while self._changed._is_owned():  # type: ignore[attr-defined]
+            self._changed.release()
+
     def give_up(self) -> None:
         """Nothing more will be written: nobody waits any longer."""
         with self._changed:

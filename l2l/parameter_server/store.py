@@ -96,8 +96,10 @@ class WaitingUpdate:
     halves: bool = False  # of these rows only the weights are done
     advanced: bool = False  # all weights are done, the moments are not
     step: Any = None  # whose update it is, where that is done on the device
-    numbers: Tensor | None = None  # of an update on the device, once they were ordered
+    numbers: Tensor | None = None  # of an update on the device; zero until they are written
+    ordered: bool = False  # whether they are written, and the step is counted
     renewed: bool = False  # whether that update is done, so that the host's weights are old
+    performed: bool = False  # whether nothing is left to do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +135,20 @@ class ParameterServer:
         self.waiting: dict[str, WaitingUpdate] = {}  # by unit
         self.snapshot: Snapshot | None = None  # one that is being written
         self.spare = SparePages()  # for its copies
-        self.is_torn = False  # whether an update was interrupted here
+        self.unfinished: set[str] = set()
+        """Units of which a part may be updated, by a thread that can be interrupted."""
         self._unit_of: dict[str, Unit] = {}
         self.reader = Reader(self._read)  # for whoever reads the user's parameters
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether an update was interrupted here."""
+        return bool(self.unfinished)
+
+    def forget_updates(self) -> None:
+        """All that is here is to be replaced."""
+        self.waiting.clear()
+        self.unfinished.clear()
 
     @property
     def has_halves(self) -> bool:
@@ -616,6 +629,8 @@ class ParameterServer:
 
     def perform(self, waiting: WaitingUpdate) -> None:
         """Do an update that was left, or what `refresh` and `advance` have left of it."""
+        if waiting.performed:
+            return
         if not waiting.advanced:
             self._perform_rest(waiting)
             if waiting.refreshed and waiting.halves:
@@ -627,6 +642,7 @@ class ParameterServer:
             self._complete(waiting, self._other_ranges(waiting))
         if waiting.finish is not None:
             waiting.finish(waiting)
+        waiting.performed = True
         self._after_update(waiting.unit)
 
     def _perform_rest(self, waiting: WaitingUpdate, *, half: Half | None = None) -> None:
@@ -636,7 +652,7 @@ class ParameterServer:
             return
         first = not waiting.refreshed
         ranges = None if first else self._other_ranges(waiting)
-        counted = not first or waiting.numbers is not None  # by a step that failed before the end
+        counted = not first or waiting.ordered  # by a step that failed before the end
         self.update(
             waiting.unit, waiting.gradient, order, ranges, count_step=not counted, half=half
         )
@@ -823,11 +839,9 @@ class ParameterServer:
     def _settle(self, name: str) -> None:
         waiting = self.waiting[name]
         waiting.drained.synchronize()
-        try:
-            self.perform(waiting)
-        except BaseException:
-            self.is_torn = True  # a part of it may be done
-            raise
+        self.unfinished.add(name)  # and it stays there if this is interrupted
+        self.perform(waiting)
+        self.unfinished.discard(name)
         del self.waiting[name]
 
 

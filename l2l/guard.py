@@ -1,0 +1,244 @@
+"""Who may use an engine, and when: one process, one thread at a time, and signals between lines.
+
+[Note: interrupts] A signal's handler may raise, as Ctrl-C does, between any two instructions: also
+where a unit was updated and nobody has noted it. So in the main thread, signals whose handlers are
+Python functions are *held* while an operation runs. Of a step, handlers are called between two
+lines of the schedule as long as nothing of the step was updated: it is given up, and the engine is
+as it was. After that the step goes to its end and is counted, then they are called. A second Ctrl-C
+does not wait.
+
+That one, and exceptions that another thread injects, can still come anywhere. Therefore an engine
+counts as torn before the first line that updates anything is submitted, and as whole only when the
+step is counted; nothing needs to happen in between for that to be right. The same holds here: an
+operation runs if its frame is on a stack, whatever its lock says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, final
+
+import torch
+from torch import overrides
+from torch.utils import _python_dispatch
+
+HELD = (signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+INSISTING = (signal.SIGINT, signal.SIGTERM)  # a second one does not wait
+
+Handler = Callable[[int, FrameType | None], Any]
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Guarded(Protocol):
+    """Something with operations that must not meet."""
+
+    @property
+    def _guard(self) -> Guard: ...
+
+
+Owner = TypeVar("Owner", bound=Guarded)
+Method = Callable[Concatenate[Owner, Arguments], Result]
+
+
+def guarded(
+    name: str, *, holds: bool = True, within: str | None = None
+) -> Callable[[Method[Owner, Arguments, Result]], Method[Owner, Arguments, Result]]:
+    """Make a method an operation of its object, which runs alone.
+
+    Args:
+        name: what it is called in errors.
+        holds: whether signals are held while it runs.
+        within: the operation that may use it.
+    """
+
+    def decorate(method: Method[Owner, Arguments, Result]) -> Method[Owner, Arguments, Result]:
+        @functools.wraps(method)
+        def operation(owner: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            guard = owner._guard
+            if within is not None and guard.is_within(within):
+                return method(owner, *args, **kwargs)
+            guard.enter(name, holds=holds)
+            try:
+                return method(owner, *args, **kwargs)
+            except BaseException:
+                guard.restore_torch()
+                raise
+            finally:
+                guard.leave()
+
+        _CODES.add(getattr(operation, "__code__"))  # noqa: B009 (mypy knows no such thing of it)
+        return operation
+
+    return decorate
+
+
+_CODES: set[CodeType] = set()  # of operations: all the same one
+
+
+@final
+class Guard:
+    """Lets the operations of one object run one at a time, in the process that made it."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._name = ""  # of the operation that has the lock
+        self._thread = 0  # where that runs
+        self._held: dict[int, Handler] = {}  # handlers that are replaced meanwhile
+        self._noted: list[int] = []  # signals that came meanwhile
+        self._modes: tuple[list[Any], list[Any], bool] | None = None
+
+    def enter(self, name: str, *, holds: bool) -> None:
+        """Begin an operation.
+
+        Raises:
+            RuntimeError: this is another process, or another operation runs.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"{name} was called in process {os.getpid()}, a copy of process {self._process}, "
+                "which has made the engine. Its threads are not here. Use the engine there, or "
+                "make one in this process, started with 'spawn'."
+            )
+        if not self._lock.acquire(blocking=False) and self._is_running():
+            where = "on another thread"
+            if self._thread == threading.get_ident():
+                where = "and this is called from inside it (a loss function, say)"
+            raise RuntimeError(
+                f"{name} was called while {self._name} runs {where}. An engine does one thing at a "
+                "time: wait for it, or make an engine for each thread."
+            )
+        self._name, self._thread = name, threading.get_ident()
+        self._modes = _torch_modes()
+        if holds:
+            self._hold()
+
+    def leave(self) -> None:
+        """End the operation; then signals that came meanwhile are handled."""
+        self._thread = 0
+        if self._lock.locked():
+            self._lock.release()
+        self._let_go()
+
+    def is_within(self, name: str) -> bool:
+        """Whether this thread is inside an operation."""
+        return self._name == name and self._thread == threading.get_ident()
+
+    def deliver(self) -> None:
+        """Handle signals that came: nothing is half done now."""
+        while self._noted:
+            number = self._noted.pop(0)
+            handler = self._held.get(number)
+            if handler is not None:
+                handler(number, sys._getframe(1))
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold signals in the block, in an operation that otherwise does not."""
+        self._hold()
+        try:
+            yield
+        finally:
+            self._let_go()
+
+    def restore_torch(self) -> None:
+        """Give this thread the modes of torch that it had: an interrupt may have left others."""
+        if self._modes is None:
+            return
+        functions, dispatches, grad = self._modes
+        torch.set_grad_enabled(grad)
+        _restore(functions, _function_modes, overrides._pop_mode, overrides._push_mode)
+        _restore(
+            dispatches, _dispatch_modes, _python_dispatch._pop_mode, _python_dispatch._push_mode
+        )
+
+    def _is_running(self) -> bool:
+        """Whether the operation that has the lock is on its thread's stack."""
+        frame = sys._current_frames().get(self._thread)
+        if self._thread == threading.get_ident():
+            frame = sys._getframe(3)  # without the operation that asks
+        return self._is_on(frame)
+
+    def _is_on(self, frame: FrameType | None) -> bool:
+        while frame is not None:
+            if frame.f_code in _CODES and frame.f_locals.get("guard") is self:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _hold(self) -> None:
+        """Replace the handlers of signals, in the main thread: they are handled nowhere else."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._noted.clear()
+        for number in HELD:
+            handler = signal.getsignal(number)
+            if callable(handler) and handler != self._note:
+                self._held[number] = handler  # first: `_note` looks for it
+                signal.signal(number, self._note)
+
+    def _let_go(self) -> None:
+        if not self._held or threading.current_thread() is not threading.main_thread():
+            return
+        for number, handler in self._held.items():
+            if signal.getsignal(number) == self._note:  # nobody else has set another
+                signal.signal(number, handler)
+        noted, handlers = [*self._noted], dict(self._held)
+        self._noted.clear()
+        self._held.clear()
+        for number in noted:
+            handlers[number](number, sys._getframe(1))
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """The handler meanwhile."""
+        handler = self._held.get(number)
+        if handler is None:
+            return
+        insists = number in INSISTING and number in self._noted
+        if insists or not self._is_on(frame):
+            if insists:
+                self._noted.remove(number)
+            else:  # an interrupt has kept `leave` from happening
+                signal.signal(number, handler)
+                del self._held[number]
+            handler(number, frame)
+        elif number not in self._noted:
+            self._noted.append(number)
+
+
+def _function_modes() -> list[Any]:
+    found: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return found
+
+
+def _dispatch_modes() -> list[Any]:
+    return _python_dispatch._get_current_dispatch_mode_stack()
+
+
+def _torch_modes() -> tuple[list[Any], list[Any], bool]:
+    functions = _function_modes() if torch._C._len_torch_function_stack() else []
+    dispatches = _dispatch_modes() if torch._C._len_torch_dispatch_stack() else []
+    return functions, dispatches, torch.is_grad_enabled()
+
+
+def _restore(
+    wanted: list[Any],
+    present: Callable[[], list[Any]],
+    pop: Callable[[], Any],
+    push: Callable[[Any], None],
+) -> None:
+    found = present()
+    if len(found) == len(wanted) and all(map(lambda a, b: a is b, found, wanted)):
+        return
+    for _ in found:
+        pop()
+    for mode in wanted:
+        push(mode)
