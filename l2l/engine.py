@@ -127,6 +127,7 @@ class Engine:
 
     _running: Step | None = None  # one whose end was not reached, or not noted
     _is_placed = False  # whether everything follows the choices
+    _is_warned = False  # of statistics over microbatches
 
     def __init__(
         self,
@@ -253,8 +254,7 @@ class Engine:
             world=self._world,
         )
         self.optimizer.state_of = self._state_of
-        self._loss, self._host_budget, self._seed = loss, budget, seed
-        self._proves = prove
+        self._loss, self._host_budget, self._seed, self._proves = loss, budget, seed, prove
         self._make_memory(stash_policy, native)
         self._make_parts()
         self._microbatch_size, self._clip_norm = microbatch_size, clip_norm
@@ -276,7 +276,6 @@ class Engine:
         self._step_ends: deque[tuple[Event, Step]] = deque()
         self._home = (os.getpid(), threading.get_ident())
         self._step_number, self._state = 0, "open"
-        self._is_warned = False  # of statistics over microbatches
         self._move_in(forms, incoming)
 
     @guarded("engine.step")
@@ -1214,9 +1213,9 @@ class Engine:
             self._relay.show_waiting(step)
             self._server.settle_all()
         except BaseException:
-            self._device.abort()
-            self._stash.end_step()
-            self._server.waiting.clear()
+            self._relay.abandon(step)
+            self._device.recover()
+            self._server.forget_updates()
             raise
         finally:
             self._outer.compiled = compiled
