@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "layer_list": "",
     "hollow": "",
     "carving": "layer_list",
-    "loss": "batch",
+    "given_objects": "",
+    "loss": "batch layer_list",
     "device": "schedule trace",
     "host_memory": "byte_size device",
     "distributed": "layout",
@@ -48,8 +49,8 @@ MAY_IMPORT = {
     ),
     "report": "step",
     "rehearsal": (
-        "batch byte_size carving compiled_layer device interception layer_list lookup loss "
-        "outer_pass parameter_server relay schedule"
+        "batch byte_size carving compiled_layer device given_objects interception layer_list "
+        "lookup loss outer_pass parameter_server relay schedule"
     ),
     "hardware": "device parameter_server schedule",
     "layer_cost": "hardware",
