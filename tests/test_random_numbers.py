@@ -221,15 +221,49 @@ def test_an_operator_without_a_generator_borrows_the_default_one(numbers: Random
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_else_has_moved_an_accelerators_generator_is_seen(numbers: RandomNumbers):
-    def state(seed: int, position: int) -> Tensor:
-        return torch.tensor([seed, position]).view(torch.uint8)
+class OfAnAccelerator:
+    """A generator whose state is a seed and a position."""
 
-    assert numbers._is_undisturbed(state(1, 4), state(1, 12), ("a",))
-    assert not numbers._is_undisturbed(state(1, 4), state(1, 16), ("a",))  # somebody drew
-    assert not numbers._is_undisturbed(state(1, 4), state(2, 12), ("a",))  # somebody seeded
-    assert not numbers._is_undisturbed(state(1, 4), state(1, 0), ("a",))
-    assert numbers._is_undisturbed(state(1, 4), state(1, 16), ("b",))
+    def __init__(self) -> None:
+        self.seed, self.position = 1, 0
+
+    def get_state(self) -> Tensor:
+        return torch.tensor([self.seed, self.position]).view(torch.uint8)
+
+    def set_state(self, state: Tensor) -> None:
+        self.seed, self.position = state.view(torch.int64).tolist()
+
+
+def test_a_fused_kernel_runs_again_if_somebody_else_has_drawn(numbers: RandomNumbers):
+    device = torch.device("cuda", 0)
+    own, default = OfAnAccelerator(), OfAnAccelerator()
+    numbers._own[device], numbers._defaults[device] = own, default
+    own.seed, default.seed = 5, 7
+
+    def borrow(key: str, *, moves: int, others: list[int | None]) -> list[tuple[int, int]]:
+        used = []
+
+        def run() -> list[tuple[int, int]]:
+            other = others.pop(0) if others else 0
+            if other is None:
+                default.seed = 99
+            else:
+                default.position += other
+            used.append((default.seed, default.position))
+            default.position += moves
+            return used
+
+        found = numbers.borrow(device, run, key)
+        assert (default.seed, default.position) == (7, 0)
+        return found
+
+    assert borrow("a", moves=8, others=[]) == [(5, 0)]
+    assert borrow("a", moves=8, others=[4, None]) == [(5, 12), (99, 8), (5, 8)]
+    assert own.position == 16
+    assert borrow("b", moves=4, others=[]) == [(5, 16)]
+    found = borrow("a", moves=12, others=[])  # it moves further by itself
+    assert set(found) == {(5, 20)}
+    assert own.position == 32
 
 
 # --------------------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ _TRACING: Final = (
     torch._C._TorchDispatchModeKey.PROXY,
     torch._C._TorchDispatchModeKey.FUNCTIONAL,
 )
+OFTEN: Final = 8  # a kernel that moves a generator as far so often moves it so by itself
 _borrowing = threading.RLock()
 
 LEFT_ALONE: Final[Mapping[str, str]] = {
@@ -149,6 +150,7 @@ class RandomNumbers:
             key: what is alike for all that move the generator as far.
         """
         own, default = self._own[device], self._defaults[device]
+        last, times = None, 0
         with _borrowing:
             before, start = default.get_state(), own.get_state()
             try:
@@ -156,22 +158,29 @@ class RandomNumbers:
                     default.set_state(start)
                     result = run()
                     after = default.get_state()
-                    if device.type == "cpu" or self._is_undisturbed(start, after, key):
+                    if device.type == "cpu":
+                        break
+                    moved = _moved(start, after)
+                    times = times + 1 if moved == last else 1
+                    last = moved
+                    if moved is None:
+                        continue
+                    if moved <= self._moves.get(key, moved) or times == OFTEN:
+                        self._moves[key] = moved
                         break
                 own.set_state(after)
             finally:
                 default.set_state(before)
         return result
 
-    def _is_undisturbed(self, start: Tensor, after: Tensor, key: tuple[object, ...]) -> bool:
-        """Whether nobody else has moved an accelerator's generator: (seed, position)."""
-        pairs: list[list[int]] = torch.stack([start, after]).view(torch.int64).T.tolist()
-        seeds, positions = pairs
-        if seeds[0] != seeds[1] or positions[1] < positions[0]:
-            return False
-        moved = positions[1] - positions[0]
-        self._moves[key] = min(moved, self._moves.get(key, moved))
-        return moved == self._moves[key]
+
+def _moved(start: Tensor, after: Tensor) -> int | None:
+    """How far an accelerator's generator, a seed and a position, has moved; None: elsewhere."""
+    (seed, position), (seed_after, position_after) = (
+        state.view(torch.int64).tolist() for state in (start, after)
+    )
+    moved: int = position_after - position
+    return moved if seed == seed_after and moved >= 0 else None
 
 
 def current() -> RandomNumbers | None:
@@ -299,7 +308,10 @@ def _borrowing_kernel(
     if given.get("dropout_p", 1.0) == 0 or given.get("dropout", 1.0) == 0:
         return below(*args, **kwargs)
     numbers.num_draws += 1
-    alike = [tuple(one.shape) if isinstance(one, Tensor) else repr(one) for one in given.values()]
+    alike = [
+        (one.dtype, tuple(one.shape)) if isinstance(one, Tensor) else repr(one)
+        for one in given.values()
+    ]
     run = partial(below, *args, **kwargs)
     return numbers.borrow(own.device, run, str(operator), *alike)
 
