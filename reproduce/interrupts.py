@@ -209,19 +209,21 @@ class Campaign:
         if self.name == "background save":
             self.engine.save(self.beside, background=True)
         delays = self.chance.uniform(0, 1.1 * self.seconds), self.chance.uniform(0, 0.002)
-        done = threading.Event()
-        try:
-            interrupt(row.kind, delays, done).start()
-            self.engine.step(batch(3))
+        done, raised = threading.Event(), list[BaseException]()
+        thread = interrupt(row.kind, delays, done)
+        try:  # what comes second must be met everywhere
+            try:
+                thread.start()
+                self.engine.step(batch(3))
+                self._wait(done)
+            except BaseException as error:
+                raised.append(error)
+                self._wait(done)
+        except KeyboardInterrupt:
             self._wait(done)
-        except BaseException as error:
-            if not is_interrupt(error):
-                row.others += 1
-                traceback.print_exc()
-        with contextlib.suppress(KeyboardInterrupt):  # a second one
-            self._wait(done)
-        with contextlib.suppress(KeyboardInterrupt):
-            self._wait(done)
+        if raised and not is_interrupt(raised[0]):
+            row.others += 1
+            traceback.print_exception(raised[0])
         try:
             self._look(row)
         except BaseException:
