@@ -21,6 +21,7 @@ from torch import nn
 from typing_extensions import override
 
 from l2l import cli, planning
+from l2l.cli import train as train_module
 from l2l.checkpoint import CheckpointError, CheckpointFolder
 from l2l.data import Batches
 from l2l.progress import Display, Status, read_metrics
@@ -669,30 +670,115 @@ def test_a_signal_finishes_the_step_and_saves(
     assert latest.name in display.said[-2]
 
 
-def test_a_second_signal_ends_at_once(tiny: Path, tmp_path: Path, monkeypatch) -> None:
-    class Ended(BaseException):
-        pass
+class Ended(BaseException):
+    """Instead of the end of this process."""
 
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def end(status: int) -> None:
         raise Ended(status)
 
+    monkeypatch.setattr(os, "_exit", end)
+
+
+@pytest.mark.usefixtures("ends")
+def test_a_second_signal_ends_at_once(tiny: Path, tmp_path: Path, monkeypatch) -> None:
     def interrupt(step: int) -> None:
         if step == 3:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("l2l.cli.train.os._exit", end)
     monkeypatch.setattr("l2l.cli.train.open_display", lambda *_, **__: Record(interrupt))
     with pytest.raises(Ended, match="130"):
         cli.main(["train", str(write_settings(tiny, tmp_path))])
 
 
-def test_a_signal_before_the_first_step_ends_at_once(
-    tiny: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("ends")
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+)
+@pytest.mark.parametrize(
+    "place", ["Settings.read", "started_by_torchrun", "make_tokenizer", "make_engine", "mkdir"]
+)
+def test_a_signal_before_anything_is_written_ends_at_once(
+    place: str, number: int, status: int, tiny: Path, tmp_path: Path, monkeypatch, capfd
 ) -> None:
-    monkeypatch.setattr(run_module, "make_engine", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    assert cli.main(["train", str(write_settings(tiny, tmp_path))]) == 130
-    assert "nothing to save" in capsys.readouterr().err
+    """Whoever swallows exceptions there does not see one, and the run folder is not left."""
+    targets: dict[str, tuple[Any, str]] = {
+        "Settings.read": (Settings, "read"),
+        "started_by_torchrun": (train_module, "started_by_torchrun"),
+        "mkdir": (Path, "mkdir"),
+    }
+    owner, name = targets.get(place, (run_module, place))
+    settings = write_settings(tiny, tmp_path)
+    original = getattr(owner, name)
+
+    def interrupted(*arguments: Any, **settings: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return original(*arguments, **settings)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(Ended, match=str(status)):
+        cli.main(["train", str(settings)])
+    shown = capfd.readouterr().err
+    assert shown == "interrupted before the first step; nothing was written\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+)
+def test_a_signal_while_the_first_files_are_written_stops_before_the_first_step(
+    number: int, status: int, tiny: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    write = Training._write_settings
+
+    def interrupted(training: Training) -> None:
+        os.kill(os.getpid(), number)
+        write(training)
+
+    monkeypatch.setattr(Training, "_write_settings", interrupted)
+    settings = write_settings(tiny, tmp_path)
+    assert cli.main(["train", str(settings)]) == status
+    assert capsys.readouterr().err.endswith("step; there was nothing to save\n")
+    assert metrics_of(tmp_path, "step") == []
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        ".lock",
+        "metrics.jsonl",
+        "run.toml",
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize("module", ["torch", "transformers"])
+def test_a_signal_while_libraries_are_imported_is_one_line(
+    module: str, number: signal.Signals, tiny: Path, tmp_path: Path
+) -> None:
+    """It is sent from within the import, which swallows every exception, as some do."""
+    program = f"""
+import os, sys
+
+class Signal:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            try:
+                os.kill(os.getpid(), {int(number)})
+            except BaseException:
+                pass
+
+sys.meta_path.insert(0, Signal())
+from l2l.cli import command
+sys.argv = ["l2l", "train", {str(write_settings(tiny, tmp_path))!r}]
+command()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 128 + number
+    assert done.stderr.endswith("nothing was written\n")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_process_that_is_terminated_saves(tiny: Path, tmp_path: Path) -> None:

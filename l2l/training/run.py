@@ -81,7 +81,11 @@ class Training:
         self._saving: Saving | None = None
         self._saved_step = 0
         self._plan: Plan | None = None
-        self.has_begun = False  # whether there is something to save
+        self._end: Callable[[], None] | None = None  # to be called when a block is left
+        self._is_undisturbed = False
+        self._is_held = False  # the run folder, by this process
+        self.has_begun = False  # whether something is written: `stop` leaves it in order
+        self.has_stepped = False
         self._tokenizer = make_tokenizer(settings)
         self._pad_id = pad_id_of(self._tokenizer)
         self._examples, self._held_out = self._read(settings)
@@ -150,7 +154,8 @@ class Training:
             )
             latest = self._first_says(lambda: self._take_over(holding, checkpoints))
             if self._world.rank:
-                self._own = RunFolder(Path(holding.enter_context(TemporaryDirectory())))
+                with self._undisturbed():
+                    self._own = RunFolder(Path(holding.enter_context(TemporaryDirectory())))
                 if self._folder.metrics_file.exists():
                     shutil.copy(self._folder.metrics_file, self._own.metrics_file)
             step, changes = self._compare(latest) if latest is not None else (0, [])
@@ -170,6 +175,9 @@ class Training:
                     self._load(engine, latest)
                 else:
                     self._try_packing(engine)
+                if not self._settings.data.packing:
+                    engine.evaluate(own_rows(self._widest_batch(), self._world))
+                self.has_begun = True
                 self._write_settings()
                 return self._train(engine, checkpoints)
 
@@ -177,12 +185,14 @@ class Training:
         self, holding: contextlib.ExitStack, checkpoints: CheckpointFolder
     ) -> Path | None:
         """Keep others from the run folder; returns the checkpoint to go on with."""
-        if not self._resume:
-            with self._folder.held():  # nobody trains there
-                earlier = self._folder.set_aside()
-            if earlier is not None:
-                self._display.say(f"the run that was there is now {earlier}")
-        holding.enter_context(self._folder.held())
+        with self._undisturbed():
+            if not self._resume:
+                with self._folder.held():  # nobody trains there
+                    earlier = self._folder.set_aside()
+                if earlier is not None:
+                    self._display.say(f"the run that was there is now {earlier}")
+            holding.enter_context(self._folder.held())
+            self._is_held = True
         checkpoints.tidy()
         return checkpoints.latest()
 
@@ -214,6 +224,39 @@ class Training:
     def stop(self) -> None:
         """Finish the step, save, and end; may be called from a signal handler."""
         self._stops = True
+
+    def interrupt(self, end: Callable[[], None]) -> bool:
+        """For a signal handler: stop, or `end` the process if nothing is written yet.
+
+        Returns:
+            whether the run goes on until it has saved what there is.
+        """
+        if self.has_begun:
+            self.stop()
+        elif self._is_undisturbed:
+            self._end = end
+        else:
+            self._forget()
+            end()
+        return self.has_begun
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Let `interrupt` wait for the end of a block, to know what the block has made."""
+        self._is_undisturbed = True
+        try:
+            yield
+        finally:
+            self._is_undisturbed = False
+        if self._end is not None:
+            self.interrupt(self._end)
+
+    def _forget(self) -> None:
+        """Leave nothing where nothing was written."""
+        if self._is_held:
+            self._folder.forget_if_empty()
+        if self._own is not self._folder:
+            shutil.rmtree(self._own.root, ignore_errors=True)
 
     # -- before the first step ---------------------------------------------------------------------
 
@@ -447,9 +490,7 @@ class Training:
 
     def _steps(self, engine: Engine, checkpoints: CheckpointFolder, progress: Progress) -> bool:
         """All steps that are left; False if the run was stopped on the way."""
-        if not self._settings.data.packing:
-            engine.evaluate(own_rows(self._widest_batch(), self._world))
-        step, self.has_begun = engine.step_number, True
+        step = engine.step_number
         self._evaluate(engine, progress, step)
         if step and self._is_saved_after(step) and not progress.has_checkpoint(step):
             progress.checkpoint_begun(step, self._name_of(checkpoints.path_of(step)))
@@ -460,7 +501,7 @@ class Training:
             for group in engine.optimizer.param_groups:
                 group["lr"] = rate
             report = engine.step(own_rows(self._batches.batch(step), self._world))
-            step += 1
+            step, self.has_stepped = step + 1, True
             if not has_prepared and any(map(self._is_saved_after, range(step, self._num_steps))):
                 engine.prepare_saving()  # now that everything else has its memory
             has_prepared = True
