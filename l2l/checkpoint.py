@@ -567,6 +567,7 @@ class CheckpointFolder:
         if keep < 1:
             raise ValueError(f"keep={keep}; expected at least 1 checkpoint.")
         self.root = root
+        self.spared: Path | None = None  # a checkpoint that is kept in any case
         self._keep = keep
         self._is_tidy = is_tidy
 
@@ -635,7 +636,13 @@ class CheckpointFolder:
             sync_folder(self.root)
         except OSError as error:
             raise CheckpointError(f"cannot write {pointer}: {error.strerror or error}") from error
-        others = [path for path in self.all() if path != folder]
+        self.prune(folder)
+
+    def prune(self, newest: Path) -> None:
+        """Delete the oldest checkpoints, all but as many as are kept, of which this is one."""
+        others = [path for path in self.all() if path != newest]
         for old in others[: max(0, len(others) + 1 - self._keep)]:
+            if old == self.spared:
+                continue
             with contextlib.suppress(OSError):  # under another name: what has its own is whole
                 shutil.rmtree(old.rename(old.with_name(old.name + DELETED)), ignore_errors=True)

@@ -332,6 +332,13 @@ class Engine:
             saving.wait()
         return saving
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """What a checkpoint takes on the disk, but for its headers: of this rank, its share."""
+        return self._persistence.num_bytes + sum(
+            buffer.nbytes for buffer in self._rehearsal.present_buffers().values()
+        )
+
     def prepare_saving(self) -> None:
         """Take the host memory that saving in the background will copy layers into.
 

@@ -39,6 +39,7 @@ def public_members(kind: type) -> list[str]:
 
 def test_members_of_the_engine() -> None:
     assert public_members(l2l.Engine) == [
+        "checkpoint_bytes",
         "close",
         "depth",
         "device",

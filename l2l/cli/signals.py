@@ -1,8 +1,8 @@
 """SIGINT and SIGTERM: who handles them, and what they do while there is nothing to lose.
 
 Python turns Ctrl-C into an exception wherever it happens to be. Libraries that are being imported
-swallow it, or make a long traceback of it. So until something is there to be saved the process ends in the
-handler itself, with one line and the status that shells expect.
+swallow it, or make a long traceback of it. So until something is there to be saved the process ends
+in the handler itself, with one line and the status that shells expect.
 """
 
 from __future__ import annotations

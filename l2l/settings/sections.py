@@ -127,6 +127,16 @@ class TrainingSettings:
     clip_norm: Annotated[
         float, About("Clip the gradient by its global norm; 0: do not. Adafactor cannot.", least=0)
     ] = 1.0
+    max_bad_steps: Annotated[
+        int,
+        About(
+            "Give up after so many steps in a row, or half of the run if that is less, that are "
+            "skipped because a loss or gradient is not finite; 0: never. The search for float16's "
+            "loss scale does not count.",
+            least=0,
+            changes_result=False,
+        ),
+    ] = 10
     seed: Annotated[int, About("Of random weights, shuffling and dropout.", least=0)] = 0
     survival: Annotated[
         float,

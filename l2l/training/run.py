@@ -33,6 +33,7 @@ from l2l.planner import Plan
 from l2l.preview import measured_hardware, plan
 from l2l.progress import Display, Facts, MetricsFile, Progress, open_events, read_metrics
 from l2l.settings import LANGUAGE_TASKS, Settings
+from l2l.training.disk import Writing
 from l2l.training.evaluation import evaluate, own_rows
 from l2l.training.folder import RunFolder, TrainingError
 from l2l.training.parts import (
@@ -45,6 +46,7 @@ from l2l.training.parts import (
 
 T = TypeVar("T")
 
+DIVERGED = "diverged"  # kind of the metrics' line that says that a run was given up
 EXPORT = "export"  # kind of the metrics' line that says that the model was written
 PADDED_TO = 64  # lengths of rows that are not packed are multiples of this
 NUM_EVALUATIONS = 10  # in a run, if nothing else is said
@@ -175,6 +177,7 @@ class Training:
                     self._load(engine, latest)
                 else:
                     self._try_packing(engine)
+                self._check_disk(engine, checkpoints)
                 if not self._settings.data.packing:
                     engine.evaluate(own_rows(self._widest_batch(), self._world))
                 self.has_begun = True
@@ -316,14 +319,17 @@ class Training:
         most = getattr(config.get_text_config(), "max_position_embeddings", None)
         if isinstance(most, int) and length > most:
             self._display.say(f"note: rows of {length} tokens, but the model is made for {most}")
-        parameters = sum(parameter.numel() for parameter in self._model.parameters())
         kind = type(self._model).__name__
-        lines = [f"model: {kind}, {parameters:,} parameters, {settings.model.folder}"]
+        lines = [f"model: {kind}, {self._num_parameters:,} parameters, {settings.model.folder}"]
         lines += [f"data: {', '.join(settings.data.source)}", str(self._examples.statistics)]
         if self._held_out is not None:
             lines.append(f"evaluation: {len(self._held_out):,} examples")
         lines += [str(self._batches), f"{self._num_steps:,} steps"]
         self._display.say("\n".join(lines))
+
+    @property
+    def _num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self._model.parameters())
 
     def _sample(self) -> str:
         """The first row of the first batch, as text."""
@@ -377,6 +383,25 @@ class Training:
         )
         self._make_batches(packing=False)
         self._display.say(f"{self._batches}\n{self._num_steps:,} steps")
+
+    def _check_disk(self, engine: Engine, checkpoints: CheckpointFolder) -> None:
+        """Refuse a disk that does not take what will be written.
+
+        Raises:
+            TrainingError: it does not.
+        """
+        output = self._settings.output
+        itemsize = 4 if output.export_dtype == "float32" else 2
+        writing = Writing(
+            checkpoint_bytes=sum(self._world.gather_facts(engine.checkpoint_bytes)),
+            num_present=len(checkpoints.all()),
+            num_saves=sum(
+                map(self._is_saved_after, range(engine.step_number + 1, self._num_steps + 1))
+            ),
+            keep=self._settings.checkpoint.keep,
+            export_bytes=itemsize * self._num_parameters if output.export else 0,
+        )
+        self._first_says(lambda: writing.check(self._folder))
 
     def _compare(self, latest: Path) -> tuple[int, list[str]]:
         """See whether a checkpoint is of this run; its step, and what settings have changed.
@@ -506,11 +531,14 @@ class Training:
                 engine.prepare_saving()  # now that everything else has its memory
             has_prepared = True
             progress.step_begun(step, report, learning_rate=rate)
+            self._refuse_divergence(checkpoints, progress)
             self._look_at(engine, progress)
+            self._spare_no_longer(checkpoints, progress)
             self._evaluate(engine, progress, step)
             if self._is_saved_after(step):
                 self._save(engine, checkpoints, progress)
         progress.catch_up()
+        self._refuse_divergence(checkpoints, progress)
         if step != self._saved_step:
             self._save(engine, checkpoints, progress)
         return step >= self._num_steps and not self._all_stop
@@ -563,6 +591,55 @@ class Training:
         if found is not None:
             progress.evaluated(step, found, seconds=time.perf_counter() - began)
 
+    def _last_good(self, checkpoints: CheckpointFolder, progress: Progress) -> Path | None:
+        """The newest checkpoint from which a step was made: it is kept until the next such one.
+
+        The step before a bad one may be what has made the weights useless.
+        """
+        good = [path for path in checkpoints.all() if progress.is_good(_step_of(path) + 1)]
+        return good[-1] if good else None
+
+    def _spare_no_longer(self, checkpoints: CheckpointFolder, progress: Progress) -> None:
+        """Delete the checkpoint that was spared, once there is a newer good one."""
+        if checkpoints.spared is None or self._saving is not None or self._world.rank:
+            return
+        if progress.is_good(self._saved_step + 1):
+            checkpoints.spared = None
+            checkpoints.prune(checkpoints.path_of(self._saved_step))
+
+    def _refuse_divergence(self, checkpoints: CheckpointFolder, progress: Progress) -> None:
+        """Give up after too many bad steps in a row.
+
+        Raises:
+            TrainingError: there were.
+        """
+        most = min(self._settings.training.max_bad_steps, max(1, self._num_steps // 2))
+        if not most or progress.num_bad < most:
+            return
+        self._finish_saving(progress)
+        last, number = progress.last_read, progress.num_bad
+        good = self._last_good(checkpoints, progress)
+        later = [
+            path.name for path in checkpoints.all() if good and _step_of(path) > _step_of(good)
+        ]
+        progress.note(DIVERGED, last, since=last - number + 1, interrupted=True)
+        found = (
+            f"{number} steps in a row, {last - number + 1} to {last} of {self._num_steps}, were "
+            "skipped because the loss or a gradient was not finite; their weights were left alone "
+            f"({progress.num_skipped} steps were skipped in all). Usual causes: a learning rate "
+            "that is too high, no warm-up, data that the loss is not finite for, a precision that "
+            "does not hold the model's numbers (try bfloat16 or float32). Nothing was exported. "
+        )
+        if good is None:
+            advice = "There is no checkpoint from before: change the settings and begin anew."
+        else:
+            gone = f"delete {' and '.join(later)} beside it, " if later else ""
+            advice = (
+                f"The last good checkpoint is {good}. To go on from it: {gone}change the settings, "
+                f"then l2l train {self._folder.root}."
+            )
+        raise TrainingError(f"{found}{advice} [training] max_bad_steps says how many are too many.")
+
     def _save(self, engine: Engine, checkpoints: CheckpointFolder, progress: Progress) -> None:
         """Begin to save; what was begun before is there when this returns.
 
@@ -573,6 +650,9 @@ class Training:
         self._finish_saving(progress)
         step = engine.step_number
         folder = checkpoints.path_of(step)
+        self._spare_no_longer(checkpoints, progress)
+        if step < self._num_steps or progress.num_bad:
+            checkpoints.spared = self._last_good(checkpoints, progress)
         progress.checkpoint_begun(step, self._name_of(folder), interrupted=self._all_stop)
         progress.saving = folder.name
         self._saving = checkpoints.save(engine, extra=self._extra(), background=True)
@@ -615,6 +695,10 @@ class Training:
             f"saved {saving.folder.name}: {format_bytes(saving.num_bytes)} in {saving.seconds:.1f} "
             f"s{waited if saving.stall_seconds >= LEAST_STALL_SECONDS else ''}"
         )
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 @contextlib.contextmanager
