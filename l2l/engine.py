@@ -105,6 +105,7 @@ class Engine:
         optimizer: Optimizer | torch.optim.Optimizer | None = None,
         loss: LossFunction | None = None,
         weights: Path | str | RandomInit | None = None,
+        allow_missing_weights: bool = False,
         device: str | torch.device | Device | None = None,
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
@@ -133,6 +134,8 @@ class Engine:
                 or a scalar, taken as a mean over rows.
             weights: for a model on the meta device: a Hugging Face folder or a safetensors file,
                 read tensor by tensor, or `l2l.RandomInit(seed=0)`.
+            allow_missing_weights: whether what the files lack may begin with random values even if
+                it is no new head.
             device: None is the accelerator if there is one, else the CPU.
             device_memory: how much of the device may be used: bytes, "8GiB", or None: 90% of what
                 is free. Counts all memory that torch has reserved there. What is left over is used
@@ -169,7 +172,7 @@ class Engine:
             )
         self._world = open_world(group_size=group_size)
         seed = self._world.gather_facts(torch.initial_seed() if seed is None else seed)[0]
-        incoming = Incoming.of(model, weights, seed=seed)
+        incoming = Incoming.of(model, weights, seed=seed, allow_missing=allow_missing_weights)
         self._precision = PrecisionPolicy.for_model(model, precision=precision)
         stash_policy = parse_policy(stash)
         refuse_different_weights(self._world, model)

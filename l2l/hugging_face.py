@@ -23,7 +23,7 @@ import json
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,8 @@ TOKENIZER_FILES = (
 )
 WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 PLAIN_ADAPTER = (True, False, "gaussian")  # beginnings of an adapter that do not need the weights
+
+POOLERS = ("pooler",)  # parts of a head that are in the model without it
 
 Read = Callable[[str], Tensor]
 
@@ -211,9 +213,39 @@ def _label_settings(task: str, num_labels: int | None) -> dict[str, Any]:
 
 
 def class_names(folder: Path) -> list[str]:
-    """The names of the classes of a model in a folder, in the order of their numbers."""
-    numbers = json.loads((folder / "config.json").read_text()).get("label2id") or {}
+    """The names of the classes of a model in a folder, in the order of their numbers.
+
+    Raises:
+        ValueError: config.json is damaged.
+    """
+    path = folder / "config.json"
+    numbers = read_json(path).get("label2id") or {}
+    if not isinstance(numbers, dict) or not all(isinstance(n, int) for n in numbers.values()):
+        raise ValueError(
+            f"{path}: label2id is {str(numbers)[:60]}. Expected an object: a number for each class."
+        )
     return sorted(numbers, key=numbers.__getitem__)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: it cannot be read, or is something else; the message names the file.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} cannot be read: {first_line(error)}. Expected a JSON object: get the folder "
+            "again."
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path} holds {type(found).__name__} {str(found)[:40]!r}. Expected a JSON object: get "
+            "the folder again."
+        )
+    return found
 
 
 def refuse_quantized(folder: Path) -> None:
@@ -223,7 +255,7 @@ def refuse_quantized(folder: Path) -> None:
         ValueError: config.json in the folder says so.
     """
     path = folder / "config.json" if folder.is_dir() else folder
-    if path.is_file() and json.loads(path.read_text()).get("quantization_config"):
+    if path.is_file() and read_json(path).get("quantization_config"):
         raise ValueError(
             f"the weights in {folder} are quantised (quantization_config in {path.name}). Expected "
             "weights in float32, bfloat16 or float16: take the model that this one was made from."
@@ -338,6 +370,33 @@ def may_be_missing(model: nn.Module, name: str) -> bool:
         return True
     patterns = getattr(base_of(model), "_keys_to_ignore_on_load_missing", None) or ()
     return any(re.search(pattern, inside) for pattern in patterns)
+
+
+def new_head(
+    model: nn.Module, names: Iterable[str], missing: Container[str], *, folder: Path
+) -> set[str]:
+    """Tensors of heads that a checkpoint of another class does not have: each is missing whole.
+
+    Args:
+        model: to be filled.
+        names: of its tensors that files must have.
+        missing: those that they do not have.
+        folder: of the checkpoint; its config.json says what it is a checkpoint of.
+    """
+    base = base_of(model)
+    if not is_transformers(base) or not hasattr(base, base.base_model_prefix or " "):
+        return set()  # there is nothing that a head could be added to
+    config = folder / "config.json" if folder.is_dir() else folder.parent / "config.json"
+    if config.is_file() and type(base).__name__ in (read_json(config).get("architectures") or ()):
+        return set()
+    parts: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        words = (base_name(model, name) or name).split(".")
+        is_inside = words[0] == base.base_model_prefix
+        if not is_inside or words[1] in POOLERS:
+            parts[".".join(words[: 1 + is_inside])].append(name)
+    whole = [part for part in parts.values() if all(name in missing for name in part)]
+    return {name for part in whole for name in part}
 
 
 def _ignored(base: Any) -> Callable[[str], bool]:

@@ -6,7 +6,8 @@
     random    a module is made, handed over, dropped
 
 Tensors that no file has (a new head, positions that are computed) are made as the model's own code
-makes them (initialization.py). Until everything has been checked the model is left alone; whatever
+makes them (initialization.py). A weight that is missing for another reason is refused, unless the
+caller allows it. Until everything has been checked the model is left alone; whatever
 fails later, `undo` leaves it on the meta device as it was.
 """
 
@@ -224,7 +225,12 @@ class Incoming:
     """The values of a model on the meta device, checked and still to come."""
 
     def __init__(
-        self, model: nn.Module, weights: Path | str | RandomInit, *, seed: int = 0
+        self,
+        model: nn.Module,
+        weights: Path | str | RandomInit,
+        *,
+        seed: int = 0,
+        allow_missing: bool = False,
     ) -> None:
         """Find out where every value comes from; nothing is changed.
 
@@ -232,6 +238,7 @@ class Incoming:
             model: on the meta device.
             weights: a folder, a file, or random ones.
             seed: of what no file has.
+            allow_missing: whether that may be more than a new head.
 
         Raises:
             ValueError: something is missing or does not fit, by name.
@@ -251,12 +258,17 @@ class Incoming:
             name for name, one in self._tensors.all.items() if one.is_meta and name not in found
         ]
         if not isinstance(weights, RandomInit):
-            self._report_missing(weights)
+            self._report_missing(Path(weights).expanduser(), allow_missing=allow_missing)
         self._initialization = Initialization(model, seed=seed)
 
     @classmethod
     def of(
-        cls, model: nn.Module, weights: Path | str | RandomInit | None, *, seed: int = 0
+        cls,
+        model: nn.Module,
+        weights: Path | str | RandomInit | None,
+        *,
+        seed: int = 0,
+        allow_missing: bool = False,
     ) -> Incoming | None:
         """What is still to come; None if the model has its weights.
 
@@ -271,7 +283,7 @@ class Incoming:
                 f"weights={weights!r} is not known. Expected a folder or file with safetensors, "
                 "or l2l.RandomInit(seed=0)."
             )
-        return cls(model, weights, seed=seed)
+        return cls(model, weights, seed=seed, allow_missing=allow_missing)
 
     def fill_buffers(self) -> None:
         """Give the model's buffers their values: they are small, and stay in the model.
@@ -393,20 +405,36 @@ class Incoming:
                 "them: set tie_word_embeddings to false in its configuration."
             )
 
-    def _report_missing(self, weights: Path | str) -> None:
+    def _report_missing(self, weights: Path, *, allow_missing: bool) -> None:
+        """Say what begins with random values.
+
+        Raises:
+            ValueError: it is more than a new head, and that is not allowed.
+        """
         saved = [*self._tensors.parameters, *self._tensors.saved_buffers]
         expected = [name for name in saved if not hugging_face.may_be_missing(self._model, name)]
         missing = set(self._missing)
         lost = [name for name in expected if name in missing]
-        if 2 * len(lost) > len(expected):
+        kind = type(self._model).__name__
+        if not allow_missing and 2 * len(lost) > len(expected):
             raise ValueError(
                 f"{weights} has {len(expected) - len(lost)} of the {len(expected)} tensors of "
-                f"{type(self._model).__name__}. Missing: {_listed(lost)}. Expected the weights of "
+                f"{kind}. Missing: {_listed(lost)}. Expected the weights of "
                 "this model, or of one that it adds a head to."
+            )
+        new = hugging_face.new_head(self._model, expected, missing, folder=weights)
+        trained = {*self._tensors.parameters, *(name for name in lost if _is_statistic(name))}
+        damage = [name for name in lost if name in trained and name not in new]
+        if damage and not allow_missing:
+            raise ValueError(
+                f"{weights} does not have {len(damage)} tensors of {kind}, which are no new head: "
+                f"{_listed(damage)}. Expected all of its weights: get the folder again. To begin "
+                "with random values instead, say allow_missing_weights=True (l2l train: "
+                "--allow-missing-weights)."
             )
         if lost:
             warnings.warn(
-                f"{weights} does not have {len(lost)} tensors of {type(self._model).__name__}, "
+                f"{weights} does not have {len(lost)} tensors of {kind}, "
                 f"which begin with random values and must be trained: {_listed(lost)}",
                 stacklevel=5,
             )
@@ -425,6 +453,11 @@ class Incoming:
             made = self._initialization.make(path, names, device)
             for name in names:
                 receive(name, made.pop(name))
+
+
+def _is_statistic(name: str) -> bool:
+    """Whether a buffer was learnt; others are computed, so that those of a new model are right."""
+    return name.endswith(("running_mean", "running_var"))
 
 
 def _read_nothing(name: str) -> Tensor:

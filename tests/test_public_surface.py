@@ -64,6 +64,7 @@ def test_arguments_of_the_engine() -> None:
         "optimizer": None,
         "loss": None,
         "weights": None,
+        "allow_missing_weights": False,
         "device": None,
         "device_memory": None,
         "host_memory": None,

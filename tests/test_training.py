@@ -431,7 +431,7 @@ def test_a_run_goes_on_from_its_last_good_checkpoint(
     with pytest.raises(TrainingError, match="in a row, 7 to 14 of 14"):
         train(settings)
     found = CheckpointFolder(tmp_path / "run" / "checkpoints").all()
-    assert [path.name for path in found][0] == "step-00000004"
+    assert found[0].name == "step-00000004"
     assert len(found) == keep + 1
     for path in found[1:]:
         shutil.rmtree(path)

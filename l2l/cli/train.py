@@ -60,6 +60,7 @@ FLAGS = {  # flag -> section, key, what it takes
     "--precision": ("training", "precision", "NAME"),
     "--seed": ("training", "seed", "N"),
     "--random-init": ("model", "random_init", ""),
+    "--allow-missing-weights": ("model", "allow_missing_weights", ""),
 }
 SEVERAL = ("--data", "--evaluation-data")  # may be given more than once
 

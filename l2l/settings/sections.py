@@ -38,6 +38,10 @@ class ModelSettings:
     random_init: Annotated[
         bool, About("Begin with random weights; the folder then needs no weights.")
     ] = False
+    allow_missing_weights: Annotated[
+        bool,
+        About("Begin with random values for weights that the folder lacks, not only for new heads."),
+    ] = False
     layer_list: Annotated[
         str | None, About("Dotted name of the list of layers, for a model that has several.")
     ] = None
