@@ -47,6 +47,13 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+TOKENIZER_TABLES = (  # that are JSON objects
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
 WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 PLAIN_ADAPTER = (True, False, "gaussian")  # beginnings of an adapter that do not need the weights
 
@@ -122,6 +129,13 @@ def library() -> Any:
         ) from error
 
 
+def described(error: BaseException) -> str:
+    """What an error of transformers says, with its kind if that is needed to understand it."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_line(error)
+    return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, in short."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -137,24 +151,28 @@ def read_config(folder: Path | str, **settings: Any) -> Any:
     Raises:
         ValueError: it is not there, or transformers does not know it.
     """
-    path = Path(folder).expanduser()
-    path = path / "config.json" if path.is_dir() else path
+    path = _config_file(folder)
     if not path.is_file():
         raise ValueError(
             f"{path} is not there. Expected a folder with the config.json of a model, or such a "
             "file. Nothing is downloaded: to have a model of the Hugging Face Hub here, say "
             "'hf download NAME --local-dir FOLDER'."
         )
+    read_json(path)
     transformers = library()
     try:
-        return transformers.AutoConfig.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
             path if path.name != "config.json" else path.parent, trust_remote_code=False, **settings
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        number = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    except Exception as error:  # whatever is wrong with a file of the user's
         raise ValueError(
             f"{path} is not a configuration that transformers {transformers.__version__} knows: "
-            f"{first_line(error)} Expected the config.json of a model folder, with its model_type."
+            f"{described(error)} Expected the config.json of a model folder, with its model_type."
         ) from error
+    if isinstance(number, int) and number < 1:
+        raise ValueError(f"{path}: num_hidden_layers is {number}. Expected at least one layer.")
+    return config
 
 
 def empty_model(
@@ -192,16 +210,21 @@ def empty_model(
     try:
         with torch.device("meta"):
             model: Any = getattr(transformers, TASKS[task]).from_config(config, **options)
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # whatever the configuration makes it do
         raise ValueError(
-            f"{folder}: transformers {transformers.__version__} makes no model of "
-            f"{type(config).__name__} for task={task!r}: {first_line(error)} Expected an "
+            f"{_config_file(folder)}: transformers {transformers.__version__} makes no model of "
+            f"{type(config).__name__} for task={task!r}: {described(error)} Expected an "
             "architecture of transformers; code of its own in a model folder is not run."
         ) from error
     _keep_float32(model)
     _read_generation_config(model, Path(folder).expanduser())
     done: nn.Module = model.eval()  # as from_pretrained
     return done
+
+
+def _config_file(folder: Path | str) -> Path:
+    path = Path(folder).expanduser()
+    return path / "config.json" if path.is_dir() else path
 
 
 def _label_settings(task: str, num_labels: int | None) -> dict[str, Any]:
@@ -271,8 +294,14 @@ def _keep_float32(model: Any) -> None:
 
 
 def _read_generation_config(model: Any, folder: Path) -> None:
-    if model.can_generate() and (folder / "generation_config.json").is_file():
+    path = folder / "generation_config.json"
+    if not model.can_generate() or not path.is_file():
+        return
+    read_json(path)
+    try:
         model.generation_config = library().GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # whatever is wrong with a file of the user's
+        raise ValueError(f"{path} cannot be read: {described(error)}") from error
 
 
 def tokenizer_of(folder: Path | str) -> Any:
@@ -289,10 +318,38 @@ def tokenizer_of(folder: Path | str) -> Any:
         raise ValueError(
             f"{path} has no tokenizer: expected one of {', '.join(TOKENIZER_FILES)}, found {found}."
         )
+    for name in TOKENIZER_TABLES:
+        if (path / name).exists():
+            read_json(path / name)
     try:
-        return library().AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise ValueError(f"the tokenizer in {path} cannot be read: {first_line(error)}") from error
+        tokenizer = library().AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer.model_max_length > 1  # noqa: B015 (raises if it is no number)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # panics of the tokenizers library are no Exception
+        raise ValueError(
+            f"the tokenizer in {path} cannot be read: {_culprit(path)}: {described(error)}"
+        ) from error
+    return tokenizer
+
+
+def _culprit(folder: Path) -> str:
+    """The file because of which a tokenizer cannot be read.
+
+    Raises:
+        ValueError: it is config.json.
+    """
+    if (folder / "config.json").is_file():
+        read_config(folder)
+    whole, settings = (folder / name for name in ("tokenizer.json", "tokenizer_config.json"))
+    if whole.is_file() and settings.is_file():
+        try:
+            library().PreTrainedTokenizerFast(tokenizer_file=str(whole))
+        except BaseException:
+            return whole.name
+        return settings.name
+    found = [name for name in (*TOKENIZER_FILES, settings.name) if (folder / name).is_file()]
+    return " or ".join(found)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -387,7 +444,8 @@ def new_head(
     if not is_transformers(base) or not hasattr(base, base.base_model_prefix or " "):
         return set()  # there is nothing that a head could be added to
     config = folder / "config.json" if folder.is_dir() else folder.parent / "config.json"
-    if config.is_file() and type(base).__name__ in (read_json(config).get("architectures") or ()):
+    said = read_json(config).get("architectures") if config.is_file() else None
+    if isinstance(said, list) and type(base).__name__ in said:
         return set()
     parts: dict[str, list[str]] = defaultdict(list)
     for name in names:

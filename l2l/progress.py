@@ -208,17 +208,20 @@ def read_metrics(path: Path) -> list[Record]:
         ValueError: a line is not JSON.
     """
     records: list[Record] = []
-    lines = path.read_text().split("\n")
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
             if line:
-                records.append(json.loads(line))
-        except ValueError as error:
+                record = json.loads(line.decode())
+                if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
+                    raise ValueError("found no object with kind and step")
+                records.append(record)
+        except (ValueError, RecursionError) as error:
             if number == len(lines):  # it had no end: the run was killed while it was written
                 break
             raise ValueError(
-                f"{path}, line {number}, is not JSON: {error}. Expected what l2l train wrote. "
-                "Delete the line, or the file: training does not need it."
+                f"{path}, line {number}, is not JSON as l2l train writes it: {error}. Delete the "
+                "line, or the file: training does not need it."
             ) from error
     return records
 

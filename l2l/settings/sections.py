@@ -40,7 +40,9 @@ class ModelSettings:
     ] = False
     allow_missing_weights: Annotated[
         bool,
-        About("Begin with random values for weights that the folder lacks, not only for new heads."),
+        About(
+            "Begin with random values for weights that the folder lacks, not only for new heads."
+        ),
     ] = False
     layer_list: Annotated[
         str | None, About("Dotted name of the list of layers, for a model that has several.")

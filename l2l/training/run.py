@@ -97,7 +97,7 @@ class Training:
             num_labels=self._examples.num_labels,
             label_names=self._examples.label_names,
         )
-        self._check_vocabulary()
+        self._check_vocabulary(settings.model.folder)
         if settings.training.rows < self._world.size:
             raise TrainingError(
                 f"[training] rows = {settings.training.rows}, but there are {self._world.size} "
@@ -277,15 +277,16 @@ class Training:
             records, tokenizer=tokenizer, form=settings.form, like=examples
         )
 
-    def _check_vocabulary(self) -> None:
+    def _check_vocabulary(self, folder: Path) -> None:
         model: Any = self._model
         size = model.get_input_embeddings().num_embeddings
         sets = [one for one in (self._examples, self._held_out) if one is not None and len(one)]
         most = max(self._pad_id, *(int(one.ids.max()) for one in sets))
         if most >= size:
             raise TrainingError(
-                f"the tokenizer makes token {most}, but the model has {size} embeddings. Expected "
-                "a tokenizer that belongs to the model: is the folder complete?"
+                f"the tokenizer in {folder} (tokenizer.json or the like) makes token {most}, but "
+                f"the model has {size} embeddings (vocab_size in config.json). Expected a "
+                "tokenizer that belongs to the model: is the folder complete?"
             )
 
     def _make_batches(self, *, packing: bool | None) -> None:
