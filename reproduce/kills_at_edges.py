@@ -75,6 +75,7 @@ class Run:
     def __init__(self, folder: Path, output: Path, log: Path, *, is_forked: bool) -> None:
         words = ["train", str(folder / "run.toml"), "--output", str(output)]
         self.log, self.output = log, output
+        self.num_steps = int(re.search(r"steps = (\d+)", (folder / "run.toml").read_text())[1])
         log.write_bytes(b"")
         if is_forked:
             self._process = None
@@ -142,8 +143,8 @@ def _be_the_command(words: list[str], log: Path) -> None:
 def wait_for_edge(run: Run, edge: str, chance: random.Random, *, seconds: float) -> bool:
     """Wait until an instant of an edge; False if the run was over before."""
     if edge == "save":
-        step = f"checkpoints/step-{chance.choice((2, 4, 6)):08d}.partial"
-        watched = run.output / step
+        step = chance.choice(range(2, run.num_steps + 1, 2))
+        watched = run.output / f"checkpoints/step-{step:08d}.partial"
     elif edge == "export":
         watched = run.output / ".model.partial"
     else:
