@@ -1,23 +1,31 @@
-"""Layer-to-layer execution: exact training of models that do not fit the device."""
+"""Layer-to-layer execution: exact training of models that do not fit the device.
 
-from l2l.checkpoint import CheckpointError as CheckpointError
-from l2l.checkpoint import CheckpointFolder as CheckpointFolder
-from l2l.depth import AllLayers as AllLayers
-from l2l.depth import Choice as Choice
-from l2l.depth import Depth as Depth
-from l2l.depth import ProgressiveLayerDropping as ProgressiveLayerDropping
-from l2l.depth import SampledArchitecture as SampledArchitecture
-from l2l.depth import StochasticDepth as StochasticDepth
-from l2l.engine import Engine as Engine
-from l2l.parameter_server import SGD as SGD
-from l2l.parameter_server import Adafactor as Adafactor
-from l2l.parameter_server import AdamW as AdamW
-from l2l.parameter_server import Lion as Lion
-from l2l.parameter_server import RecordGradients as RecordGradients
-from l2l.planner import Plan as Plan
-from l2l.preview import plan as plan
-from l2l.report import StepReport as StepReport
-from l2l.weights import RandomInit as RandomInit
+What is shown here, and what it needs, is imported when it is asked for: torch takes seconds, and
+the command line must answer a signal before that.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from l2l.checkpoint import CheckpointError as CheckpointError
+    from l2l.checkpoint import CheckpointFolder as CheckpointFolder
+    from l2l.depth import AllLayers as AllLayers
+    from l2l.depth import Choice as Choice
+    from l2l.depth import Depth as Depth
+    from l2l.depth import ProgressiveLayerDropping as ProgressiveLayerDropping
+    from l2l.depth import SampledArchitecture as SampledArchitecture
+    from l2l.depth import StochasticDepth as StochasticDepth
+    from l2l.engine import Engine as Engine
+    from l2l.parameter_server import SGD as SGD
+    from l2l.parameter_server import Adafactor as Adafactor
+    from l2l.parameter_server import AdamW as AdamW
+    from l2l.parameter_server import Lion as Lion
+    from l2l.parameter_server import RecordGradients as RecordGradients
+    from l2l.planner import Plan as Plan
+    from l2l.preview import plan as plan
+    from l2l.report import StepReport as StepReport
+    from l2l.weights import RandomInit as RandomInit
 
 __all__ = [
     "SGD",
@@ -39,3 +47,42 @@ __all__ = [
     "StochasticDepth",
     "plan",
 ]
+
+_HOMES = {
+    "CheckpointError": "checkpoint",
+    "CheckpointFolder": "checkpoint",
+    "AllLayers": "depth",
+    "Choice": "depth",
+    "Depth": "depth",
+    "ProgressiveLayerDropping": "depth",
+    "SampledArchitecture": "depth",
+    "StochasticDepth": "depth",
+    "Engine": "engine",
+    "SGD": "parameter_server",
+    "Adafactor": "parameter_server",
+    "AdamW": "parameter_server",
+    "Lion": "parameter_server",
+    "RecordGradients": "parameter_server",
+    "Plan": "planner",
+    "plan": "preview",
+    "StepReport": "report",
+    "RandomInit": "weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What is shown here, or a module of the package."""
+    if name in _HOMES:
+        found = getattr(importlib.import_module(f"l2l.{_HOMES[name]}"), name)
+        globals()[name] = found
+        return found
+    try:
+        return importlib.import_module(f"l2l.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"l2l.{name}":
+            raise
+        raise AttributeError(f"module 'l2l' has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,6 @@
 """`python -m l2l` is the command line."""
 
-import sys
+from l2l.cli import command
 
-from l2l.cli import main
-
-sys.exit(main())
+if __name__ == "__main__":
+    command()

@@ -426,6 +426,7 @@ class CheckpointFolder:
         if keep < 1:
             raise ValueError(f"keep={keep}; expected at least 1 checkpoint.")
         self.root = root
+        self.spared: Path | None = None  # a checkpoint that is kept in any case
         self._keep = keep
         self._is_tidy = is_tidy
 
@@ -498,9 +499,14 @@ class CheckpointFolder:
             CheckpointError: `latest` cannot be written.
         """
         self._point_to(folder)
-        others = [path for path in self.all() if path != folder]
+        self.prune(folder)
+
+    def prune(self, newest: Path) -> None:
+        """Delete the oldest checkpoints, all but as many as are kept, of which this is one."""
+        others = [path for path in self.all() if path != newest]
         for old in others[: max(0, len(others) + 1 - self._keep)]:
-            remove_folder(old)
+            if old != self.spared:
+                remove_folder(old)
 
     def _point_to(self, folder: Path) -> None:
         pointer = self.root / LATEST

@@ -136,6 +136,7 @@ class Engine:
         optimizer: Optimizer | torch.optim.Optimizer | None = None,
         loss: LossFunction | None = None,
         weights: Path | str | RandomInit | None = None,
+        allow_missing_weights: bool = False,
         device: str | torch.device | Device | None = None,
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
@@ -166,6 +167,8 @@ class Engine:
                 or a scalar, taken as a mean over rows.
             weights: for a model on the meta device: a Hugging Face folder or a safetensors file,
                 read tensor by tensor, or `l2l.RandomInit(seed=0)`.
+            allow_missing_weights: whether what the files lack may begin with random values even if
+                it is no new head.
             device: None is the accelerator if there is one, else the CPU.
             device_memory: how much of the device may be used: bytes, "8GiB", or None: 90% of what
                 is free. Counts all memory that torch has reserved there. What is left over is used
@@ -208,7 +211,7 @@ class Engine:
         self._guard, self._skips = Guard(), Skips()
         self._world = open_world(group_size=group_size)
         seed = self._world.gather_facts(torch.initial_seed() if seed is None else seed)[0]
-        incoming = Incoming.of(model, weights, seed=seed)
+        incoming = Incoming.of(model, weights, seed=seed, allow_missing=allow_missing_weights)
         self._precision = PrecisionPolicy.for_model(model, precision=precision)
         stash_policy = parse_policy(stash)
         refuse_different_weights(self._world, model)
@@ -408,6 +411,13 @@ class Engine:
         if not background:  # whoever waits does not do it, with signals that are not held
             self._server.settle_all()
         return saving
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """What a checkpoint takes on the disk, but for its headers: of this rank, its share."""
+        return self._persistence.num_bytes + sum(
+            buffer.nbytes for buffer in self._rehearsal.present_buffers().values()
+        )
 
     @guarded("engine.prepare_saving")
     def prepare_saving(self) -> None:

@@ -44,7 +44,8 @@ KEY = "_l2l_place"  # where a parameter notes its place
 PROPERTIES = """
     shape dtype device ndim requires_grad layout is_cuda is_cpu is_meta is_leaf grad grad_fn nbytes
     itemsize is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_xpu is_mps is_xla is_mtia
-    is_vulkan names _version _base output_nr retains_grad _backward_hooks _post_accumulate_grad_hooks
+    is_vulkan names _version _base output_nr retains_grad _backward_hooks
+    _post_accumulate_grad_hooks
 """
 METHODS = """
     size dim ndimension numel nelement element_size is_floating_point is_complex is_signed

@@ -23,7 +23,7 @@ import json
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,8 +47,17 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+TOKENIZER_TABLES = (  # that are JSON objects
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
 WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 PLAIN_ADAPTER = (True, False, "gaussian")  # beginnings of an adapter that do not need the weights
+
+POOLERS = ("pooler",)  # parts of a head that are in the model without it
 
 Read = Callable[[str], Tensor]
 
@@ -120,6 +129,13 @@ def library() -> Any:
         ) from error
 
 
+def described(error: BaseException) -> str:
+    """What an error of transformers says, with its kind if that is needed to understand it."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_line(error)
+    return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, in short."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -135,24 +151,28 @@ def read_config(folder: Path | str, **settings: Any) -> Any:
     Raises:
         ValueError: it is not there, or transformers does not know it.
     """
-    path = Path(folder).expanduser()
-    path = path / "config.json" if path.is_dir() else path
+    path = _config_file(folder)
     if not path.is_file():
         raise ValueError(
             f"{path} is not there. Expected a folder with the config.json of a model, or such a "
             "file. Nothing is downloaded: to have a model of the Hugging Face Hub here, say "
             "'hf download NAME --local-dir FOLDER'."
         )
+    read_json(path)
     transformers = library()
     try:
-        return transformers.AutoConfig.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
             path if path.name != "config.json" else path.parent, trust_remote_code=False, **settings
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        number = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    except Exception as error:  # whatever is wrong with a file of the user's
         raise ValueError(
             f"{path} is not a configuration that transformers {transformers.__version__} knows: "
-            f"{first_line(error)} Expected the config.json of a model folder, with its model_type."
+            f"{described(error)} Expected the config.json of a model folder, with its model_type."
         ) from error
+    if isinstance(number, int) and number < 1:
+        raise ValueError(f"{path}: num_hidden_layers is {number}. Expected at least one layer.")
+    return config
 
 
 def empty_model(
@@ -190,16 +210,21 @@ def empty_model(
     try:
         with torch.device("meta"):
             model: Any = getattr(transformers, TASKS[task]).from_config(config, **options)
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # whatever the configuration makes it do
         raise ValueError(
-            f"{folder}: transformers {transformers.__version__} makes no model of "
-            f"{type(config).__name__} for task={task!r}: {first_line(error)} Expected an "
+            f"{_config_file(folder)}: transformers {transformers.__version__} makes no model of "
+            f"{type(config).__name__} for task={task!r}: {described(error)} Expected an "
             "architecture of transformers; code of its own in a model folder is not run."
         ) from error
     _keep_float32(model)
     _read_generation_config(model, Path(folder).expanduser())
     done: nn.Module = model.eval()  # as from_pretrained
     return done
+
+
+def _config_file(folder: Path | str) -> Path:
+    path = Path(folder).expanduser()
+    return path / "config.json" if path.is_dir() else path
 
 
 def _label_settings(task: str, num_labels: int | None) -> dict[str, Any]:
@@ -211,9 +236,39 @@ def _label_settings(task: str, num_labels: int | None) -> dict[str, Any]:
 
 
 def class_names(folder: Path) -> list[str]:
-    """The names of the classes of a model in a folder, in the order of their numbers."""
-    numbers = json.loads((folder / "config.json").read_text()).get("label2id") or {}
+    """The names of the classes of a model in a folder, in the order of their numbers.
+
+    Raises:
+        ValueError: config.json is damaged.
+    """
+    path = folder / "config.json"
+    numbers = read_json(path).get("label2id") or {}
+    if not isinstance(numbers, dict) or not all(isinstance(n, int) for n in numbers.values()):
+        raise ValueError(
+            f"{path}: label2id is {str(numbers)[:60]}. Expected an object: a number for each class."
+        )
     return sorted(numbers, key=numbers.__getitem__)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: it cannot be read, or is something else; the message names the file.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} cannot be read: {first_line(error)}. Expected a JSON object: get the folder "
+            "again."
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path} holds {type(found).__name__} {str(found)[:40]!r}. Expected a JSON object: get "
+            "the folder again."
+        )
+    return found
 
 
 def refuse_quantized(folder: Path) -> None:
@@ -223,7 +278,7 @@ def refuse_quantized(folder: Path) -> None:
         ValueError: config.json in the folder says so.
     """
     path = folder / "config.json" if folder.is_dir() else folder
-    if path.is_file() and json.loads(path.read_text()).get("quantization_config"):
+    if path.is_file() and read_json(path).get("quantization_config"):
         raise ValueError(
             f"the weights in {folder} are quantised (quantization_config in {path.name}). Expected "
             "weights in float32, bfloat16 or float16: take the model that this one was made from."
@@ -239,8 +294,14 @@ def _keep_float32(model: Any) -> None:
 
 
 def _read_generation_config(model: Any, folder: Path) -> None:
-    if model.can_generate() and (folder / "generation_config.json").is_file():
+    path = folder / "generation_config.json"
+    if not model.can_generate() or not path.is_file():
+        return
+    read_json(path)
+    try:
         model.generation_config = library().GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # whatever is wrong with a file of the user's
+        raise ValueError(f"{path} cannot be read: {described(error)}") from error
 
 
 def tokenizer_of(folder: Path | str) -> Any:
@@ -257,10 +318,38 @@ def tokenizer_of(folder: Path | str) -> Any:
         raise ValueError(
             f"{path} has no tokenizer: expected one of {', '.join(TOKENIZER_FILES)}, found {found}."
         )
+    for name in TOKENIZER_TABLES:
+        if (path / name).exists():
+            read_json(path / name)
     try:
-        return library().AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise ValueError(f"the tokenizer in {path} cannot be read: {first_line(error)}") from error
+        tokenizer = library().AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer.model_max_length > 1  # noqa: B015 (raises if it is no number)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # panics of the tokenizers library are no Exception
+        raise ValueError(
+            f"the tokenizer in {path} cannot be read: {_culprit(path)}: {described(error)}"
+        ) from error
+    return tokenizer
+
+
+def _culprit(folder: Path) -> str:
+    """The file because of which a tokenizer cannot be read.
+
+    Raises:
+        ValueError: it is config.json.
+    """
+    if (folder / "config.json").is_file():
+        read_config(folder)
+    whole, settings = (folder / name for name in ("tokenizer.json", "tokenizer_config.json"))
+    if whole.is_file() and settings.is_file():
+        try:
+            library().PreTrainedTokenizerFast(tokenizer_file=str(whole))
+        except BaseException:
+            return whole.name
+        return settings.name
+    found = [name for name in (*TOKENIZER_FILES, settings.name) if (folder / name).is_file()]
+    return " or ".join(found)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -338,6 +427,34 @@ def may_be_missing(model: nn.Module, name: str) -> bool:
         return True
     patterns = getattr(base_of(model), "_keys_to_ignore_on_load_missing", None) or ()
     return any(re.search(pattern, inside) for pattern in patterns)
+
+
+def new_head(
+    model: nn.Module, names: Iterable[str], missing: Container[str], *, folder: Path
+) -> set[str]:
+    """Tensors of heads that a checkpoint of another class does not have: each is missing whole.
+
+    Args:
+        model: to be filled.
+        names: of its tensors that files must have.
+        missing: those that they do not have.
+        folder: of the checkpoint; its config.json says what it is a checkpoint of.
+    """
+    base = base_of(model)
+    if not is_transformers(base) or not hasattr(base, base.base_model_prefix or " "):
+        return set()  # there is nothing that a head could be added to
+    config = folder / "config.json" if folder.is_dir() else folder.parent / "config.json"
+    said = read_json(config).get("architectures") if config.is_file() else None
+    if isinstance(said, list) and type(base).__name__ in said:
+        return set()
+    parts: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        words = (base_name(model, name) or name).split(".")
+        is_inside = words[0] == base.base_model_prefix
+        if not is_inside or words[1] in POOLERS:
+            parts[".".join(words[: 1 + is_inside])].append(name)
+    whole = [part for part in parts.values() if all(name in missing for name in part)]
+    return {name for part in whole for name in part}
 
 
 def _ignored(base: Any) -> Callable[[str], bool]:

@@ -85,6 +85,11 @@ class Persistence:
     def _description(self) -> Optimizer:
         return self._server.optimizer
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all units, as `save` writes them."""
+        return sum(self._server.image(name).nbytes for name in self._server.units)
+
     # ----------------------------------------------------------------------------------------------
 
     def save(

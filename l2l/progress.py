@@ -209,17 +209,20 @@ def read_metrics(path: Path) -> list[Record]:
         ValueError: a line is not JSON.
     """
     records: list[Record] = []
-    lines = path.read_text().split("\n")
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
             if line:
-                records.append(json.loads(line))
-        except ValueError as error:
+                record = json.loads(line.decode())
+                if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
+                    raise ValueError("found no object with kind and step")
+                records.append(record)
+        except (ValueError, RecursionError) as error:
             if number == len(lines):  # it had no end: the run was killed while it was written
                 break
             raise ValueError(
-                f"{path}, line {number}, is not JSON: {error}. Expected what l2l train wrote. "
-                "Delete the line, or the file: training does not need it."
+                f"{path}, line {number}, is not JSON as l2l train writes it: {error}. Delete the "
+                "line, or the file: training does not need it."
             ) from error
     return records
 
@@ -237,6 +240,7 @@ class MetricsFile:
         before = read_metrics(path) if step and path.exists() else []
         kept = [one for one in before if one["step"] <= step and INTERRUPTED not in one]
         self.num_skipped = sum(bool(record.get("skipped")) for record in kept)
+        self.bad_steps = {record["step"] for record in kept if is_bad(record)}
         self.notes = [record for record in kept if record["kind"] != "step"]
         write_file(path, "".join(map(_line, kept)))
         self._file = path.open("a")
@@ -246,6 +250,8 @@ class MetricsFile:
         if record["kind"] != "step":
             self.notes.append(record)
         self.num_skipped += bool(record.get("skipped"))
+        if is_bad(record):
+            self.bad_steps.add(record["step"])
         self._file.write(_line(record))
         self._file.flush()
 
@@ -256,6 +262,17 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def is_bad(record: Record) -> bool:
+    """Whether a line is of a step that could not be made; the search for a loss scale is none.
+
+    In float16 a gradient that is not finite halves the scale. If it still is with a scale of 1, it
+    is not because of the scale; and a loss that is not finite never is.
+    """
+    return bool(record.get("skipped")) and (
+        record["loss"] is None or record.get("loss_scale", 1.0) <= 1.0
+    )
 
 
 def _line(record: Record) -> str:
@@ -378,6 +395,27 @@ class Progress:
     def num_skipped(self) -> int:
         """Steps that left the weights alone."""
         return self._metrics.num_skipped
+
+    def is_bad(self, step: int) -> bool:
+        """Whether a step that was read could not be made: the loss or a gradient was not finite."""
+        return step in self._metrics.bad_steps
+
+    def is_good(self, step: int) -> bool:
+        """Whether a step was read, and was made."""
+        return step <= self._step and not self.is_bad(step)
+
+    @property
+    def num_bad(self) -> int:
+        """Bad steps in a row, up to the last one that was read."""
+        found = 0
+        while self.is_bad(self._step - found):
+            found += 1
+        return found
+
+    @property
+    def last_read(self) -> int:
+        """The last step whose numbers are known."""
+        return self._step
 
     def has_evaluation(self, step: int) -> bool:
         """Whether there was one after a step."""

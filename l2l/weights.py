@@ -6,7 +6,8 @@
     random    a module is made, handed over, dropped
 
 Tensors that no file has (a new head, positions that are computed) are made as the model's own code
-makes them (initialization.py). Until everything has been checked the model is left alone; whatever
+makes them (initialization.py). A weight that is missing for another reason is refused, unless the
+caller allows it. Until everything has been checked the model is left alone; whatever
 fails later, `undo` leaves it on the meta device as it was.
 """
 
@@ -17,7 +18,7 @@ import logging
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -66,7 +67,7 @@ class WeightFiles:
         """
         self.folder = path if path.is_dir() else path.parent
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._file_of: dict[str, Path] = {}
+        self.place_of: dict[str, Path] = {}  # the file that has a tensor
         for file, names in sorted(_files(path).items()):
             shapes = TensorFile(file).shapes()
             lost = [name for name in names or () if name not in shapes]
@@ -77,7 +78,7 @@ class WeightFiles:
                 )
             for name in names or shapes:
                 self._shapes[name] = shapes[name]
-                self._file_of[name] = file
+                self.place_of[name] = file
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,7 +87,7 @@ class WeightFiles:
 
     def reader(self) -> Read:
         """Reads tensors by name."""
-        return _Reader(self._file_of)
+        return _Reader(self.place_of)
 
     def empty(self, name: str) -> Tensor:
         """A tensor's shape, without values."""
@@ -144,10 +145,14 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         names = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TensorFileError(
             f"{index} cannot be read: {error!r}. Expected a JSON object with a weight_map."
         ) from error
+    if not names:
+        raise TensorFileError(
+            f"{index} names no tensor. Expected a weight_map: get the file again."
+        )
     files: dict[Path, list[str]] = defaultdict(list)
     for name, file in names.items():
         if Path(file).name != file:
@@ -204,6 +209,7 @@ class _Delivery:
 
     recipe: Recipe
     owners: dict[str, str]
+    place: str  # the file that its first source is in
 
     def run(self, read: Read, tensors: _Tensors, receive: SetWeight) -> None:
         """Make the tensors and hand them over one by one."""
@@ -213,8 +219,8 @@ class _Delivery:
             value = made.pop(name)
             if wanted.is_floating_point() and value.dtype not in READABLE:
                 raise ValueError(
-                    f"{owner!r} is stored as {value.dtype}. Expected float32, bfloat16 or float16: "
-                    "quantised weights cannot be trained."
+                    f"{self.place}: {owner!r} is stored as {value.dtype}. Expected float32, "
+                    "bfloat16 or float16: quantised weights cannot be trained."
                 )
             receive(owner, value.to(wanted.dtype))
 
@@ -224,7 +230,12 @@ class Incoming:
     """The values of a model on the meta device, checked and still to come."""
 
     def __init__(
-        self, model: nn.Module, weights: Path | str | RandomInit, *, seed: int = 0
+        self,
+        model: nn.Module,
+        weights: Path | str | RandomInit,
+        *,
+        seed: int = 0,
+        allow_missing: bool = False,
     ) -> None:
         """Find out where every value comes from; nothing is changed.
 
@@ -232,6 +243,7 @@ class Incoming:
             model: on the meta device.
             weights: a folder, a file, or random ones.
             seed: of what no file has.
+            allow_missing: whether that may be more than a new head.
 
         Raises:
             ValueError: something is missing or does not fit, by name.
@@ -242,6 +254,7 @@ class Incoming:
         self._deliveries: list[_Delivery] = []
         self._read: Read = _read_nothing
         self._swapped: list[tuple[Tensor, Tensor]] = []
+        self._place_of: dict[str, Path] = {}
         if isinstance(weights, RandomInit):
             seed = weights.seed
         else:
@@ -251,12 +264,17 @@ class Incoming:
             name for name, one in self._tensors.all.items() if one.is_meta and name not in found
         ]
         if not isinstance(weights, RandomInit):
-            self._report_missing(weights)
+            self._report_missing(Path(weights).expanduser(), allow_missing=allow_missing)
         self._initialization = Initialization(model, seed=seed)
 
     @classmethod
     def of(
-        cls, model: nn.Module, weights: Path | str | RandomInit | None, *, seed: int = 0
+        cls,
+        model: nn.Module,
+        weights: Path | str | RandomInit | None,
+        *,
+        seed: int = 0,
+        allow_missing: bool = False,
     ) -> Incoming | None:
         """What is still to come; None if the model has its weights.
 
@@ -271,7 +289,7 @@ class Incoming:
                 f"weights={weights!r} is not known. Expected a folder or file with safetensors, "
                 "or l2l.RandomInit(seed=0)."
             )
-        return cls(model, weights, seed=seed)
+        return cls(model, weights, seed=seed, allow_missing=allow_missing)
 
     def fill_buffers(self) -> None:
         """Give the model's buffers their values: they are small, and stay in the model.
@@ -325,6 +343,7 @@ class Incoming:
     def _find(self, path: Path) -> None:
         """Find out what the files have for the model."""
         files = WeightFiles(path)
+        self._place_of = files.place_of
         hugging_face.refuse_quantized(files.folder)
         self._read = files.reader()
         recipes, unexpected, empty = self._recipes(files)
@@ -374,11 +393,12 @@ class Incoming:
                     found[owner] = recipe, name
                     owners[name] = owner
             if owners:
-                self._deliveries.append(_Delivery(recipe=recipe, owners=owners))
+                place = str(self._place_of.get(recipe.sources[0], path))
+                self._deliveries.append(_Delivery(recipe=recipe, owners=owners, place=place))
         if wrong:
             raise ValueError(
                 f"{path} does not fit {type(self._model).__name__}: {_joined(wrong)}. Expected "
-                "the weights of a model with this configuration."
+                "the weights of a model with this configuration (config.json)."
             )
 
     def _refuse_different(
@@ -393,27 +413,45 @@ class Incoming:
                 "them: set tie_word_embeddings to false in its configuration."
             )
 
-    def _report_missing(self, weights: Path | str) -> None:
+    def _report_missing(self, weights: Path, *, allow_missing: bool) -> None:
+        """Say what begins with random values.
+
+        Raises:
+            ValueError: it is more than a new head, and that is not allowed.
+        """
         saved = [*self._tensors.parameters, *self._tensors.saved_buffers]
         expected = [name for name in saved if not hugging_face.may_be_missing(self._model, name)]
         missing = set(self._missing)
         lost = [name for name in expected if name in missing]
-        if 2 * len(lost) > len(expected):
+        kind = type(self._model).__name__
+        if not allow_missing and 2 * len(lost) > len(expected):
             raise ValueError(
                 f"{weights} has {len(expected) - len(lost)} of the {len(expected)} tensors of "
-                f"{type(self._model).__name__}. Missing: {_listed(lost)}. Expected the weights of "
-                "this model, or of one that it adds a head to."
+                f"{kind}. Missing: {_listed(lost)}. Expected the weights of "
+                "this model (config.json), or of one that it adds a head to."
+            )
+        new = hugging_face.new_head(self._model, expected, missing, folder=weights)
+        trained = {*self._tensors.parameters, *(name for name in lost if _is_statistic(name))}
+        damage = [name for name in lost if name in trained and name not in new]
+        if damage and not allow_missing:
+            files = sorted({path.name for path in self._place_of.values()})
+            raise ValueError(
+                f"{weights} does not have {len(damage)} tensors of {kind}, which are no new head: "
+                f"{_listed(damage)}. Expected all that config.json asks for in the safetensors "
+                f"files ({_joined(files)}): get the folder again. To begin "
+                "with random values instead, say allow_missing_weights=True (l2l train: "
+                "--allow-missing-weights)."
             )
         if lost:
             warnings.warn(
-                f"{weights} does not have {len(lost)} tensors of {type(self._model).__name__}, "
+                f"{weights} does not have {len(lost)} tensors of {kind}, "
                 f"which begin with random values and must be trained: {_listed(lost)}",
                 stacklevel=5,
             )
 
     def _only(self, delivery: _Delivery, wanted: Container[str]) -> _Delivery:
         owners = {name: owner for name, owner in delivery.owners.items() if owner in wanted}
-        return _Delivery(recipe=delivery.recipe, owners=owners)
+        return replace(delivery, owners=owners)
 
     def _fill(self, wanted: Container[str], device: torch.device, receive: SetWeight) -> None:
         """Make what no file has, module by module."""
@@ -425,6 +463,11 @@ class Incoming:
             made = self._initialization.make(path, names, device)
             for name in names:
                 receive(name, made.pop(name))
+
+
+def _is_statistic(name: str) -> bool:
+    """Whether a buffer was learnt; others are computed, so that those of a new model are right."""
+    return name.endswith(("running_mean", "running_var"))
 
 
 def _read_nothing(name: str) -> Tensor:

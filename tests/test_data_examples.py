@@ -413,6 +413,7 @@ def test_regression_labels_are_numbers() -> None:
         ("classification", [1, 2, 4], "the labels are 1, 2, 4. Expected integers from 0 on"),
         ("regression", [1, "high"], "line 2: the label is 'high'. Expected a finite number"),
         ("regression", [float("nan")], "line 1: the label is nan. Expected a finite number"),
+        ("regression", [10**400], "0.... Expected a finite number"),
         ("regression", [True], "line 1: the label is True. Expected a finite number"),
     ],
 )

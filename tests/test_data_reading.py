@@ -199,3 +199,21 @@ def test_what_the_datasets_library_says_is_passed_on(monkeypatch) -> None:
     assert refusal("owner/name") == (
         "owner/name, after row 1: the datasets library cannot read it: KeyError: 'no such thing'"
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (r'{"text": "a \ud800 b"}', r"has the half of a character, \\ud800"),
+        (r'{"messages": [{"role": "user", "content": "\uDFFF"}]}', "has the half of a character"),
+        ('{"text": "a", "label": ' + "7" * 5000 + "}", "is not JSON: Exceeds the limit"),
+    ],
+    ids=["half", "half within", "endless number"],
+)
+def test_what_is_json_but_no_text_or_number_is_refused_with_its_line(
+    line: str, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "\\ud83d\\ude00 whole"}\n' + line + "\n")
+    with pytest.raises(DataError, match=rf"data.jsonl, line 2: {said}"):
+        list(read_records(path))

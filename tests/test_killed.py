@@ -8,22 +8,32 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
-    kills = os.environ.get("L2L_KILLS", "2")
-    command = [sys.executable, ROOT / "reproduce" / "killed.py", "--kills", kills, "--steps", "12"]
+def campaign(script: str, folder: Path, *words: str) -> dict[str, Any]:
+    """The last line of a script that kills runs."""
+    command = [sys.executable, ROOT / "reproduce" / script, "--folder", folder, *words]
     done = subprocess.run(
-        [*map(str, command), "--folder", str(tmp_path / "killed")],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
+        [str(word) for word in command], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_runs_that_are_ended_while_they_save_or_export(tmp_path: Path) -> None:
+    """By SIGKILL, SIGTERM and SIGINT; reproduce/kills_at_edges.py, also for those that start."""
+    words = ("--kills", "6", "--steps", "4", "--edges", "save", "export")
+    found = campaign("kills_at_edges.py", tmp_path / "killed", *words)
+    assert found == {"kills": 6, "faults": 0}
+
+
+def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
+    kills = os.environ.get("L2L_KILLS", "2")
+    found = campaign("killed.py", tmp_path / "killed", "--kills", kills, "--steps", "12")
     assert found["kills"] == int(kills)
     assert found["runs"] >= 1
     assert found["differences"] == []

@@ -173,8 +173,18 @@ def test_what_was_done_before_is_known(tmp_path: Path) -> None:
     run.close()
 
 
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"[1]", b'{"kind": "step"}', b"7" * 5000])
+def test_metrics_that_are_not_ours_are_refused_with_their_line(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "step", "step": 1}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2, is not JSON"):
+        read_metrics(path)
+    path.write_bytes(b'{"kind": "step", "step": 1}\n' + line)
+    assert len(read_metrics(path)) == 1, "torn at the end"
+
+
 def test_a_file_that_is_no_metrics_is_named(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "step"}\nnonsense\n{}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\nnonsense\n{}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2, is not JSON"):
         read_metrics(tmp_path / "metrics.jsonl")
 

@@ -39,6 +39,7 @@ def public_members(kind: type) -> list[str]:
 
 def test_members_of_the_engine() -> None:
     assert public_members(l2l.Engine) == [
+        "checkpoint_bytes",
         "close",
         "depth",
         "device",
@@ -66,6 +67,7 @@ def test_arguments_of_the_engine() -> None:
         "optimizer": None,
         "loss": None,
         "weights": None,
+        "allow_missing_weights": False,
         "device": None,
         "device_memory": None,
         "host_memory": None,

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from l2l import cli, planning
 from l2l.checkpoint import CheckpointError, CheckpointFolder
+from l2l.cli import train as train_module
 from l2l.data import Batches
 from l2l.manifest import checksum_of
 from l2l.progress import Display, Status, read_metrics
@@ -29,6 +30,7 @@ from l2l.settings import Settings, SettingsError
 from l2l.settings.values import to_toml
 from l2l.training import RunFolder, Training, TrainingError
 from l2l.training import run as run_module
+from l2l.training.disk import Writing
 
 ROOT = Path(__file__).parent.parent
 TEXTS = {
@@ -361,6 +363,148 @@ def test_a_tokenizer_of_another_model_is_refused(tiny: Path, tmp_path: Path) -> 
 
 
 # --------------------------------------------------------------------------------------------------
+# Runs that come to nothing
+
+DIVERGING = {"name": "sgd", "learning_rate": 1e30}
+
+
+def diverging(tiny: Path, folder: Path, **training: Any) -> Path:
+    """A run whose learning rate makes its weights useless."""
+    return write_settings(
+        tiny,
+        folder,
+        training={"steps": 30, "clip_norm": 0.0, **training},
+        optimizer=DIVERGING,
+        schedule={"shape": "constant", "warm_up_steps": 0},
+    )
+
+
+@pytest.fixture
+def gentle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first five steps learn a little; the sixth makes all weights useless."""
+    rate = Training._learning_rate
+    monkeypatch.setattr(
+        Training, "_learning_rate", lambda run, step: rate(run, step) if step >= 5 else 1e-2
+    )
+
+
+@pytest.mark.usefixtures("gentle")
+def test_a_run_that_diverges_is_given_up(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = diverging(tiny, tmp_path)
+    assert cli.main(["train", str(settings)]) == 1
+    captured = capsys.readouterr()
+    assert "10 steps in a row, 7 to 16 of 30, were skipped" in captured.err
+    checkpoints = tmp_path / "run" / "checkpoints"
+    good = checkpoints / "step-00000004"  # the sixth step is what has made the weights useless
+    assert f"The last good checkpoint is {good}" in captured.err
+    assert "delete step-00000014 and step-00000016 beside it" in captured.err
+    assert "trained model" not in captured.out
+    assert not (tmp_path / "run" / "model").exists()
+    assert [path.name for path in CheckpointFolder(checkpoints).all()] == [
+        "step-00000004",
+        "step-00000014",
+        "step-00000016",
+    ]
+    assert metrics_of(tmp_path)[-1]["kind"] == "diverged"
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = json.loads(lines[-1])
+    assert (found["skipped"], found["given_up"]["since"]) == (10, 7)
+    assert "given up: no step could be made from 7 on" in lines
+
+    assert cli.main(["train", str(settings)]) == 1, "and again, as it stands"
+    assert "7 to 16 of 30" in capsys.readouterr().err
+    assert good.is_dir()
+
+
+@pytest.mark.usefixtures("gentle")
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_run_goes_on_from_its_last_good_checkpoint(
+    keep: int, tiny: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """However few are kept."""
+    settings = diverging(tiny, tmp_path, steps=14)
+    settings.write_text(
+        settings.read_text().replace("[checkpoint]", f"[checkpoint]\nkeep = {keep}")
+    )
+    with pytest.raises(TrainingError, match="in a row, 7 to 14 of 14"):
+        train(settings)
+    found = CheckpointFolder(tmp_path / "run" / "checkpoints").all()
+    assert found[0].name == "step-00000004"
+    assert len(found) == keep + 1
+    for path in found[1:]:
+        shutil.rmtree(path)
+    monkeypatch.setattr(Training, "_learning_rate", lambda *_: 1e-2)
+    display = Record()
+    assert train(settings, display)
+    assert "skipped" not in display.text
+    assert f"going on from {found[0]}" in display.text
+    assert [step for kind, step in kinds_of(tmp_path) if kind == "step"] == list(range(1, 15))
+    assert len(CheckpointFolder(tmp_path / "run" / "checkpoints").all()) == keep
+
+
+@pytest.mark.usefixtures("gentle")
+def test_bad_steps_may_be_allowed(tiny: Path, tmp_path: Path) -> None:
+    display = Record()
+    assert train(diverging(tiny, tmp_path, steps=10, max_bad_steps=0), display)
+    assert "4 steps were skipped" in display.text
+
+
+@pytest.mark.parametrize(
+    ("keep", "present", "saves", "more", "at_last"),
+    [
+        (2, 0, 4, 3, 2),  # two are kept while a third is written
+        (2, 2, 3, 1, 0),  # both are there
+        (2, 1, 1, 1, 1),
+        (9, 0, 4, 4, 4),  # no more than are saved
+        (1, 0, 1, 1, 1),
+        (3, 4, 2, 1, -1),  # fewer are kept than before
+        (2, 1, 0, 0, 0),
+    ],
+)
+def test_what_a_run_will_write_is_counted(
+    keep: int, present: int, saves: int, more: int, at_last: int
+) -> None:
+    writing = Writing(
+        checkpoint_bytes=1, num_present=present, num_saves=saves, keep=keep, export_bytes=1
+    )
+    assert (writing.num_more, writing.num_more_at_last) == (more, at_last)
+
+
+@pytest.mark.parametrize("share", [0.9, 1.0])
+def test_a_disk_that_is_too_small_is_known_before_the_first_step(
+    share: float, tiny: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is said to be needed is what the run takes at most: 3 checkpoints, as measured here."""
+    settings = write_settings(tiny, tmp_path, training={"steps": 6})
+    sizes = []
+
+    def usage(path: Path) -> Any:
+        sizes.append(path)
+        return shutil._ntuple_diskusage(10**9, 10**9 - free, free)
+
+    monkeypatch.setattr("l2l.training.disk.shutil.disk_usage", usage)
+    free = int(share * 3 * (14_800 * 12 + 32))  # weights, two moments in float32, and a buffer
+    status = cli.main(["train", str(settings)])
+    shown = capsys.readouterr()
+    assert sizes
+    if share == 1.0:
+        assert status == 0
+        checkpoints = CheckpointFolder(tmp_path / "run" / "checkpoints").all()
+        written = [sum(p.stat().st_size for p in path.iterdir()) for path in checkpoints]
+        assert written == pytest.approx([14_800 * 12] * 2, rel=0.15)  # and headers
+        return
+    assert status == 1
+    assert "the disk is too small for this run" in shown.err
+    assert "A checkpoint takes 173.47 KiB" in shown.err
+    assert "--output" in shown.err
+    assert "step 1" not in shown.out
+    assert not (tmp_path / "run").exists()
+
+
+# --------------------------------------------------------------------------------------------------
 # Interruptions
 
 
@@ -676,30 +820,115 @@ def test_a_signal_finishes_the_step_and_saves(
     assert latest.name in display.said[-2]
 
 
-def test_a_second_signal_ends_at_once(tiny: Path, tmp_path: Path, monkeypatch) -> None:
-    class Ended(BaseException):
-        pass
+class Ended(BaseException):
+    """Instead of the end of this process."""
 
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def end(status: int) -> None:
         raise Ended(status)
 
+    monkeypatch.setattr(os, "_exit", end)
+
+
+@pytest.mark.usefixtures("ends")
+def test_a_second_signal_ends_at_once(tiny: Path, tmp_path: Path, monkeypatch) -> None:
     def interrupt(step: int) -> None:
         if step == 3:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("l2l.cli.train.os._exit", end)
     monkeypatch.setattr("l2l.cli.train.open_display", lambda *_, **__: Record(interrupt))
     with pytest.raises(Ended, match="130"):
         cli.main(["train", str(write_settings(tiny, tmp_path))])
 
 
-def test_a_signal_before_the_first_step_ends_at_once(
-    tiny: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("ends")
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+)
+@pytest.mark.parametrize(
+    "place", ["Settings.read", "started_by_torchrun", "make_tokenizer", "make_engine", "mkdir"]
+)
+def test_a_signal_before_anything_is_written_ends_at_once(
+    place: str, number: int, status: int, tiny: Path, tmp_path: Path, monkeypatch, capfd
 ) -> None:
-    monkeypatch.setattr(run_module, "make_engine", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    assert cli.main(["train", str(write_settings(tiny, tmp_path))]) == 130
-    assert "nothing to save" in capsys.readouterr().err
+    """Whoever swallows exceptions there does not see one, and the run folder is not left."""
+    targets: dict[str, tuple[Any, str]] = {
+        "Settings.read": (Settings, "read"),
+        "started_by_torchrun": (train_module, "started_by_torchrun"),
+        "mkdir": (Path, "mkdir"),
+    }
+    owner, name = targets.get(place, (run_module, place))
+    settings = write_settings(tiny, tmp_path)
+    original = getattr(owner, name)
+
+    def interrupted(*arguments: Any, **settings: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return original(*arguments, **settings)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(Ended, match=str(status)):
+        cli.main(["train", str(settings)])
+    shown = capfd.readouterr().err
+    assert shown == "interrupted before the first step; nothing was written\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+)
+def test_a_signal_while_the_first_files_are_written_stops_before_the_first_step(
+    number: int, status: int, tiny: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    write = Training._write_settings
+
+    def interrupted(training: Training) -> None:
+        os.kill(os.getpid(), number)
+        write(training)
+
+    monkeypatch.setattr(Training, "_write_settings", interrupted)
+    settings = write_settings(tiny, tmp_path)
+    assert cli.main(["train", str(settings)]) == status
+    assert capsys.readouterr().err.endswith("step; there was nothing to save\n")
+    assert metrics_of(tmp_path, "step") == []
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        ".lock",
+        "metrics.jsonl",
+        "run.toml",
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize("module", ["torch", "transformers"])
+def test_a_signal_while_libraries_are_imported_is_one_line(
+    module: str, number: signal.Signals, tiny: Path, tmp_path: Path
+) -> None:
+    """It is sent from within the import, which swallows every exception, as some do."""
+    program = f"""
+import os, sys
+
+class Signal:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            try:
+                os.kill(os.getpid(), {int(number)})
+            except BaseException:
+                pass
+
+sys.meta_path.insert(0, Signal())
+from l2l.cli import command
+sys.argv = ["l2l", "train", {str(write_settings(tiny, tmp_path))!r}]
+command()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 128 + number
+    assert done.stderr.endswith("nothing was written\n")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_process_that_is_terminated_saves(tiny: Path, tmp_path: Path) -> None:

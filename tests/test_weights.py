@@ -274,6 +274,73 @@ def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
         delivered(on_meta(model), folder)
 
 
+MISSING = {  # what is taken from the files of a model of the same class
+    "head": (build_llama, ["lm_head.weight"]),
+    "layer": (build_llama, ["model.layers.0.mlp.up_proj.weight"]),
+    "norm": (build_llama, ["model.norm.weight", "model.layers.0.input_layernorm.weight"]),
+    "classifier": (lambda: bert("BertForSequenceClassification"), ["classifier.bias"]),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_a_weight_that_is_missing_is_refused_unless_it_is_allowed(
+    case: str, tmp_path: Path
+) -> None:
+    build, names = MISSING[case]
+
+    def take(tensors: dict[str, Tensor]) -> None:
+        for name in names:
+            tensors.pop(name)
+
+    model = build()
+    folder = rewritten(model, tmp_path, take)
+    empty = on_meta(build())
+    with pytest.raises(ValueError, match="which are no new head") as refused:
+        engine_of(empty, weights=folder)
+    assert all(repr(name) in str(refused.value) for name in names)
+    assert "allow_missing_weights" in str(refused.value)
+    assert all(one.is_meta for one in empty.parameters())
+    with pytest.warns(UserWarning, match="random values"):
+        engine_of(empty, weights=folder, allow_missing_weights=True).close()
+    found = dict(empty.named_parameters())
+    assert all(torch.equal(found[k], v) for k, v in model.named_parameters() if k not in names)
+
+
+def test_half_a_new_head_is_no_new_head(tmp_path: Path) -> None:
+    """The files of a base model have the bias of a classifier, but not its weight."""
+    extra = {"classifier.bias": torch.zeros(5)}
+    folder = rewritten(bert("BertModel"), tmp_path, lambda tensors: tensors.update(extra))
+    empty = on_meta(bert("BertForSequenceClassification"))
+    with pytest.raises(ValueError, match=r"1 tensors of .* 'classifier.weight'"):
+        delivered(empty, folder)
+
+
+def test_a_pooler_may_be_new_with_its_head(tmp_path: Path) -> None:
+    """Masked language models of BERT have none, and are what classifiers are made of."""
+    folder = saved(bert("BertForMaskedLM"), tmp_path)
+    empty = on_meta(bert("BertForSequenceClassification"))
+    with (
+        pytest.warns(UserWarning, match="'cls.predictions.bias'"),
+        pytest.warns(UserWarning, match=r"4 tensors .*'bert.pooler.dense.weight'"),
+    ):
+        found = delivered(empty, folder)
+    assert "bert.pooler.dense.bias" in found
+
+
+def test_a_missing_weight_of_any_other_model_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    tensors = dict(model.state_dict())
+    for gone in ("1.bias", "2.running_var"):
+        left = {name: one for name, one in tensors.items() if name != gone}
+        save_file(left, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=rf"1 tensors .*{gone}"):
+            delivered(copy.deepcopy(model).to("meta"), tmp_path)
+    left = {name: one for name, one in tensors.items() if name != "2.num_batches_tracked"}
+    save_file(left, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match="2.num_batches_tracked"):
+        delivered(copy.deepcopy(model).to("meta"), tmp_path)
+
+
 def test_when_most_is_missing_it_is_refused(tmp_path: Path) -> None:
     folder = saved(build_gpt2(), tmp_path)
     empty = on_meta(build_llama())
@@ -295,7 +362,9 @@ def test_many_names_are_counted(tmp_path: Path) -> None:
 def test_a_warning_points_to_the_line_that_made_the_engine(tmp_path: Path) -> None:
     folder = rewritten(build_llama(), tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.warns(UserWarning, match="lm_head") as seen:
-        l2l.Engine(on_meta(build_llama()), device="cpu", weights=folder).close()
+        l2l.Engine(
+            on_meta(build_llama()), device="cpu", weights=folder, allow_missing_weights=True
+        ).close()
     assert seen[0].filename == __file__
     folder = rewritten(
         build_llama(), tmp_path, lambda tensors: tensors.update(extra=torch.zeros(1))

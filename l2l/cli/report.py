@@ -81,6 +81,7 @@ def summarise(settings: Settings, records: Sequence[Record]) -> dict[str, Any]:
         "seconds": round(sum(record["seconds"] for record in steps), 3),
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "skipped": sum(bool(record.get("skipped")) for record in steps),
+        "given_up": next((one for one in records if one["kind"] == "diverged"), None),
         "first_evaluation": evaluations[0] if evaluations else None,
         "last_evaluation": evaluations[-1] if evaluations else None,
         "best_evaluation": best,
@@ -120,6 +121,8 @@ def _lines(found: dict[str, Any], settings: Settings) -> Iterator[str]:
     total = f" of {found['num_steps']}" if found["num_steps"] else ""
     skipped = f", {found['skipped']} of them skipped" if found["skipped"] else ""
     yield f"steps: {found['steps']}{total}{skipped}"
+    if found["given_up"]:
+        yield f"given up: no step could be made from {found['given_up']['since']} on"
     if found["last_loss"] is not None:
         yield (
             f"loss: {found['first_loss']:.4f} at first, {found['last_loss']:.4f} at last, "

@@ -11,12 +11,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, final
 
 from typing_extensions import override
 
+from l2l.cli import signals
 from l2l.distributed import World, started_by_torchrun
 from l2l.progress import Display, open_display
 from l2l.settings import Flag, Settings, SettingsError, help_text, key_of
@@ -38,7 +40,8 @@ EXAMPLES = """examples:
   l2l train --help-settings > run.toml        all that a TOML file may say
 
 Ends with status 0 if the run is at its end or SIGTERM has stopped it between steps, 130 if Ctrl-C
-has, or either before the first step, 1 if something went wrong, 2 if a setting cannot be."""
+has, 130 or 143 if one of them came before the first step, 1 if something went wrong, 2 if a setting
+cannot be."""
 
 FLAGS = {  # flag -> section, key, what it takes
     "--model": ("model", "folder", "FOLDER"),
@@ -57,9 +60,9 @@ FLAGS = {  # flag -> section, key, what it takes
     "--precision": ("training", "precision", "NAME"),
     "--seed": ("training", "seed", "N"),
     "--random-init": ("model", "random_init", ""),
+    "--allow-missing-weights": ("model", "allow_missing_weights", ""),
 }
 SEVERAL = ("--data", "--evaluation-data")  # may be given more than once
-INTERRUPTED = 130
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -104,33 +107,36 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.help_settings:
         print(help_text())
         return 0
+    stopping = _Stopping()
+    signals.handle(stopping.handle)
     try:
         settings = Settings.read(_settings_file(parsed.settings), flags=_flags(parsed))
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
     with started_by_torchrun(settings.training.device) as world:
-        return _run(settings, parsed, world)
+        status = _run(settings, parsed, world, stopping)
+        signals.let_end()
+    return status
 
 
-def _run(settings: Settings, parsed: argparse.Namespace, world: World) -> int:
+def _run(settings: Settings, parsed: argparse.Namespace, world: World, stopping: _Stopping) -> int:
     with open(os.devnull, "w") as nowhere:  # the first rank speaks for all
         stream = nowhere if world.rank else sys.stdout
-        return _run_shown(
-            settings, parsed, world, open_display(stream, every_steps=settings.output.every_steps)
-        )
+        display = open_display(stream, every_steps=settings.output.every_steps)
+        return _run_shown(settings, parsed, world, display, stopping)
 
 
 def _run_shown(
-    settings: Settings, parsed: argparse.Namespace, world: World, display: Display
+    settings: Settings,
+    parsed: argparse.Namespace,
+    world: World,
+    display: Display,
+    stopping: _Stopping,
 ) -> int:
     try:
         with _said_by(display):
-            return _train(settings, parsed, display, world)
-    except KeyboardInterrupt:
-        display.close()
-        print("stopped before the first step: there was nothing to save", file=sys.stderr)
-        return INTERRUPTED
+            return _train(settings, parsed, display, world, stopping)
     except Exception as error:  # whatever it is, the user reads what it says
         display.close()
         if parsed.debug:
@@ -144,15 +150,25 @@ def _run_shown(
         display.close()
 
 
-def _train(settings: Settings, parsed: argparse.Namespace, display: Display, world: World) -> int:
+def _train(
+    settings: Settings,
+    parsed: argparse.Namespace,
+    display: Display,
+    world: World,
+    stopping: _Stopping,
+) -> int:
     training = Training(settings, display=display, resume=not parsed.no_resume, world=world)
     if parsed.dry_run:
         training.dry_run()
         return 0
-    with _stopped_by_signals(training) as received:
-        if training.run():
-            return 0
-    return INTERRUPTED if received == [signal.SIGINT] else 0
+    stopping.training = training
+    if training.run() or stopping.number is None:
+        return 0
+    if not training.has_stepped:
+        display.close()
+        print("interrupted before the first step; there was nothing to save", file=sys.stderr)
+        return signals.status_of(stopping.number)
+    return signals.status_of(signal.SIGINT) if stopping.number == signal.SIGINT else 0
 
 
 def _settings_file(path: Path | None) -> Path | None:
@@ -186,28 +202,27 @@ def _words(error: Exception, settings: Settings, *, is_shown: bool) -> str:
 # What comes from outside
 
 
-@contextmanager
-def _stopped_by_signals(training: Training) -> Iterator[list[int]]:
-    """Stop after a step on SIGTERM or Ctrl-C; a second one, or one before the first step, ends."""
-    received: list[int] = []
+@final
+class _Stopping:
+    """What SIGTERM and Ctrl-C do: end the process while there is nothing to save, else the run.
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    A run finishes its step and saves; a second signal ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.training: Training | None = None
+        self.number: int | None = None  # of the signal that has stopped the run
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if not training.has_begun:
-            raise KeyboardInterrupt
-        if received:  # nothing here may wait, so the terminal is all that is put in order
+        if self.number is not None:  # nothing here may wait: only the terminal is put in order
             os.write(sys.stdout.fileno(), b"\x1b[?25h\n" if sys.stdout.isatty() else b"")
-            os._exit(128 + number)
-        received.append(number)
-        training.stop()
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, handle) for number in signals]
-    try:
-        yield received
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
+            os._exit(signals.status_of(number))
+        end = partial(signals.end, number, "interrupted before the first step; nothing was written")
+        if self.training is None:
+            end()
+        elif self.training.interrupt(end):
+            self.number = number
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from typing_extensions import override
 
 from l2l.data.reading import DataError, Record, did_you_mean, listed, shown
 
+MOST_DIGITS = 4000  # of a text that Python makes a number of
+
 
 @dataclass(frozen=True, slots=True)
 class Classes:
@@ -56,7 +58,7 @@ class NumberLabels(RowLabels):
     def add(self, value: Any, record: Record) -> None:
         try:
             number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise DataError(
@@ -108,7 +110,8 @@ class ClassLabels(RowLabels):
         classes = self._classes
         if self._kind is _Kind.NAMES:
             seen = [str(label) for label in self._seen]
-            order: Callable[[str], Any] = int if all(one.isdecimal() for one in seen) else str
+            digits = all(one.isdecimal() and len(one) <= MOST_DIGITS for one in seen)
+            order: Callable[[str], Any] = int if digits else str
             names = classes.names if classes else tuple(sorted(seen, key=order))
             numbers = [names.index(name) for name in seen]
             classes = classes or Classes(len(names), names)

@@ -40,6 +40,7 @@ LIBRARY_READS = {  # suffix -> what `datasets` calls it, and its settings
 WE_READ = (".txt", ".jsonl")
 SHOWN = 60  # characters of a value in an error
 LISTED = 12
+LONE = re.compile(r"\\u[dD][89a-fA-F]")  # what may be the half of a character
 
 
 class DataError(ValueError):
@@ -221,9 +222,19 @@ def _objects(path: Path) -> Iterator[Record]:
             continue
         try:
             value = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+            if LONE.search(line):
+                json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            lone = error.object[error.start]
+            raise DataError(
+                f"{path}, line {number}: has the half of a character, \\u{ord(lone):04x}, in "
+                f"{shown(line)}. Expected whole characters: remove it."
+            ) from error
+        except (ValueError, RecursionError) as error:
             where = f" at position {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
             reason = getattr(error, "msg", "nested too deeply")
+            if not isinstance(error, json.JSONDecodeError | RecursionError):
+                reason = str(error)  # a number that is too long
             raise DataError(
                 f"{path}, line {number}: is not JSON: {reason}{where} of {shown(line)}. Expected "
                 "one whole object a line."

@@ -341,8 +341,9 @@ class _Reading:
             raise SettingsError(f"{where} has no config.json. Expected a Hugging Face folder.")
         if not model.random_init and not any(model.folder.glob("*.safetensors")):
             raise SettingsError(
-                f"{where} has no weights. Expected *.safetensors in it, or random_init (on the "
-                "command line --random-init), to begin with random weights."
+                f"{where} has no weights. Expected model.safetensors in it, or several such files "
+                "and their index, or random_init (on the command line --random-init), to begin "
+                "with random weights."
             )
 
     def _check_size(self, name: str, value: str | None) -> None:
@@ -422,7 +423,9 @@ def _positions(folder: Path) -> int:
     for file, keys in names.items():
         try:
             table = json.loads((folder / file).read_text())
-        except (OSError, ValueError):  # said later, by who needs it
+        except (OSError, ValueError, RecursionError):  # said later, by who needs it
+            continue
+        if not isinstance(table, dict):
             continue
         found += [table[key] for key in keys if isinstance(table.get(key), int) and table[key] > 1]
     return min(found)

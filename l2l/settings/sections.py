@@ -38,6 +38,12 @@ class ModelSettings:
     random_init: Annotated[
         bool, About("Begin with random weights; the folder then needs no weights.")
     ] = False
+    allow_missing_weights: Annotated[
+        bool,
+        About(
+            "Begin with random values for weights that the folder lacks, not only for new heads."
+        ),
+    ] = False
     layer_list: Annotated[
         str | None, About("Dotted name of the list of layers, for a model that has several.")
     ] = None
@@ -127,6 +133,16 @@ class TrainingSettings:
     clip_norm: Annotated[
         float, About("Clip the gradient by its global norm; 0: do not. Adafactor cannot.", least=0)
     ] = 1.0
+    max_bad_steps: Annotated[
+        int,
+        About(
+            "Give up after so many steps in a row, or half of the run if that is less, that are "
+            "skipped because a loss or gradient is not finite; 0: never. The search for float16's "
+            "loss scale does not count.",
+            least=0,
+            changes_result=False,
+        ),
+    ] = 10
     seed: Annotated[int, About("Of random weights, shuffling and dropout.", least=0)] = 0
     survival: Annotated[
         float,

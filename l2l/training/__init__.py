@@ -17,6 +17,7 @@ A run is stopped between two steps: `Training.stop` may be called at any time, b
 
     folder       where everything is
     parts        tokenizer, model and engine, as the settings say
+    disk         whether it takes what will be written
     evaluation   the metrics of a task
     run          the steps, and what is between them
 """

@@ -102,9 +102,9 @@ class RunFolder:
             try:
                 yield
             finally:
-                self._forget_if_empty()
+                self.forget_if_empty()
 
-    def _forget_if_empty(self) -> None:
+    def forget_if_empty(self) -> None:
         """Leave nothing where nothing was written."""
         with contextlib.suppress(OSError):
             if [path.name for path in self.root.iterdir()] == [LOCK]:

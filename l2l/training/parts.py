@@ -15,7 +15,7 @@ from l2l.checkpoint import MANIFEST, Checkpoint, CheckpointError, CheckpointFold
 from l2l.data import PLAIN_TEMPLATE
 from l2l.engine import Engine
 from l2l.export import export_model
-from l2l.hugging_face import empty_model, tokenizer_of
+from l2l.hugging_face import empty_model, read_json, tokenizer_of
 from l2l.replacing import whole_folder
 from l2l.saved_model import SavedModel
 from l2l.settings import LANGUAGE_TASKS, Settings
@@ -79,6 +79,7 @@ def make_engine(settings: Settings, model: nn.Module) -> Engine:
     return Engine(
         model,
         weights=RandomInit(training.seed) if begins_random else settings.model.folder,
+        allow_missing_weights=settings.model.allow_missing_weights,
         optimizer=settings.optimizer.make(),
         device=training.device,
         device_memory=memory.device_memory,
@@ -95,7 +96,7 @@ def make_engine(settings: Settings, model: nn.Module) -> Engine:
 
 def model_fingerprint(folder: Path) -> str:
     """A short text that differs if the model in a folder has another shape."""
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     kept = {key: value for key, value in config.items() if key not in VOLATILE}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 

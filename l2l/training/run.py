@@ -33,6 +33,7 @@ from l2l.preview import measured_hardware, plan
 from l2l.progress import Display, Facts, MetricsFile, Progress, open_events, read_metrics
 from l2l.replacing import write_file
 from l2l.settings import LANGUAGE_TASKS, Settings
+from l2l.training.disk import Writing
 from l2l.training.evaluation import evaluate, own_rows
 from l2l.training.folder import RunFolder, TrainingError
 from l2l.training.parts import (
@@ -46,6 +47,7 @@ from l2l.training.parts import (
 
 T = TypeVar("T")
 
+DIVERGED = "diverged"  # kind of the metrics' line that says that a run was given up
 EXPORT = "export"  # kind of the metrics' line that says that the model was written
 PADDED_TO = 64  # lengths of rows that are not packed are multiples of this
 NUM_EVALUATIONS = 10  # in a run, if nothing else is said
@@ -82,7 +84,11 @@ class Training:
         self._saving: Saving | None = None
         self._saved_step = 0
         self._plan: Plan | None = None
-        self.has_begun = False  # whether there is something to save
+        self._end: Callable[[], None] | None = None  # to be called when a block is left
+        self._is_undisturbed = False
+        self._is_held = False  # the run folder, by this process
+        self.has_begun = False  # whether something is written: `stop` leaves it in order
+        self.has_stepped = False
         self._tokenizer = make_tokenizer(settings)
         self._pad_id = pad_id_of(self._tokenizer)
         self._examples, self._held_out = self._read(settings)
@@ -92,7 +98,7 @@ class Training:
             num_labels=self._examples.num_labels,
             label_names=self._examples.label_names,
         )
-        self._check_vocabulary()
+        self._check_vocabulary(settings.model.folder)
         if settings.training.rows < self._world.size:
             raise TrainingError(
                 f"[training] rows = {settings.training.rows}, but there are {self._world.size} "
@@ -151,7 +157,8 @@ class Training:
             )
             latest = self._first_says(lambda: self._take_over(holding, checkpoints))
             if self._world.rank:
-                self._own = RunFolder(Path(holding.enter_context(TemporaryDirectory())))
+                with self._undisturbed():
+                    self._own = RunFolder(Path(holding.enter_context(TemporaryDirectory())))
                 if self._folder.metrics_file.exists():
                     shutil.copy(self._folder.metrics_file, self._own.metrics_file)
             step, changes = self._compare(latest) if latest is not None else (0, [])
@@ -171,6 +178,10 @@ class Training:
                     self._load(engine, latest)
                 else:
                     self._try_packing(engine)
+                self._check_disk(engine, checkpoints)
+                if not self._settings.data.packing:
+                    engine.evaluate(own_rows(self._widest_batch(), self._world))
+                self.has_begun = True
                 self._write_settings()
                 return self._train(engine, checkpoints)
 
@@ -178,12 +189,14 @@ class Training:
         self, holding: contextlib.ExitStack, checkpoints: CheckpointFolder
     ) -> Path | None:
         """Keep others from the run folder; returns the checkpoint to go on with."""
-        if not self._resume:
-            with self._folder.held():  # nobody trains there
-                earlier = self._folder.set_aside()
-            if earlier is not None:
-                self._display.say(f"the run that was there is now {earlier}")
-        holding.enter_context(self._folder.held())
+        with self._undisturbed():
+            if not self._resume:
+                with self._folder.held():  # nobody trains there
+                    earlier = self._folder.set_aside()
+                if earlier is not None:
+                    self._display.say(f"the run that was there is now {earlier}")
+            holding.enter_context(self._folder.held())
+            self._is_held = True
         checkpoints.tidy()
         return checkpoints.latest()
 
@@ -216,6 +229,39 @@ class Training:
         """Finish the step, save, and end; may be called from a signal handler."""
         self._stops = True
 
+    def interrupt(self, end: Callable[[], None]) -> bool:
+        """For a signal handler: stop, or `end` the process if nothing is written yet.
+
+        Returns:
+            whether the run goes on until it has saved what there is.
+        """
+        if self.has_begun:
+            self.stop()
+        elif self._is_undisturbed:
+            self._end = end
+        else:
+            self._forget()
+            end()
+        return self.has_begun
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Let `interrupt` wait for the end of a block, to know what the block has made."""
+        self._is_undisturbed = True
+        try:
+            yield
+        finally:
+            self._is_undisturbed = False
+        if self._end is not None:
+            self.interrupt(self._end)
+
+    def _forget(self) -> None:
+        """Leave nothing where nothing was written."""
+        if self._is_held:
+            self._folder.forget_if_empty()
+        if self._own is not self._folder:
+            shutil.rmtree(self._own.root, ignore_errors=True)
+
     # -- before the first step ---------------------------------------------------------------------
 
     def _read(self, settings: Settings) -> tuple[Examples, Examples | None]:
@@ -232,15 +278,16 @@ class Training:
             records, tokenizer=tokenizer, form=settings.form, like=examples
         )
 
-    def _check_vocabulary(self) -> None:
+    def _check_vocabulary(self, folder: Path) -> None:
         model: Any = self._model
         size = model.get_input_embeddings().num_embeddings
         sets = [one for one in (self._examples, self._held_out) if one is not None and len(one)]
         most = max(self._pad_id, *(int(one.ids.max()) for one in sets))
         if most >= size:
             raise TrainingError(
-                f"the tokenizer makes token {most}, but the model has {size} embeddings. Expected "
-                "a tokenizer that belongs to the model: is the folder complete?"
+                f"the tokenizer in {folder} (tokenizer.json or the like) makes token {most}, but "
+                f"the model has {size} embeddings (vocab_size in config.json). Expected a "
+                "tokenizer that belongs to the model: is the folder complete?"
             )
 
     def _make_batches(self, *, packing: bool | None) -> None:
@@ -274,14 +321,17 @@ class Training:
         most = getattr(config.get_text_config(), "max_position_embeddings", None)
         if isinstance(most, int) and length > most:
             self._display.say(f"note: rows of {length} tokens, but the model is made for {most}")
-        parameters = sum(parameter.numel() for parameter in self._model.parameters())
         kind = type(self._model).__name__
-        lines = [f"model: {kind}, {parameters:,} parameters, {settings.model.folder}"]
+        lines = [f"model: {kind}, {self._num_parameters:,} parameters, {settings.model.folder}"]
         lines += [f"data: {', '.join(settings.data.source)}", str(self._examples.statistics)]
         if self._held_out is not None:
             lines.append(f"evaluation: {len(self._held_out):,} examples")
         lines += [str(self._batches), f"{self._num_steps:,} steps"]
         self._display.say("\n".join(lines))
+
+    @property
+    def _num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self._model.parameters())
 
     def _sample(self) -> str:
         """The first row of the first batch, as text."""
@@ -335,6 +385,25 @@ class Training:
         )
         self._make_batches(packing=False)
         self._display.say(f"{self._batches}\n{self._num_steps:,} steps")
+
+    def _check_disk(self, engine: Engine, checkpoints: CheckpointFolder) -> None:
+        """Refuse a disk that does not take what will be written.
+
+        Raises:
+            TrainingError: it does not.
+        """
+        output = self._settings.output
+        itemsize = 4 if output.export_dtype == "float32" else 2
+        writing = Writing(
+            checkpoint_bytes=sum(self._world.gather_facts(engine.checkpoint_bytes)),
+            num_present=len(checkpoints.all()),
+            num_saves=sum(
+                map(self._is_saved_after, range(engine.step_number + 1, self._num_steps + 1))
+            ),
+            keep=self._settings.checkpoint.keep,
+            export_bytes=itemsize * self._num_parameters if output.export else 0,
+        )
+        self._first_says(lambda: writing.check(self._folder))
 
     def _compare(self, latest: Path) -> tuple[int, list[str]]:
         """See whether a checkpoint is of this run; its step, and what settings have changed.
@@ -446,9 +515,7 @@ class Training:
 
     def _steps(self, engine: Engine, checkpoints: CheckpointFolder, progress: Progress) -> bool:
         """All steps that are left; False if the run was stopped on the way."""
-        if not self._settings.data.packing:
-            engine.evaluate(own_rows(self._widest_batch(), self._world))
-        step, self.has_begun = engine.step_number, True
+        step = engine.step_number
         self._evaluate(engine, progress, step)
         if step and self._is_saved_after(step) and not progress.has_checkpoint(step):
             progress.checkpoint_begun(step, self._name_of(checkpoints.path_of(step)))
@@ -459,16 +526,19 @@ class Training:
             for group in engine.optimizer.param_groups:
                 group["lr"] = rate
             report = engine.step(own_rows(self._batches.batch(step), self._world))
-            step += 1
+            step, self.has_stepped = step + 1, True
             if not has_prepared and any(map(self._is_saved_after, range(step, self._num_steps))):
                 engine.prepare_saving()  # now that everything else has its memory
             has_prepared = True
             progress.step_begun(step, report, learning_rate=rate)
+            self._refuse_divergence(checkpoints, progress)
             self._look_at(engine, progress)
+            self._spare_no_longer(checkpoints, progress)
             self._evaluate(engine, progress, step)
             if self._is_saved_after(step):
                 self._save(engine, checkpoints, progress)
         progress.catch_up()
+        self._refuse_divergence(checkpoints, progress)
         if step != self._saved_step:
             self._save(engine, checkpoints, progress)
         return step >= self._num_steps and not self._all_stop
@@ -521,6 +591,55 @@ class Training:
         if found is not None:
             progress.evaluated(step, found, seconds=time.perf_counter() - began)
 
+    def _last_good(self, checkpoints: CheckpointFolder, progress: Progress) -> Path | None:
+        """The newest checkpoint from which a step was made: it is kept until the next such one.
+
+        The step before a bad one may be what has made the weights useless.
+        """
+        good = [path for path in checkpoints.all() if progress.is_good(_step_of(path) + 1)]
+        return good[-1] if good else None
+
+    def _spare_no_longer(self, checkpoints: CheckpointFolder, progress: Progress) -> None:
+        """Delete the checkpoint that was spared, once there is a newer good one."""
+        if checkpoints.spared is None or self._saving is not None or self._world.rank:
+            return
+        if progress.is_good(self._saved_step + 1):
+            checkpoints.spared = None
+            checkpoints.prune(checkpoints.path_of(self._saved_step))
+
+    def _refuse_divergence(self, checkpoints: CheckpointFolder, progress: Progress) -> None:
+        """Give up after too many bad steps in a row.
+
+        Raises:
+            TrainingError: there were.
+        """
+        most = min(self._settings.training.max_bad_steps, max(1, self._num_steps // 2))
+        if not most or progress.num_bad < most:
+            return
+        self._finish_saving(progress)
+        last, number = progress.last_read, progress.num_bad
+        good = self._last_good(checkpoints, progress)
+        later = [
+            path.name for path in checkpoints.all() if good and _step_of(path) > _step_of(good)
+        ]
+        progress.note(DIVERGED, last, since=last - number + 1, interrupted=True)
+        found = (
+            f"{number} steps in a row, {last - number + 1} to {last} of {self._num_steps}, were "
+            "skipped because the loss or a gradient was not finite; their weights were left alone "
+            f"({progress.num_skipped} steps were skipped in all). Usual causes: a learning rate "
+            "that is too high, no warm-up, data that the loss is not finite for, a precision that "
+            "does not hold the model's numbers (try bfloat16 or float32). Nothing was exported. "
+        )
+        if good is None:
+            advice = "There is no checkpoint from before: change the settings and begin anew."
+        else:
+            gone = f"delete {' and '.join(later)} beside it, " if later else ""
+            advice = (
+                f"The last good checkpoint is {good}. To go on from it: {gone}change the settings, "
+                f"then l2l train {self._folder.root}."
+            )
+        raise TrainingError(f"{found}{advice} [training] max_bad_steps says how many are too many.")
+
     def _save(self, engine: Engine, checkpoints: CheckpointFolder, progress: Progress) -> None:
         """Begin to save; what was begun before is there when this returns.
 
@@ -531,6 +650,9 @@ class Training:
         self._finish_saving(progress)
         step = engine.step_number
         folder = checkpoints.path_of(step)
+        self._spare_no_longer(checkpoints, progress)
+        if step < self._num_steps or progress.num_bad:
+            checkpoints.spared = self._last_good(checkpoints, progress)
         progress.checkpoint_begun(step, self._name_of(folder), interrupted=self._all_stop)
         progress.saving = folder.name
         self._saving = checkpoints.save(engine, extra=self._extra(), background=True)
@@ -573,6 +695,10 @@ class Training:
             f"saved {saving.folder.name}: {format_bytes(saving.num_bytes)} in {saving.seconds:.1f} "
             f"s{waited if saving.stall_seconds >= LEAST_STALL_SECONDS else ''}"
         )
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 @contextlib.contextmanager
