@@ -46,6 +46,8 @@ no other thread draws.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -100,12 +102,12 @@ class RandomNumbers:
         """Draw from these generators, in this thread and in what autograd runs for it."""
         _register()
         outer = current()
-        torch._C._stash_obj_in_tls(_THREADS_OWN, self)
+        _hold_for_thread(self)
         try:
             with torch._C._IncludeDispatchKeyGuard(_key()):
                 yield
         finally:
-            torch._C._stash_obj_in_tls(_THREADS_OWN, outer)
+            _hold_for_thread(outer)
             if self._before is not None and outer is not self:
                 self._set(self._defaults, self._before)
                 self._before = None
@@ -181,6 +183,25 @@ def _moved(start: Tensor, after: Tensor) -> int | None:
     )
     moved: int = position_after - position
     return moved if seed == seed_after and moved >= 0 else None
+
+
+def _hold_for_thread(numbers: RandomNumbers | None) -> None:
+    """Let a scope's random numbers, or none, be those of this thread and of autograd's for it."""
+    if _steals_references():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(numbers))
+    torch._C._stash_obj_in_tls(_THREADS_OWN, numbers)
+
+
+@cache
+def _steals_references() -> bool:
+    """Whether torch takes over a reference to what it holds for a thread, as older ones do."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(f"{_THREADS_OWN}, tried", probe)
+    steals = sys.getrefcount(probe) == before
+    if steals:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return steals
 
 
 def current() -> RandomNumbers | None:

@@ -186,7 +186,7 @@ class Proof:
         theirs = self._theirs
         assert theirs is not None
         if self.microbatches:
-            mine, failure = self._evidence(rule, run, buffers), None
+            mine, failure = self._evidence_of(rule, run, buffers), None
             if not theirs.is_finite:
                 self._give_up("the model's own code has a loss or a gradient that is not finite")
                 return
@@ -205,6 +205,18 @@ class Proof:
                 raise ProofError(found[0])
             self._memory.add(self._known.get(path))
         self._done.add(path)
+
+    def _evidence_of(self, rule: Rule, run: Run, buffers: Buffers) -> Evidence:
+        """The engine's, or a refusal: the model's own code runs the same rows."""
+        try:
+            return self._evidence(rule, run, buffers)
+        except (ValueError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ProofError(
+                f"the engine fails where the model's own code does not: {type(error).__name__}: "
+                f"{error}. Nothing has been changed; please report the model."
+            ) from error
 
     @property
     def _tolerance(self) -> float:
