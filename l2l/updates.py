@@ -198,9 +198,12 @@ class Updates:
         return waiting
 
     def put_back(self) -> None:
-        """Let updates wait again that a step has taken, which failed before they were done."""
+        """Let updates wait again that a step has taken, which failed before they were done.
+
+        Not if the update lane has failed: a part of one may be done, and nobody may do it again.
+        """
         for waiting in self.taken:
-            if not waiting.performed:
+            if not (waiting.performed or self._device.has_failed):
                 self._server.leave(waiting)
         self.taken = []
 

@@ -1,6 +1,5 @@
 """State is whole or says so: interrupts, forks and threads, gradients and losses not finite."""
 
-import contextlib
 import importlib.util
 import logging
 import math
@@ -28,7 +27,6 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, WIDTH)
-        self.bad = math.nan  # what the gradient of its weight becomes
         self.number = 0
 
     def forward(self, hidden: Tensor, spoilt: Tensor) -> Tensor:
@@ -112,8 +110,8 @@ def campaign() -> Any:
 
 def test_interrupts_at_random_instants_leave_the_engine_whole_or_torn(tmp_path: Path) -> None:
     interrupts = campaign()
-    rows = interrupts.run(tries=56, folder=tmp_path, seed=1)
-    assert sum(row.tries for row in rows) >= 56
+    rows = interrupts.run(tries=42, folder=tmp_path, seed=1)
+    assert sum(row.tries for row in rows) == 42
     assert sum(row.before + row.after for row in rows) > 0
     assert [row for row in rows if row.half or row.unusable or row.others] == []
 
@@ -388,8 +386,4 @@ def test_a_skipped_step_says_why_and_three_at_first_are_an_error(
 def test_the_search_for_a_loss_scale_is_no_error() -> None:
     with make(precision="float16") as engine:
         engine._scaler.scale.value = 2.0**40
-        skipped = 0
-        for n in range(8):
-            with contextlib.suppress(StopIteration):
-                skipped += engine.step(batch(n)).skipped
-        assert skipped > 3
+        assert sum(engine.step(batch(n)).skipped for n in range(8)) > 3

@@ -215,7 +215,6 @@ class CheckingDevice(Device):
                 one.num_done = one.num_submitted = max(one.num_done, one.num_submitted)
         if self._worker is not None:
             self._worker.finish()
-            self._worker_events.clear()
         else:  # it may have work of earlier steps
             self._advance(Lane.UPDATE, self._queues[Lane.UPDATE].num_submitted)
 
