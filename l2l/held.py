@@ -122,6 +122,11 @@ class Reader:
         finally:
             self._num_running -= 1
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a step runs."""
+        return bool(self._num_running)
+
     def forget(self) -> None:
         """The weights change: copies that were given out are of the past."""
         self._copies.clear()
@@ -469,7 +474,7 @@ def _refuse_pass(name: str, parameter: Any, others: list[Tensor]) -> None:
     if all(isinstance(one, WeightCopy) or not one.dim() for one in others):
         return  # a question about weights alone
     place: Place = parameter.__dict__[KEY]
-    if place.reader._num_running:
+    if place.reader.is_running:
         return  # there is more to say of that
     raise RuntimeError(
         f"the model's weights are in an engine ('{name}' was given {place.owner!r}), so the model, "
@@ -484,6 +489,11 @@ def _refuse_write(name: str, tensor: Any, *, elsewhere: bool = False) -> NoRetur
     place: Place = tensor.place if isinstance(tensor, WeightCopy) else tensor.__dict__[KEY]
     owner = place.owner
     place.reader.forget()  # it may have happened, to a copy
+    if place.reader.is_running:
+        raise CutError(
+            f"code that the engine runs ('{name}') writes to {owner!r} of the model itself, whose "
+            "weights are in the engine. Expected code that leaves parameters to the optimizer."
+        )
     if elsewhere:
         raise RuntimeError(
             f"'{name}' writes {owner!r} into another tensor with gradients on, and no gradient can "

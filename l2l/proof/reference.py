@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -159,7 +160,8 @@ class Reference:
         """Real weights around the layers, watched layers; all is as before at the end."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget)
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if "torch._dynamo" in sys.modules:  # else nothing was compiled, and it takes a second
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._set_modes(stack)
             parameters = {**self._carved.outer_tensors.parameters}
             for tensors in self._carved.layer_tensors:
