@@ -158,9 +158,9 @@ def read_config(folder: Path | str, **settings: Any) -> Any:
             "file. Nothing is downloaded: to have a model of the Hugging Face Hub here, say "
             "'hf download NAME --local-dir FOLDER'."
         )
-    read_json(path)
     transformers = library()
     try:
+        read_json(path)
         config = transformers.AutoConfig.from_pretrained(
             path if path.name != "config.json" else path.parent, trust_remote_code=False, **settings
         )
