@@ -415,10 +415,9 @@ def _rebind(copy: nn.Module, copies: Mapping[int, nn.Module]) -> None:
     """Let functions that a module holds, and its hooks, work on the copies."""
     attributes = copy.__dict__
     for name, value in list(attributes.items()):
-        if name in HOOKS and value:
+        if name in HOOKS:  # its own: what is hooked into the one is not hooked into the other
             rebound = {key: _translated(hook, copies) for key, hook in value.items()}
-            if any(rebound[key] is not hook for key, hook in value.items()):
-                attributes[name] = type(value)(rebound)
+            attributes[name] = type(value)(rebound)
         elif callable(value):
             attributes[name] = _translated(value, copies)
 

@@ -161,11 +161,12 @@ class Updates:
             self._show(step, unit, self._server.units[unit].held.staging_layout.views(staging))
 
     def show_waiting(self, step: Step) -> None:
-        """Show the gradients of all updates that a step has left."""
-        for unit, waiting in self._server.waiting.items():
+        """Show the gradients of all updates that a step has left; those on the device are done."""
+        for unit, waiting in list(self._server.waiting.items()):
             waiting.drained.synchronize()
             if waiting.gradient is None:
                 self._show(step, unit, self._transfer.gradients(unit, f"G{unit}"))
+                self._server.take_waiting(unit)
             else:
                 self._show_staged(step, unit, waiting.gradient)
 

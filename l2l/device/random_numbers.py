@@ -306,8 +306,7 @@ def _redirected(
     **kwargs: Any,
 ) -> Any:
     """The operator with the scope's generator, unless the caller gave one."""
-    arguments = operator._schema.arguments
-    position = next(i for i, argument in enumerate(arguments) if argument.name == "generator")
+    position = _arguments(operator)[0].index("generator")
     if kwargs.get("generator") is not None or (len(args) > position and args[position] is not None):
         return below(*args, **kwargs)
     numbers.num_draws += 1
@@ -341,9 +340,16 @@ def _named(
     operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Arguments by name, as far as they are not those that an operator has by itself."""
-    arguments = operator._schema.arguments
+    names, missing = _arguments(operator)
+    return missing | dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+@cache
+def _arguments(operator: torch._ops.OpOverload) -> tuple[list[str], dict[str, Any]]:
+    """Names of an operator's arguments, and the values that some have by themselves."""
+    arguments = operator._schema.arguments  # takes milliseconds to read
     missing = {one.name: one.default_value for one in arguments if one.has_default_value()}
-    return missing | dict(zip((one.name for one in arguments), args, strict=False)) | dict(kwargs)
+    return [one.name for one in arguments], missing
 
 
 def _native_dropout(

@@ -32,7 +32,8 @@ from l2l.loss import LossFunction, require_loss
 from l2l.parameter_server import ParameterServer
 from l2l.proof.evidence import Evidence
 
-SMALL_BYTES = 1 << 12  # of a saved tensor that may stay on the device
+SAVED_BYTES = 128 << 20  # of a microbatch that may wait on the device
+_HOST = torch.device("cpu")
 
 SeedOf = Callable[[int | None, int], int]
 """The seed of a layer, or of the code around them (None), for a microbatch."""
@@ -96,7 +97,7 @@ class Reference:
         self._around: set[int] = set()  # addresses of weights around the layers
         self._running: int | None = None
         self._outer_random: Any = None
-        self._m = 0
+        self._m = self._saved_bytes = 0
         self._evidence = Evidence(self._place)
         self._factor = 1.0
 
@@ -139,6 +140,7 @@ class Reference:
             for name, value in microbatch.items()
         }
         self._device.seed(self._seed_of(None, self._m))
+        self._saved_bytes = 0
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with torch.enable_grad(), hooks:
             outputs = self._model(**inputs)
@@ -160,9 +162,11 @@ class Reference:
         """Real weights around the layers, watched layers; all is as before at the end."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget)
+            for module in self._model.modules():
+                stack.callback(_put_back, module, _contents(module))
             if "torch._dynamo" in sys.modules:  # else nothing was compiled, and it takes a second
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            self._set_modes(stack)
+            self._set_modes()
             parameters = {**self._carved.outer_tensors.parameters}
             for tensors in self._carved.layer_tensors:
                 parameters |= tensors.parameters
@@ -180,7 +184,8 @@ class Reference:
                     taken = functools.partial(self._take, owner)
                     hook = parameter.register_post_accumulate_grad_hook(taken)  # type: ignore[no-untyped-call]
                     stack.callback(hook.remove)
-            self._bind_buffers(stack)
+            for owner, buffer in self._carved.skeleton.buffers().items():
+                self._set_buffer(owner, buffer.to(self._place, copy=True))
             for name in units:
                 if not name.startswith("L"):
                     weights = self._brought(name)
@@ -189,27 +194,19 @@ class Reference:
                         if owner in parameters:
                             parameters[owner].data = view
             for index, layer in enumerate(self._layers):
-                self._watch(index, layer, stack)
+                self._watch(index, layer)
             yield
 
-    def _set_modes(self, stack: contextlib.ExitStack) -> None:
+    def _set_modes(self) -> None:
         """As `CarvedModel.set_training`; on the host in evaluation mode."""
-        modes = [(module, module.training) for module in self._model.modules()]
-        stack.callback(lambda: [module.__dict__.update(training=mode) for module, mode in modes])
-        for module, given in modes:
-            mode = False if self._on_host else given if self._model.training else True
-            module.__dict__["training"] = mode
+        trains = self._model.training
+        for module in self._model.modules():
+            given = module.training if trains else True
+            module.__dict__["training"] = given and not self._on_host
 
     def _nothing(self, parameter: nn.Parameter, dtype: torch.dtype | None) -> Tensor:
         value = torch.nan if parameter.is_floating_point() else 0
         return torch.full((), value, dtype=dtype, device=self._place).expand(parameter.shape)
-
-    def _bind_buffers(self, stack: contextlib.ExitStack) -> None:
-        """Buffers around the layers, on the device; those of layers come with their weights."""
-        for module in self._model.modules():
-            stack.callback(module._buffers.update, dict(module._buffers))
-        for owner, buffer in self._carved.skeleton.buffers().items():
-            self._set_buffer(owner, buffer.to(self._place, copy=True))
 
     def _set_buffer(self, owner: str, value: Tensor) -> None:
         for module, local in self._buffer_places[owner]:
@@ -230,7 +227,7 @@ class Reference:
                     found.setdefault(owners[id(buffer)], []).append((module, local))
         return found
 
-    def _watch(self, index: int, layer: nn.Module, stack: contextlib.ExitStack) -> None:
+    def _watch(self, index: int, layer: nn.Module) -> None:
         """Have the weights there whenever the layer's code runs, called in whatever way."""
 
         def enter(*_: Any) -> None:
@@ -239,12 +236,8 @@ class Reference:
         def leave(*_: Any) -> None:
             self._leave(index)
 
-        handles = [
-            layer.register_forward_pre_hook(enter, prepend=True),
-            layer.register_forward_hook(leave, always_call=True),
-        ]
-        for handle in handles:
-            stack.callback(handle.remove)
+        layer.register_forward_pre_hook(enter, prepend=True)
+        layer.register_forward_hook(leave, always_call=True)
         inner = layer.forward
 
         @functools.wraps(inner)
@@ -257,8 +250,6 @@ class Reference:
             finally:
                 self._leave(index)
 
-        own = {name: layer.__dict__[name] for name in _CALLS if name in layer.__dict__}
-        stack.callback(_put_back, layer, own)
         layer.__dict__["forward"] = forward
         layer.__dict__["_compiled_call_impl"] = None
 
@@ -318,7 +309,9 @@ class Reference:
         return found
 
     def _brought(self, name: str) -> Tensor:
-        return self._server.whole(name).weights.to(self._place, copy=True)
+        # Nobody waits: the host's weights stay as they are meanwhile.
+        weights = self._server.whole(name).weights
+        return weights.to(self._place, copy=True, non_blocking=True)
 
     def _pack(self, tensor: Tensor) -> Any:
         address = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
@@ -326,8 +319,10 @@ class Reference:
             shape, strides = tuple(tensor.shape), tuple(tensor.stride())
             layer, start = self._spans[address], int(tensor.storage_offset())
             return _Spot(layer, start, shape, strides, tensor.dtype)
-        is_small = tensor.nbytes <= SMALL_BYTES or tensor.device.type == "cpu"
-        return tensor if is_small or address in self._around else (tensor.device, tensor.cpu())
+        self._saved_bytes += 0 if address in self._around else tensor.nbytes
+        if self._saved_bytes <= SAVED_BYTES or address in self._around or tensor.device == _HOST:
+            return tensor
+        return tensor.device, tensor.cpu()
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _Spot):
@@ -350,13 +345,25 @@ class Reference:
             held.clear()
 
 
-_CALLS = ("forward", "_compiled_call_impl")
+Contents = dict[str, tuple[Any, Any]]
+"""Attributes of a module: each with a copy of what is in it, if it is a container."""
 
 
-def _put_back(layer: nn.Module, own: Mapping[str, Any]) -> None:
-    for name in _CALLS:
-        layer.__dict__.pop(name, None)
-    layer.__dict__.update(own)
+def _contents(module: nn.Module) -> Contents:
+    return {
+        name: (value, value.copy() if isinstance(value, dict | set) else None)
+        for name, value in module.__dict__.items()
+    }
+
+
+def _put_back(module: nn.Module, contents: Contents) -> None:
+    """Let a module have the attributes, and containers the entries, that it had."""
+    module.__dict__.clear()
+    for name, (value, inside) in contents.items():
+        if inside is not None:
+            value.clear()
+            value.update(inside)
+        module.__dict__[name] = value
 
 
 def _restore(parameter: nn.Parameter, gradient: Tensor | None) -> None:
