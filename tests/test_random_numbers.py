@@ -220,6 +220,10 @@ def test_an_operator_without_a_generator_borrows_the_default_one(numbers: Random
     assert torch.equal(numbers.borrow(torch.device("cpu"), run), expected)
     assert torch.equal(numbers.state()[0], before)
     assert torch.equal(torch.get_rng_state(), before)
+    numbers.seed(6)  # through another operator that borrows: the state moves on, once
+    device = torch.device("cpu")
+    assert torch.equal(numbers.borrow(device, lambda: numbers.borrow(device, run)), expected)
+    assert torch.equal(numbers.state()[0], before)
 
 
 class OfAnAccelerator:
@@ -258,10 +262,10 @@ def test_a_fused_kernel_runs_again_if_somebody_else_has_drawn(numbers: RandomNum
         assert (default.seed, default.position) == (7, 0)
         return found
 
-    assert borrow("a", moves=8, others=[]) == [(5, 0)]
+    assert borrow("a", moves=8, others=[4]) == [(5, 4), (5, 0), (5, 0)]  # until it is known
     assert borrow("a", moves=8, others=[4, None]) == [(5, 12), (99, 8), (5, 8)]
     assert own.position == 16
-    assert borrow("b", moves=4, others=[]) == [(5, 16)]
+    assert borrow("b", moves=4, others=[]) == [(5, 16), (5, 16)]
     found = borrow("a", moves=12, others=[])  # it moves further by itself
     assert set(found) == {(5, 20)}
     assert own.position == 32

@@ -96,6 +96,7 @@ class RandomNumbers:
         self._moves: dict[tuple[object, ...], int] = {}  # how far a fused kernel moves a generator
         self.seeds_defaults = False  # [Note: others' generators]
         self.num_draws = 0  # operators that have drawn from here
+        self._is_borrowing = False
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -151,10 +152,13 @@ class RandomNumbers:
             run: draws, and may run more than once.
             key: what is alike for all that move the generator as far.
         """
+        if self._is_borrowing:  # the operator is a part of one that borrows
+            return run()
         own, default = self._own[device], self._defaults[device]
         last, times = None, 0
         with _borrowing:
             before, start = default.get_state(), own.get_state()
+            self._is_borrowing = True
             try:
                 while True:
                     default.set_state(start)
@@ -167,11 +171,14 @@ class RandomNumbers:
                     last = moved
                     if moved is None:
                         continue
-                    if moved <= self._moves.get(key, moved) or times == OFTEN:
+                    known = self._moves.get(key)  # the first time it must move as far twice
+                    is_known = known is not None and moved <= known
+                    if is_known or times == (2 if known is None else OFTEN):
                         self._moves[key] = moved
                         break
                 own.set_state(after)
             finally:
+                self._is_borrowing = False
                 default.set_state(before)
         return result
 
