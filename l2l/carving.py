@@ -632,7 +632,7 @@ class CarvedModel:
         self.returns: dict[str, Returns] = {}
         self.changing_input: set[str] = set()  # structures that write into their hidden state
         self._modes_as_given = model.training
-        self._takes_use_cache = _takes_use_cache(skeleton)
+        self._takes_use_cache = takes_use_cache(skeleton)
         self._configs = configs_of(model)
         self._around = model.get_submodule(self.list_name.rpartition(".")[0])
 
@@ -1012,7 +1012,7 @@ def _structure(layer: nn.Module, numbering: frozenset[tuple[str, str]]) -> str:
     )
 
 
-def _takes_use_cache(model: nn.Module) -> bool:
+def takes_use_cache(model: nn.Module) -> bool:
     """Whether the model makes a cache unless told not to; both passes would append to it.
 
     A wrapper, such as an adapter's, hands the argument on to the module inside that takes it.

@@ -156,6 +156,16 @@ class Updates:
                 if owner in step.received.get(unit, ()):
                     step.witness(owner, gradient)
 
+    def _show_summed(self, step: Step, unit: str, slot: str) -> None:
+        """The same of gradients on the device: what this rank holds of them."""
+        one = self._server.units[unit]
+        sums = self._transfer.gradients(unit, slot) if step.witness is not None else {}
+        self._show(
+            step,
+            unit,
+            {o: g.view(-1)[one.form.trained.piece(o, one.share)] for o, g in sums.items()},
+        )
+
     def _show_staged(self, step: Step, unit: str, staging: Tensor) -> None:
         if step.witness is not None:
             self._show(step, unit, self._server.units[unit].held.staging_layout.views(staging))
@@ -165,7 +175,7 @@ class Updates:
         for unit, waiting in list(self._server.waiting.items()):
             waiting.drained.synchronize()
             if waiting.gradient is None:
-                self._show(step, unit, self._transfer.gradients(unit, f"G{unit}"))
+                self._show_summed(step, unit, f"G{unit}")
                 self._server.take_waiting(unit)
             else:
                 self._show_staged(step, unit, waiting.gradient)
@@ -337,7 +347,7 @@ class Updates:
     ) -> None:
         """The update of a piece whose weights and gradients are on the device."""
         if piece == "p0":
-            self._show(step, unit, self._transfer.gradients(unit, gradient_slot))
+            self._show_summed(step, unit, gradient_slot)
             self._withdraw(step, unit)
             norms = self._transfer.norms(
                 unit, gradient_slot, received=step.received.get(unit, set())
@@ -430,7 +440,7 @@ class Updates:
         gradients = self._transfer.gradients(unit, gradient_slot)
         loss, weight = step.device_losses.sum(0)
         finite = (loss / weight if step.divide_by_weight else loss).isfinite()
-        self._show(step, unit, gradients)
+        self._show_summed(step, unit, gradient_slot)
         if step.witness is not None:
             return
         reduced = step.reduced.pop(unit, None)

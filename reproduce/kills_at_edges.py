@@ -146,7 +146,7 @@ def wait_for_edge(run: Run, edge: str, chance: random.Random, *, seconds: float)
         step = chance.choice(range(2, run.num_steps + 1, 2))
         watched = run.output / f"checkpoints/step-{step:08d}.partial"
     elif edge == "export":
-        watched = run.output / ".model.partial"
+        watched = run.output / "model.partial"
     else:
         watched = None
     while watched is not None and not watched.exists():

@@ -429,7 +429,7 @@ def test_a_sketch_shows_how_far_two_gradients_are_apart() -> None:
     distance = float((one.gradients["w"] - other.gradients["w"]).norm()) / 2**0.5
     assert distance == pytest.approx(float((gradient - wrong).norm()), rel=0.1)
     with pytest.raises(ProofError, match="'w'"):
-        check(one, other, tolerance=1e-5, order=["w"], noise=lambda: other.scaled(1 + 1e-9))
+        check(one, other, tolerance=1e-5, order=["w"], noise=lambda _: other.scaled(1 + 1e-9))
 
 
 def test_what_is_nothing_but_rounding_is_no_difference() -> None:
@@ -438,9 +438,9 @@ def test_what_is_nothing_but_rounding_is_no_difference() -> None:
     for evidence, seed in ((mine, 0), (theirs, 1), (again, 2)):
         drawn = torch.Generator().manual_seed(seed)
         evidence.add("bias of keys", 1e-9 * torch.randn(64, generator=drawn))
-    check(mine, theirs, tolerance=1e-5, order=["bias of keys"], noise=lambda: again)
+    check(mine, theirs, tolerance=1e-5, order=["bias of keys"], noise=lambda _: again)
     with pytest.raises(ProofError, match="'bias of keys'"):
-        check(mine, theirs, tolerance=1e-5, order=["bias of keys"], noise=lambda: theirs)
+        check(mine, theirs, tolerance=1e-5, order=["bias of keys"], noise=lambda _: theirs)
     assert ODD_FACTOR not in (1.0, 2.0)
 
 

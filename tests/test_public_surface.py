@@ -82,6 +82,7 @@ def test_arguments_of_the_engine() -> None:
         "embedding": None,
         "kernel": "native",
         "seed": None,
+        "prove": True,
         "depth": None,
         "overrides": None,
         "group_size": None,
@@ -138,11 +139,11 @@ def test_arguments_of_its_methods() -> None:
 
 def test_members_of_the_layers() -> None:
     assert public_members(Layers) == [
-        "follow",
         "freeze",
         "frozen",
         "grow",
         "insert",
+        "layout_of",
         "remove",
         "state",
         "thaw",

@@ -100,7 +100,7 @@ def check(
     *,
     tolerance: float,
     order: Iterable[str],
-    noise: Callable[[], Evidence],
+    noise: Callable[[bool], Evidence | None],
 ) -> None:
     """Compare what the engine has found with what the model's own code has.
 
@@ -109,24 +109,25 @@ def check(
         theirs: of the model's own code.
         tolerance: of norms of differences, relative.
         order: names of parameters, as the model has them.
-        noise: the model's own code once more, rounded elsewhere ([Note: rounding]).
+        noise: gives, if that is wanted here or on another rank, the model's own code once more,
+            rounded elsewhere ([Note: rounding]).
 
     Raises:
         ProofError: they differ.
     """
-    _check_losses(mine.losses, theirs.losses, tolerance)
     suspects = {
         owner: found
         for owner in order
         if (found := _distance(mine.gradients.get(owner), theirs.gradients.get(owner)))
         > tolerance * _norm(theirs.gradients.get(owner))
     }
-    if suspects:
-        again = noise().gradients
-        for owner, distance in suspects.items():
-            rounding = _distance(again.get(owner), theirs.gradients.get(owner))
-            if not distance <= NOISE_MARGIN * rounding:
-                raise ProofError(_unlike(owner, mine.gradients, theirs.gradients, distance))
+    again = noise(bool(suspects))
+    _check_losses(mine.losses, theirs.losses, tolerance)
+    for owner, distance in suspects.items():
+        assert again is not None
+        rounding = _distance(again.gradients.get(owner), theirs.gradients.get(owner))
+        if not distance <= NOISE_MARGIN * rounding:
+            raise ProofError(_unlike(owner, mine.gradients, theirs.gradients, distance))
     _check_buffers(mine.buffers, theirs.buffers, tolerance)
 
 

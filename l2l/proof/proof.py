@@ -87,7 +87,7 @@ class Proof:
         seed_of: SeedOf,
         room: int | None,
     ) -> None:
-        """Run the model's own code, unless that was done; nothing else may be on the device.
+        """Run the model's own code, with the present weights; nothing else may be on the device.
 
         Args:
             batch: the first one.
@@ -97,8 +97,6 @@ class Proof:
             seed_of: as of `Reference`.
             room: device memory that there is; None: no limit is known.
         """
-        if self._theirs is not None:
-            return
         failure: Exception | None = None
         for on_host in self._places(room):
             for short in (True, False) if cut else (False,):
@@ -125,6 +123,7 @@ class Proof:
                     failure = error
                     continue
                 return
+        self._theirs = Evidence(torch.device("cpu"))
         self._give_up(f"the model's own code fails on a few rows: {failure}")
 
     def _places(self, room: int | None) -> tuple[bool, ...]:
@@ -164,7 +163,7 @@ class Proof:
         )
 
     def _give_up(self, reason: str) -> None:
-        self._theirs, self.microbatches = Evidence(torch.device("cpu")), []
+        self.microbatches = []
         logger.warning(
             "the first step is not compared with plain PyTorch: %s. Compare a few steps of a small "
             "version of this model yourself.",
@@ -183,28 +182,33 @@ class Proof:
         Raises:
             ProofError: the engine does not compute what the model's own code does.
         """
-        theirs = self._theirs
+        theirs, self._theirs = self._theirs, None  # weights change
         assert theirs is not None
         if self.microbatches:
             mine, failure = self._evidence_of(rule, run, buffers), None
-            if not theirs.is_finite:
-                self._give_up("the model's own code has a loss or a gradient that is not finite")
-                return
+            is_finite = all(self._world.gather_facts(theirs.is_finite))
             try:
-                check(
-                    mine,
-                    theirs,
-                    tolerance=self._tolerance,
-                    order=[name for name, _ in self._model.named_parameters()],
-                    noise=lambda: self._run_reference(rule, self._scale * ODD_FACTOR),
-                )
+                if is_finite:
+                    self._compare(mine, theirs, rule)
             except ProofError as error:
                 failure = str(error)
             found = [one for one in self._world.gather_facts(failure) if one is not None]
             if found:
                 raise ProofError(found[0])
-            self._memory.add(self._known.get(path))
+            if is_finite:
+                self._memory.add(self._known.get(path))
+            else:
+                self._give_up("the model's own code has a loss or a gradient that is not finite")
         self._done.add(path)
+
+    def _compare(self, mine: Evidence, theirs: Evidence, rule: Rule) -> None:
+        def noise(wanted: bool) -> Evidence | None:  # noqa: FBT001
+            if not any(self._world.gather_facts(wanted)):
+                return None
+            return self._run_reference(rule, self._scale * ODD_FACTOR)
+
+        order = [name for name, _ in self._model.named_parameters()]
+        check(mine, theirs, tolerance=self._tolerance, order=order, noise=noise)
 
     def _evidence_of(self, rule: Rule, run: Run, buffers: Buffers) -> Evidence:
         """The engine's, or a refusal: the model's own code runs the same rows."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from l2l.batch import Microbatch
-from l2l.carving import CarvedModel
+from l2l.carving import CarvedModel, configs_of, takes_use_cache, without_cache
 from l2l.device import Device
 from l2l.held import lend, take_back
 from l2l.loss import LossFunction, require_loss
@@ -143,7 +143,7 @@ class Reference:
         self._saved_bytes = 0
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with torch.enable_grad(), hooks:
-            outputs = self._model(**inputs)
+            outputs = self._outputs(inputs)
             function, weight = self._loss_function, 1.0
             found = require_loss(outputs) if function is None else function(outputs, inputs)
             if isinstance(found, tuple):
@@ -153,6 +153,17 @@ class Reference:
             if loss.requires_grad:
                 (loss.float() * self._factor).backward()  # type: ignore[no-untyped-call]
         return weight
+
+    def _outputs(self, inputs: Microbatch) -> Any:
+        """What the model returns; without a cache, unless the batch asks for one.
+
+        A cache is of no use in training, and some models attend otherwise where they make one.
+        """
+        if "use_cache" in inputs:
+            return self._model(**inputs)
+        extra = {"use_cache": False} if takes_use_cache(self._model) else {}
+        with without_cache(configs_of(self._model)):
+            return self._model(**inputs, **extra)
 
     # ----------------------------------------------------------------------------------------------
     # The user's model with real weights
