@@ -1137,9 +1137,10 @@ class Engine:
         While nothing is on the device, the model's own code is run for the proof.
         """
         must_plan = self._planning.must_plan(batch, rows=self._microbatch_size)
-        must_plan = any(self._world.gather_facts(must_plan))
+        facts = self._world.gather_facts((must_plan, self._is_placed))
+        must_plan, is_placed = any(fact[0] for fact in facts), all(fact[1] for fact in facts)
         is_proven = not proves or self._proof.is_done(batch, self._path())
-        if not must_plan and is_proven and all(self._world.gather_facts(self._is_placed)):
+        if not must_plan and is_proven and is_placed:
             return
         self._leave_device()
         outer = self._rehearsal.outer_units(self._is_looked_up)

@@ -294,6 +294,7 @@ def run(
 
 def main() -> int:
     """Run the campaign and print its table."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tries", type=int, default=1000, help="interrupts in all")
     parser.add_argument("--seed", type=int, default=0)

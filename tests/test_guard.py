@@ -21,6 +21,14 @@ ROOT = Path(__file__).parents[1]
 LAYERS, WIDTH, WORDS = 4, 8, 11
 
 
+@pytest.fixture(autouse=True)
+def interrupts_raise():
+    """Also in a process that was started in the background, where Ctrl-C is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Layer(nn.Module):
     """A layer whose gradient can be spoilt while its output stays finite."""
 

@@ -54,6 +54,7 @@ class Proof:
         self._memory = memory
         self._known: dict[tuple[object, ...], str | None] = {}  # keys of what was asked for
         self._done: set[tuple[object, ...]] = set()
+        self._agreed: set[tuple[object, ...]] = set()  # by all ranks, which have the same paths
         self._reference: Reference | None = None
         self._theirs: Evidence | None = None
         self._shares: list[float] = []
@@ -66,7 +67,9 @@ class Proof:
 
     def is_done(self, batch: Batches, path: tuple[object, ...]) -> bool:
         """Whether the code that a path names was proven, for all ranks."""
-        return all(self._world.gather_facts(self._is_done(batch, path)))
+        if path not in self._agreed and all(self._world.gather_facts(self._is_done(batch, path))):
+            self._agreed.add(path)
+        return path in self._agreed
 
     def _is_done(self, batch: Batches, path: tuple[object, ...]) -> bool:
         if path not in self._done:
