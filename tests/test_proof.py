@@ -27,7 +27,7 @@ from l2l.carving import Call as RecordedCall
 from l2l.device import CheckingDevice
 from l2l.lookup import HostRows
 from l2l.parameter_server import Adafactor
-from l2l.proof import Evidence, ProofError, ProofMemory
+from l2l.proof import Evidence, Proof, ProofError, ProofMemory
 from l2l.proof.evidence import ODD_FACTOR, WHOLE_ELEMENTS, check
 from l2l.proof.memory import key_of
 from l2l.rehearsal import Rehearsal
@@ -332,6 +332,33 @@ def test_a_proof_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_to_add(monkeypatch)
     with engine_of(Words(), prove=False) as engine:
         engine.step(batch())
+        assert engine.step_number == 1
+        assert not engine._proof._done
+
+
+@pytest.mark.parametrize("mutated", [False, True])
+def test_the_models_own_code_may_run_on_the_host(
+    mutated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the device has too little room for it: both run without dropout then."""
+    monkeypatch.setattr(Proof, "_places", lambda self, room: (True,))
+    if mutated:
+        drop_gradient_of_recorded(monkeypatch)
+    engine = engine_of(Words())
+    with pytest.raises(ProofError) if mutated else contextlib.nullcontext():
+        engine.step(batch())
+    assert engine._proof.on_host
+    assert bool(engine._proof._done) is not mutated
+    engine.close()
+
+
+def test_where_the_models_own_code_runs() -> None:
+    with engine_of(Words()) as engine:
+        proof, least = engine._proof, engine._proof._least_bytes()
+        proof._device = SimpleNamespace(torch_device=torch.device("cuda"))
+        assert proof._places(least) == (False, True)
+        assert proof._places(least - 1) == (True,)
+        assert proof._places(None) == (False, True)
 
 
 def test_a_model_that_cannot_run_a_few_rows_is_said(caplog: pytest.LogCaptureFixture) -> None:
