@@ -32,7 +32,7 @@ from l2l.proof.evidence import ODD_FACTOR, WHOLE_ELEMENTS, check
 from l2l.proof.memory import key_of
 from l2l.rehearsal import Rehearsal
 from l2l.relay import Relay
-from l2l.schedule import Schedule, Wait, make_schedule
+from l2l.schedule import Lane, Schedule, Wait, make_schedule
 from l2l.transfer import Transfer
 from l2l.updates import Updates, mix_seed
 
@@ -291,8 +291,9 @@ def test_a_mutation_of_the_engine_is_refused_and_nothing_changes(
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_deleted_wait_is_refused_where_the_device_runs_into_it() -> None:
-    """Every wait, one at a time; those that this device cannot run into change nothing."""
+@pytest.mark.parametrize("first", [Lane.COMPUTE, Lane.FETCH])
+def test_a_deleted_wait_is_refused_where_the_device_runs_into_it(first: Lane) -> None:
+    """Some waits, one at a time; those that this order cannot run into change nothing."""
     seen: list[Schedule] = []
 
     def without(number: int) -> Callable[[Any], Schedule]:
@@ -312,7 +313,7 @@ def test_a_deleted_wait_is_refused_where_the_device_runs_into_it() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(l2l.engine, "make_schedule", without(number))
             patch.setattr(l2l.engine, "PROVEN", ProofMemory(None))
-            engine = engine_of(Words(), device=CheckingDevice(), microbatch_size=2)
+            engine = engine_of(Words(), device=CheckingDevice(first=first), microbatch_size=2)
             found: list[float] = []
             with contextlib.suppress(ProofError):
                 found = [engine.step(batch(seed=seed)).loss for seed in (0, 1)]
@@ -320,8 +321,8 @@ def test_a_deleted_wait_is_refused_where_the_device_runs_into_it() -> None:
             refused, exact = refused + (not found), exact + bool(found)
             total = sum(isinstance(line, Wait) for line in seen[-1].lines)
             engine.close(give_back=False)
-        number += 5
-    assert refused > 3, (refused, exact)
+        number += 4
+    assert refused >= 3, (refused, exact)
 
 
 # --------------------------------------------------------------------------------------------------
