@@ -66,7 +66,7 @@ class Tally:
         self.kills += 1
         self.too_early += is_early
         self.statuses[status] += 1
-        self.faults.update(faults)
+        self.faults.update(list(faults))
 
 
 class Run:
@@ -161,14 +161,15 @@ def wait_for_edge(run: Run, edge: str, chance: random.Random, *, seconds: float)
 
 def is_right(status: int, number: int, log: str, *, is_early: bool) -> str | None:
     """What is wrong with how a process has ended; None if nothing is."""
+    ended = "the trained model is in" in log
     if number == signal.SIGKILL:
-        return None if status == -number else f"status {status}"
+        was_over = status == 0 and ended  # just before
+        return None if was_over or status == -number else f"status {status}"
     if is_early:
         return None
     if "Traceback" in log:
         return "traceback"
     stopped = "stopped after step" in log or "interrupted before the first step" in log
-    ended = "the trained model is in" in log
     allowed = {128 + number} if not ended else {0, -number}
     if "stopped after step" in log and "interrupted before" not in log:
         allowed = {130} if number == signal.SIGINT else {0}
