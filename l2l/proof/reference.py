@@ -4,8 +4,8 @@ The user's own modules and parameter objects are used, not copies: whatever code
 (a loss, a compiled layer, a replaced `forward`) sees real weights. Around the layers these are
 there all the time. A layer's are brought when its code runs and taken away when it ends; what
 autograd saves of them is noted by its place, and brought again for the backward pass. Beyond
-`SAVED_BYTES`, other saved tensors wait on the host. So this needs the memory of what is around the layers, its gradient, and
-a layer or two, whatever the depth.
+`SAVED_BYTES`, other saved tensors wait on the host. So this needs the memory of what is around the
+layers, its gradient, and a layer or two, whatever the depth.
 
 Random numbers are those of the engine: the code around the layers has one stream for each
 microbatch, and each layer one of its own.
