@@ -5,13 +5,17 @@
 For each budget, an engine's first step in a process that has run nothing: seconds of the model's
 own code, of the engine on the same rows, and of the whole step; the most device memory in use at
 the end of the proof; how far gradients are apart. Then the same with what was proven remembered.
-The last line is JSON.
+`--compare 2` instead runs the first step in processes of its own, twice with the proof and twice
+without in turn: the difference is what the proof adds. The last line is JSON.
 """
 
 import argparse
 import cProfile
+import gc
 import json
 import pstats
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -91,7 +95,7 @@ def watch() -> None:
     l2l.proof.proof.check = compared
 
 
-def first_step(workload: Workload, budget: str) -> dict[str, Any]:
+def first_step(workload: Workload, budget: str, *, prove: bool = True) -> dict[str, Any]:
     """One engine's first step."""
     seconds.clear()
     apart.clear()
@@ -105,13 +109,29 @@ def first_step(workload: Workload, budget: str) -> dict[str, Any]:
         optimizer=optimizer,
         clip_norm=workload.clip_norm,
         device_memory=budget,
+        prove=prove,
     )
     began = time.perf_counter()
     loss = engine.step(batch).loss
     found = {"budget": budget, "first step": time.perf_counter() - began, "loss": loss}
-    found |= {**seconds, **apart, "on host": engine._proof.on_host}
+    found |= {**seconds, **apart, "prove": prove}
     engine.close(give_back=False)
+    del engine
+    gc.collect()
+    found["left on the device"] = torch.accelerator.memory_allocated()
     return found
+
+
+def compare(budgets: list[str], times: int) -> None:
+    """First steps with and without the proof, each in a process of its own."""
+    found: list[dict[str, Any]] = []
+    for budget in budgets:
+        for flags in [[], ["--no-proof"]] * times:
+            command = [sys.executable, __file__, "--budgets", budget, *flags]
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            found += json.loads(output.splitlines()[-1])
+            print({key: found[-1][key] for key in ("budget", "prove", "first step")}, flush=True)
+    print(json.dumps(found))
 
 
 def main() -> None:
@@ -125,7 +145,12 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", default=["4GiB", "16GiB", "80GiB"])
     parser.add_argument("--clip-norm", type=float, default=1.0)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--compare", type=int, default=0, metavar="TIMES")
+    parser.add_argument("--no-proof", action="store_true")
     given = parser.parse_args()
+    if given.compare:
+        compare(given.budgets, given.compare)
+        return
     globals()["PROFILES"] = given.profile
     watch()
     workload = Workload(
@@ -137,8 +162,8 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         l2l.engine.PROVEN = ProofMemory(Path(folder))
-        for budget in [*given.budgets, given.budgets[-1]]:
-            rows.append(first_step(workload, budget))
+        for budget in given.budgets:
+            rows.append(first_step(workload, budget, prove=not given.no_proof))
             print(
                 {k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()},
                 flush=True,

@@ -220,10 +220,10 @@ def test_an_operator_without_a_generator_borrows_the_default_one(numbers: Random
     assert torch.equal(numbers.borrow(torch.device("cpu"), run), expected)
     assert torch.equal(numbers.state()[0], before)
     assert torch.equal(torch.get_rng_state(), before)
-    numbers.seed(6)  # through another operator that borrows: the state moves on, once
-    device = torch.device("cpu")
-    assert torch.equal(numbers.borrow(device, lambda: numbers.borrow(device, run)), expected)
-    assert torch.equal(numbers.state()[0], before)
+    with numbers.scope():  # parts of the operator draw from there too: the state moves on, once
+        numbers.seed(6)
+        assert torch.equal(numbers.borrow(torch.device("cpu"), lambda: torch.rand(3)), expected)
+        assert torch.equal(numbers.state()[0], before)
 
 
 class OfAnAccelerator:
@@ -262,10 +262,13 @@ def test_a_fused_kernel_runs_again_if_somebody_else_has_drawn(numbers: RandomNum
         assert (default.seed, default.position) == (7, 0)
         return found
 
-    assert borrow("a", moves=8, others=[4]) == [(5, 4), (5, 0), (5, 0)]  # until it is known
+    # the first run is slow, and others draw the same beside it again and again
+    trials = [*[4] * 20, 0, None, *[4] * (random_numbers.TRIALS - 22)]
+    found = borrow("a", moves=8, others=[400, *trials, 4, 4])
+    assert found[-3:] == [(5, 4), (5, 4), (5, 0)]
     assert borrow("a", moves=8, others=[4, None]) == [(5, 12), (99, 8), (5, 8)]
     assert own.position == 16
-    assert borrow("b", moves=4, others=[]) == [(5, 16), (5, 16)]
+    assert borrow("b", moves=4, others=[]) == [(5, 16)] * (random_numbers.TRIALS + 1)
     found = borrow("a", moves=12, others=[])  # it moves further by itself
     assert set(found) == {(5, 20)}
     assert own.position == 32
@@ -445,7 +448,7 @@ def test_checkpoints_inside_layers_repeat_their_masks(threads: ModuleType):
     before, drawers = torch.get_rng_state(), threads.Drawers(["cpu"])
     with drawers.drawing():
         found = trained(Checkpointed)
-    assert drawers.num_different() == 0
+    assert drawers.num_different() == {"cpu": 0}
     torch.set_rng_state(before)
     assert_same(found, trained(Dropping))
     assert torch.equal(torch.get_rng_state(), before)
@@ -516,7 +519,7 @@ def test_compiled_layers_draw_from_the_own_generator(threads: ModuleType, backen
     drawers = threads.Drawers(["cpu"])
     with drawers.drawing():
         found = trained(Dropping, compile=backend)
-    assert drawers.num_different() == 0
+    assert drawers.num_different() == {"cpu": 0}
     expected = trained(Dropping)
     assert found[0] == pytest.approx(expected[0], rel=1e-5)
     for mine, theirs in zip(found[1], expected[1], strict=True):

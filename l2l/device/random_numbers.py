@@ -30,7 +30,12 @@ with that generator set to the own state, which is read back after it, and the g
 then. The other way, to compute attention by parts, takes memory quadratic in the length, which is
 what the fused kernels are there to avoid. The lock keeps engines apart, but not a thread that draws
 from the default generator of the *accelerator* during those microseconds. Then the generator has
-moved further than the kernel moves it, or to somewhere else, and the kernel runs again.
+moved further than the kernel moves it, or to somewhere else, and the kernel runs again. How far the
+kernel moves it is the least of many runs, when it first runs: whoever draws beside it can only move
+it further. A thread that waits for Python's lock draws at the very moment at which the kernel's
+call gives that lock up, every time; so each run but the first is preceded by a pause, of another
+length each time, in which those who wait have their turn. The thread has drawn one of the engine's
+numbers then: that cannot be taken back.
 
 [Note: state] `torch.get_rng_state` and its like are functions of the default generators, and
 `torch.utils.checkpoint` uses them to draw the same numbers again, as torch.compile does to leave no
@@ -47,8 +52,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Final, final
@@ -63,7 +70,9 @@ _TRACING: Final = (
     torch._C._TorchDispatchModeKey.PROXY,
     torch._C._TorchDispatchModeKey.FUNCTIONAL,
 )
-OFTEN: Final = 8  # a kernel that moves a generator as far so often moves it so by itself
+TRIALS: Final = 32  # of a fused kernel when it first runs: the least that it moves a generator
+PAUSES: Final = (0.0, 2e-5, 5e-5, 1e-4, 2e-4)  # seconds, in turn, before it runs again
+OFTEN: Final = 64  # a kernel that moves a generator as far so often moves it so by itself
 _borrowing = threading.RLock()
 
 LEFT_ALONE: Final[Mapping[str, str]] = {
@@ -96,7 +105,6 @@ class RandomNumbers:
         self._moves: dict[tuple[object, ...], int] = {}  # how far a fused kernel moves a generator
         self.seeds_defaults = False  # [Note: others' generators]
         self.num_draws = 0  # operators that have drawn from here
-        self._is_borrowing = False
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -152,33 +160,37 @@ class RandomNumbers:
             run: draws, and may run more than once.
             key: what is alike for all that move the generator as far.
         """
-        if self._is_borrowing:  # the operator is a part of one that borrows
-            return run()
         own, default = self._own[device], self._defaults[device]
-        last, times = None, 0
+        pauses, keys = itertools.cycle(PAUSES), torch._C.DispatchKeySet(_key())
+
+        def run_from_start() -> tuple[Any, Tensor, int | None]:
+            default.set_state(start)
+            with torch._C._ExcludeDispatchKeyGuard(keys):  # parts of the operator do not borrow
+                result = run()
+            after = default.get_state()
+            return result, after, 0 if device.type == "cpu" else _moved(start, after)
+
+        def run_after_pause() -> tuple[Any, Tensor, int | None]:
+            time.sleep(next(pauses))
+            return run_from_start()
+
         with _borrowing:
             before, start = default.get_state(), own.get_state()
-            self._is_borrowing = True
             try:
-                while True:
-                    default.set_state(start)
-                    result = run()
-                    after = default.get_state()
-                    if device.type == "cpu":
-                        break
-                    moved = _moved(start, after)
+                result, after, moved = run_from_start()
+                if key not in self._moves:
+                    trials = TRIALS if device.type != "cpu" else 0
+                    moves = [moved, *(run_after_pause()[2] for _ in range(trials))]
+                    self._moves[key] = min((one for one in moves if one is not None), default=0)
+                last, times = moved, 1
+                while (moved is None or moved > self._moves[key]) and times < OFTEN:
+                    result, after, moved = run_after_pause()
                     times = times + 1 if moved == last else 1
                     last = moved
-                    if moved is None:
-                        continue
-                    known = self._moves.get(key)  # the first time it must move as far twice
-                    is_known = known is not None and moved <= known
-                    if is_known or times == (2 if known is None else OFTEN):
-                        self._moves[key] = moved
-                        break
+                if moved is not None:
+                    self._moves[key] = moved
                 own.set_state(after)
             finally:
-                self._is_borrowing = False
                 default.set_state(before)
         return result
 
