@@ -15,7 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from l2l.device import CudaDevice
 
-pytestmark = pytest.mark.accelerator
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope="module")
