@@ -12,7 +12,7 @@ import time
 import torch
 
 from l2l.device import CudaDevice
-from l2l.host_memory import Arena
+from l2l.parameter_server.host_memory import Arena
 
 
 def main() -> None:

@@ -35,8 +35,8 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 import l2l
-from l2l import child_process
-from l2l.byte_size import parse_bytes
+from l2l.bench import child_process
+from l2l.device.byte_size import parse_bytes
 from l2l.planner import DoesNotFitError
 
 ENGINE = "engine"

@@ -15,7 +15,7 @@ import time
 import torch
 
 import l2l
-from l2l.workload import SHAPES, Workload
+from l2l.bench.workload import SHAPES, Workload
 
 
 def spread(number: int, num_layers: int) -> list[int]:

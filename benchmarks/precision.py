@@ -33,10 +33,20 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l
-from l2l import child_process
-from l2l.byte_size import format_bytes
-from l2l.plot import BOTTOM, FONT_SIZE, HEIGHT, LEFT, RIGHT, TOP, WIDTH, line_element, text_element
-from l2l.precision import DTYPES
+from l2l.bench import child_process
+from l2l.bench.plot import (
+    BOTTOM,
+    FONT_SIZE,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    line_element,
+    text_element,
+)
+from l2l.device.byte_size import format_bytes
+from l2l.parameter_server.precision import DTYPES
 
 REFERENCE = "float32"
 COLOURS = {"float32": "#475569", "bfloat16": "#c2410c", "float16": "#1d4ed8"}
@@ -364,7 +374,7 @@ def write_curves(results: Sequence[Result], settings: Settings, folder: Path) ->
 
 
 def draw(curves: dict[str, list[Loss]], *, title: str) -> str:
-    """Losses over steps as SVG. The axes of `l2l.plot` are memory and speed: only its parts fit."""
+    """Losses over steps as SVG. The axes of `l2l.bench.plot` fit memory and speed."""
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
     font = f'font-family="system-ui, Helvetica, Arial, sans-serif" font-size="{FONT_SIZE}"'
     parts = [

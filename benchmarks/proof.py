@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 import l2l
-import l2l.engine
+import l2l.engine.engine
 import l2l.proof.proof
+from l2l.bench.workload import Workload
 from l2l.proof import Proof, ProofMemory
 from l2l.proof.evidence import _distance, _norm
-from l2l.workload import Workload
 
 PROFILES = False
 seconds: dict[str, float] = {}
@@ -161,7 +161,7 @@ def main() -> None:
     )
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        l2l.engine.PROVEN = ProofMemory(Path(folder))
+        l2l.engine.engine.PROVEN = ProofMemory(Path(folder))
         for budget in given.budgets:
             rows.append(first_step(workload, budget, prove=not given.no_proof))
             print(

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 import l2l
-from l2l.checkpoint import Checkpoint
-from l2l.workload import SHAPES, Workload
+from l2l.bench.workload import SHAPES, Workload
+from l2l.checkpoint.checkpoint import Checkpoint
 
 NUM_THREADS = 8
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import l2l
-from l2l import child_process
-from l2l.workload import SHAPES, Workload
+from l2l.bench import child_process
+from l2l.bench.workload import SHAPES, Workload
 
 KINDS = {"none": "no process group", "left": "a group of one", "used": "the same, with collectives"}
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import l2l
-from l2l.byte_size import format_bytes
 from l2l.device import Device, plain_peak_bytes
+from l2l.device.byte_size import format_bytes
 
 LENGTH, ROWS, MICROBATCH = 128, 16, 4
 

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from l2l.checkpoint import CheckpointError as CheckpointError
     from l2l.checkpoint import CheckpointFolder as CheckpointFolder
-    from l2l.depth import AllLayers as AllLayers
-    from l2l.depth import Choice as Choice
-    from l2l.depth import Depth as Depth
-    from l2l.depth import ProgressiveLayerDropping as ProgressiveLayerDropping
-    from l2l.depth import SampledArchitecture as SampledArchitecture
-    from l2l.depth import StochasticDepth as StochasticDepth
+    from l2l.engine import AllLayers as AllLayers
+    from l2l.engine import Choice as Choice
+    from l2l.engine import Depth as Depth
     from l2l.engine import Engine as Engine
+    from l2l.engine import ProgressiveLayerDropping as ProgressiveLayerDropping
+    from l2l.engine import SampledArchitecture as SampledArchitecture
+    from l2l.engine import StochasticDepth as StochasticDepth
+    from l2l.hugging_face import RandomInit as RandomInit
     from l2l.parameter_server import SGD as SGD
     from l2l.parameter_server import Adafactor as Adafactor
     from l2l.parameter_server import AdamW as AdamW
     from l2l.parameter_server import Lion as Lion
     from l2l.parameter_server import RecordGradients as RecordGradients
     from l2l.planner import Plan as Plan
-    from l2l.preview import plan as plan
-    from l2l.report import StepReport as StepReport
-    from l2l.weights import RandomInit as RandomInit
+    from l2l.planner import plan as plan
+    from l2l.run import StepReport as StepReport
 
 __all__ = [
     "SGD",
@@ -51,12 +51,12 @@ __all__ = [
 _HOMES = {
     "CheckpointError": "checkpoint",
     "CheckpointFolder": "checkpoint",
-    "AllLayers": "depth",
-    "Choice": "depth",
-    "Depth": "depth",
-    "ProgressiveLayerDropping": "depth",
-    "SampledArchitecture": "depth",
-    "StochasticDepth": "depth",
+    "AllLayers": "engine",
+    "Choice": "engine",
+    "Depth": "engine",
+    "ProgressiveLayerDropping": "engine",
+    "SampledArchitecture": "engine",
+    "StochasticDepth": "engine",
     "Engine": "engine",
     "SGD": "parameter_server",
     "Adafactor": "parameter_server",
@@ -64,9 +64,9 @@ _HOMES = {
     "Lion": "parameter_server",
     "RecordGradients": "parameter_server",
     "Plan": "planner",
-    "plan": "preview",
-    "StepReport": "report",
-    "RandomInit": "weights",
+    "plan": "planner",
+    "StepReport": "run",
+    "RandomInit": "hugging_face",
 }
 
 

@@ -28,12 +28,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from l2l.layout import Share
-
 T = TypeVar("T")
 MEETING_TIME = timedelta(seconds=60)  # in which all ranks must have begun
 WAITING_TIME = timedelta(minutes=10)  # for another rank, in a step
 SAVING_TIME = timedelta(hours=2)  # until all have written what they hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One of several equal parts ([Note: shares] in layout.py)."""
+
+    index: int = 0
+    number: int = 1
+
+    def of(self, numel: int) -> slice:
+        """This part of so many elements."""
+        size = numel // self.number
+        return slice(self.index * size, (self.index + 1) * size)
 
 
 class World(Protocol):

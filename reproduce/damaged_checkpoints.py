@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import l2l
-from l2l.manifest import checksum_of
+from l2l.checkpoint.manifest import checksum_of
 
 LIMIT_SECONDS = 30.0  # of a try
 SAVED, OLDER = 3, 2  # steps of the checkpoints
@@ -188,7 +188,7 @@ def contents(engine: l2l.Engine) -> dict[str, Any]:
     }
     for name, buffer in model.named_buffers():
         found[f"the model's {name}"] = buffer.clone()
-    for name, buffer in engine._rehearsal.present_buffers().items():
+    for name, buffer in engine._trial.present_buffers().items():
         found[f"buffer {name}"] = buffer.clone()
     for unit in server.units:
         image = server.image(unit)
@@ -237,7 +237,7 @@ def wrongly_loaded(engine: l2l.Engine, folder: Path) -> list[str]:
     for name in ("piece_tokens", *PLACED):
         if name in state["choices"] and state["choices"].get("device_memory") is None:
             compare(name, getattr(decisions, name), state["choices"][name])
-    present = engine._rehearsal.present_buffers()
+    present = engine._trial.present_buffers()
     buffers = load_file(folder / "buffers.safetensors")
     own = dict(engine._model.named_buffers())
     for name, value in buffers.items():

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import l2l
-from l2l.data import Batches, Examples, Form, make_examples, read_records
-from l2l.metrics import accuracy, f1, matthews_correlation
+from l2l.train.data import Batches, Examples, Form, make_examples, read_records
+from l2l.train.metrics import accuracy, f1, matthews_correlation
 
 Metric = Callable[[Tensor, Tensor], float]
 METRICS: dict[str, tuple[str, Metric]] = {

@@ -122,7 +122,7 @@ def state_of(engine: l2l.Engine) -> dict[str, Tensor]:
     for name, unit in server.units.items():
         found |= {f"{name} {key}": t.clone() for key, t in server.image(name).tensors.items()}
         found[f"{name} steps"] = torch.tensor(list(unit.steps.values()))
-    for name, buffer in engine._rehearsal.present_buffers().items():
+    for name, buffer in engine._trial.present_buffers().items():
         found[f"buffer {name}"] = buffer.clone()
     return found
 

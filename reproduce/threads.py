@@ -174,7 +174,7 @@ def compare_masks() -> tuple[int, int]:
     for (number, kind, recomputed), masks in Layer.masks.items():
         if not recomputed and (number, kind, True) in Layer.masks:
             again = Layer.masks[number, kind, True]
-            number_of = min(len(masks), len(again))  # the last ones: the first are of a rehearsal
+            number_of = min(len(masks), len(again))  # the last ones: the first are of a trial
             pairs = list(zip(masks[-number_of:], again[-number_of:], strict=True))
             compared += len(pairs)
             different += sum(not torch.equal(*pair) for pair in pairs)

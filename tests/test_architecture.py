@@ -1,7 +1,7 @@
 """Imports point one way, and what may be used where is kept.
 
-`MAY_IMPORT` is the table: which modules of the package a module may import, lowest first.
-docs/architecture.md shows the same table to readers.
+`MAY_IMPORT` is the table: which rooms of the package a room may import, lowest first, each through
+its front door. docs/architecture.md shows the same table to readers.
 """
 
 import ast
@@ -13,101 +13,27 @@ from pathlib import Path
 import pytest
 
 MAY_IMPORT = {
-    "layout": "",
-    "replacing": "",
-    "trace": "",
-    "precision": "",
+    "distributed": "",
+    "files": "",
     "schedule": "",
-    "batch": "",
-    "byte_size": "",
-    "layer_list": "",
-    "hollow": "",
-    "guard": "",
-    "held": "layer_list",
-    "carving": "layer_list",
-    "given_objects": "",
-    "loss": "batch layer_list",
-    "device": "schedule trace",
-    "host_memory": "byte_size device",
-    "distributed": "layout",
-    "parameter_server": "device distributed held host_memory layout precision",
-    "layers": "carving parameter_server",
-    "units": "carving layers parameter_server precision schedule",
-    "stash": "device host_memory layout",
-    "lookup": "host_memory layout parameter_server stash",
-    "transfer": "device host_memory layout parameter_server schedule",
-    "interception": "carving",
-    "shadows": "carving",
-    "layer_pass": "carving",
-    "compiled_layer": "carving device layer_pass",
-    "step": "batch carving compiled_layer device lookup loss parameter_server",
-    "updates": "device lookup parameter_server schedule step transfer",
-    "outer_pass": (
-        "batch carving device interception layer_pass lookup loss parameter_server schedule "
-        "shadows step transfer"
-    ),
-    "relay": (
-        "batch carving compiled_layer device layer_pass outer_pass parameter_server precision "
-        "schedule stash step transfer updates"
-    ),
-    "skips": "device step",
-    "report": "skips step",
-    "rehearsal": (
-        "batch byte_size carving compiled_layer device given_objects interception layer_list "
-        "lookup loss outer_pass parameter_server relay schedule"
-    ),
-    "hardware": "device parameter_server replacing schedule",
-    "layer_cost": "hardware",
-    "simulation": "schedule trace",
-    "planner": "byte_size hardware layer_cost parameter_server schedule simulation",
-    "survey": "carving layer_cost layer_pass parameter_server planner",
-    "planning": (
-        "batch byte_size carving device hardware host_memory layout loss outer_pass "
-        "parameter_server planner rehearsal schedule survey"
-    ),
-    "hugging_face": "",
-    "initialization": "carving hugging_face",
-    "tensor_file": "",
-    "manifest": "tensor_file",
-    "checkpoint": "distributed layout manifest parameter_server replacing tensor_file",
-    "export": "hugging_face precision replacing tensor_file",
-    "saved_model": "checkpoint parameter_server precision",
-    "persistence": (
-        "byte_size carving checkpoint layout manifest parameter_server precision saved_model"
-    ),
-    "weights": "hugging_face initialization parameter_server tensor_file",
-    "depth": "",
-    "proof": "batch carving device distributed held loss parameter_server",
+    "device": "schedule",
+    "model": "device",
+    "parameter_server": "device distributed model schedule",
+    "checkpoint": "device distributed files model parameter_server",
+    "hugging_face": "files model parameter_server",
+    "proof": "device distributed model parameter_server",
+    "run": "device model parameter_server schedule",
+    "trial": "device model parameter_server run schedule",
+    "planner": "device distributed files model parameter_server run schedule trial",
     "engine": (
-        "batch carving checkpoint compiled_layer depth device distributed export guard held "
-        "host_memory layers lookup loss outer_pass parameter_server persistence planner planning "
-        "precision proof rehearsal relay report schedule skips stash step trace transfer units "
-        "updates weights"
+        "checkpoint device distributed hugging_face model parameter_server planner proof run "
+        "schedule trial"
     ),
-    "preview": (
-        "batch carving device hardware hollow host_memory interception layout loss outer_pass "
-        "parameter_server planner planning precision rehearsal units"
+    "bench": "device engine hugging_face parameter_server planner",
+    "train": (
+        "checkpoint device distributed engine files hugging_face model parameter_server planner"
     ),
-    "benchmark": "device parameter_server",
-    "peers": "",
-    "plot": "",
-    "workload": "byte_size engine parameter_server peers",
-    "child_process": "",
-    "comparison": "byte_size child_process peers plot workload",
-    "data": "loss",
-    "metrics": "",
-    "progress": "byte_size replacing",
-    "settings": "byte_size data depth parameter_server",
-    "training": (
-        "byte_size checkpoint data distributed engine export hugging_face loss metrics planner "
-        "preview progress replacing saved_model settings weights"
-    ),
-    "scale": "byte_size engine parameter_server preview weights workload",
-    "cli": (
-        "benchmark byte_size checkpoint child_process comparison distributed hardware host_memory "
-        "hugging_face parameter_server planner plot preview progress scale settings training "
-        "workload"
-    ),
+    "cli": "bench checkpoint device distributed hugging_face parameter_server planner train",
 }
 
 ROOT = Path(__file__).parent.parent
@@ -125,16 +51,15 @@ OPTIONAL = {
     "roundpipe",
 }
 LOOKS_FOR_OPTIONAL = {  # by name, inside functions
-    "__init__",  # for modules of its own, when they are asked for
-    "benchmark",
-    "cli",
-    "data",
+    "__init__",  # for rooms of its own, when they are asked for
+    "bench",
     "hugging_face",
-    "peers",
-    "progress",
-    "workload",
+    "train",
 }
-KNOWS_CUDA = {PACKAGE / "device" / "cuda.py", PACKAGE / "workload.py"}  # the latter times others
+KNOWS_CUDA = {
+    PACKAGE / "device" / "cuda.py",
+    PACKAGE / "bench" / "workload.py",
+}  # the latter times others
 GOLDEN = ROOT / "tests" / "schedules" / "tied_table_on_the_host_clipped.txt"
 EMPTY_WORDS = {"utils", "helpers", "common", "misc", "base", "manager"}
 
@@ -182,22 +107,20 @@ def test_a_module_may_import_only_what_is_listed_above_it() -> None:
 def test_imports_follow_the_table(source: Path) -> None:
     module = module_of(source)
     if module == "__init__":
-        shown = {
-            "checkpoint",
-            "depth",
-            "engine",
-            "parameter_server",
-            "planner",
-            "preview",
-            "report",
-            "weights",
-        }
+        shown = {"checkpoint", "engine", "hugging_face", "parameter_server", "planner", "run"}
         assert own_imports(source) == shown
     elif module == "__main__":
         assert own_imports(source) == {"cli"}
     else:
         strays = own_imports(source) - set(MAY_IMPORT[module].split())
         assert not strays, f"{module} may not import {sorted(strays)}"
+
+
+@every_source
+def test_other_rooms_are_entered_by_their_front_door(source: Path) -> None:
+    theirs = [name for name in imports(source) if name.startswith("l2l.")]
+    deep = {n for n in theirs if n.count(".") > 1 and n.split(".")[1] != module_of(source)}
+    assert not deep
 
 
 def test_the_table_allows_nothing_that_is_not_used() -> None:
@@ -209,9 +132,9 @@ def test_the_table_allows_nothing_that_is_not_used() -> None:
 
 
 def test_the_table_in_the_documentation_is_this_one() -> None:
-    """Rows below `| module | may import |`, names parted by commas."""
+    """Rows below `| room | may import |`, names parted by commas."""
     lines = iter(DOCUMENT.read_text().splitlines())
-    assert "| module | may import |" in lines, "no such header"
+    assert "| room | may import |" in lines, "no such header"
     next(lines)
     documented: dict[str, set[str]] = {}
     for line in lines:

@@ -526,7 +526,7 @@ def test_layers_that_change_the_shape_of_the_hidden_state_are_refused():
     assert_refused(lambda: Net(Wider), r"layer 0 is given \[2, 8\] and returns \[2, 16\]")
 
 
-def test_a_rehearsal_leaves_no_trace():
+def test_a_trial_leaves_no_trace():
     def create() -> nn.Module:
         model = Net(lambda number: nn.Sequential(Layer(number), nn.BatchNorm1d(WIDTH)))
         model.before = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
@@ -554,7 +554,7 @@ class Switching(Net):
         )
 
 
-def test_attributes_that_a_rehearsal_sets_are_put_back():
+def test_attributes_that_a_trial_sets_are_put_back():
     ids = torch.arange(ROWS * 40).reshape(ROWS, 40) % 50
     assert_exact(Switching, {"ids": ids, "labels": batch_of()["labels"]})
 

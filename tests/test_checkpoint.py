@@ -30,8 +30,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import l2l
-from l2l import checkpoint, tensor_file
-from l2l.checkpoint import (
+from l2l.checkpoint import checkpoint
+from l2l.checkpoint.checkpoint import (
     Checkpoint,
     CheckpointError,
     CheckpointFolder,
@@ -40,11 +40,12 @@ from l2l.checkpoint import (
     Saving,
     measure_disk,
 )
+from l2l.checkpoint.manifest import checksum_of
 from l2l.device import CheckingDevice, UpdateFailedError
-from l2l.engine import PLACED
-from l2l.hardware import H200
-from l2l.manifest import checksum_of
+from l2l.engine.engine import PLACED
+from l2l.files import tensor_file
 from l2l.parameter_server import Image, ParameterServer, Snapshot
+from l2l.planner.hardware import H200
 from l2l.schedule import Lane
 
 WORDS, WIDTH, LENGTH = 11, 128, 2  # rows of a table that can be updated apart
@@ -224,7 +225,7 @@ def contents_of(engine: l2l.Engine) -> State:
     """The same, with updates left as they are."""
     server = engine._server
     found: State = {"step": engine.step_number, "seed": engine._seed}
-    buffers = engine._rehearsal.present_buffers()
+    buffers = engine._trial.present_buffers()
     found |= {f"buffer {name}": buffer.clone() for name, buffer in buffers.items()}
     for unit in server.units:
         image = server.image(unit)
@@ -686,7 +687,7 @@ def test_host_memory_without_room_for_copies_makes_updates_wait(
 def test_how_long_training_waits_is_said_before_and_how_to_avoid_it(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("l2l.persistence.measure_disk", lambda _: 1e4)
+    monkeypatch.setattr("l2l.checkpoint.persistence.measure_disk", lambda _: 1e4)
     with make() as engine:
         total = sum(engine._server.image(name).nbytes for name in engine._server.units)
         spare(engine, total - (64 << 10))
@@ -1831,7 +1832,7 @@ SMALL, LARGE = "150MiB", "240MiB"
 @pytest.fixture
 def as_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans with the figures of an H200: nothing is measured, and choices do not vary."""
-    monkeypatch.setattr("l2l.planning.known_hardware", lambda *_, **__: H200)
+    monkeypatch.setattr("l2l.planner.planning.known_hardware", lambda *_, **__: H200)
 
 
 def budgeted(budget: str, **settings: Any) -> l2l.Engine:
@@ -1881,7 +1882,9 @@ def test_the_same_budget_on_another_machine_places_layers_alike(
     slow = dataclasses.replace(H200, both_ways_rate=1e9, fetch_rate=1e9, host_rate=1e9)
     placed = []
     for hardware, loads in ((H200, False), (slow, True), (slow, False)):
-        monkeypatch.setattr("l2l.planning.known_hardware", lambda *_, found=hardware, **__: found)
+        monkeypatch.setattr(
+            "l2l.planner.planning.known_hardware", lambda *_, found=hardware, **__: found
+        )
         with budgeted(budget) as engine:
             if loads:
                 engine.load(tmp_path / "saved")

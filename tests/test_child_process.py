@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from l2l import child_process
+from l2l.bench import child_process
 
 SLEEP = "import time; time.sleep(60)"
 STARTS_ANOTHER = f"""
@@ -59,7 +59,7 @@ def test_lines_can_be_read_as_they_come():
 def test_whoever_ends_takes_along_what_it_started(number: signal.Signals):
     text = f"""
 import sys
-from l2l import child_process
+from l2l.bench import child_process
 with child_process.started([sys.executable, "-c", {STARTS_ANOTHER!r}]) as process:
     print(process.pid, process.stdout.readline(), flush=True)
     process.wait()

@@ -9,8 +9,8 @@ import transformers
 
 from l2l import cli
 from l2l.cli.plan import Source
-from l2l.hardware import H200
 from l2l.parameter_server import load_kernel
+from l2l.planner.hardware import H200
 
 
 def test_the_host_benchmark_ends_with_a_line_of_json(capsys: pytest.CaptureFixture[str]):
@@ -100,9 +100,9 @@ def test_a_workload_that_cannot_be_is_named(capsys: pytest.CaptureFixture[str]):
 @pytest.fixture
 def nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without an accelerator."""
-    for name in ("l2l.cli.plan.measured_hardware", "l2l.preview.measured_hardware"):
+    for name in ("l2l.cli.plan.measured_hardware", "l2l.planner.preview.measured_hardware"):
         monkeypatch.setattr(name, lambda: None)
-    monkeypatch.setattr("l2l.preview.num_devices", lambda: 0)
+    monkeypatch.setattr("l2l.planner.preview.num_devices", lambda: 0)
 
 
 def write_config(folder: Path, kind: str, config: str, **settings: Any) -> Path:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from l2l.comparison import (
+from l2l.bench.comparison import (
     PLAIN_VARIANTS,
     Outcome,
     compare,
@@ -17,8 +17,8 @@ from l2l.comparison import (
     plot_points,
     read_outcome,
 )
-from l2l.plot import KINDS, Point, draw
-from l2l.workload import FAILED, MEASURED, NOT_INSTALLED, Measurement, Run, Workload
+from l2l.bench.plot import KINDS, Point, draw
+from l2l.bench.workload import FAILED, MEASURED, NOT_INSTALLED, Measurement, Run, Workload
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30

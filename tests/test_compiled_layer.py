@@ -19,9 +19,9 @@ from transformers import (
 )
 
 import l2l
-from l2l.compiled_layer import Compiler, GradientSum, Handed, Packed
-from l2l.hardware import H200
-from l2l.layer_pass import BackwardResult
+from l2l.model.compiled_layer import Compiler, GradientSum, Handed, Packed
+from l2l.model.layer_pass import BackwardResult
+from l2l.planner.hardware import H200
 
 BACKEND = "aot_eager_decomp_partition"  # traces and cuts as the real one does, and compiles nothing
 VOCABULARY, NUM_TOKENS = 128, 256
@@ -148,7 +148,7 @@ def test_compiled_layers_repeat_their_random_numbers(keep: float) -> None:
             overrides={"num_tail": 0, "keep": keep, "num_kept_cells": 3 if keep else 0},
         ) as engine:
             losses.append([engine.step(one).loss for one in batches])
-            assert engine._compiler.compiles(engine._carved.structures[0]) is bool(backend)
+            assert engine._compiler.compiles(engine._partition.structures[0]) is bool(backend)
             assert not num_handed()
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
@@ -157,7 +157,7 @@ def test_what_was_handed_over_goes_with_its_last_owner() -> None:
     """Also if no backward pass has used it."""
     with l2l.Engine(llama(2), device="cpu", compile=BACKEND, precision="float32") as engine:
         engine.step(batch(16, padded=False, seed=0))
-        engine._compiler.program(engine._carved.structures[0], keep=0.0).is_trusted = False
+        engine._compiler.program(engine._partition.structures[0], keep=0.0).is_trusted = False
         engine.step(batch(16, padded=False, seed=0))
         assert not num_handed()
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import l2l
-from l2l.carving import CarvedModel
 from l2l.device import CheckingDevice
-from l2l.stash import pool_size
+from l2l.model.partition import Partition
+from l2l.run.stash import pool_size
 
 WIDTH, CLASSES, LENGTH = 8, 5, 6
 
@@ -589,14 +589,14 @@ def test_a_wrapped_model_makes_no_cache_that_both_passes_append_to():
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "qwen3_moe"])
 def test_layers_of_one_kind_have_one_structure(name: str) -> None:
     """So that each kind is compiled once, although layers know their number and own functions."""
-    carved = CarvedModel(FAMILIES[name].build(), layers=None)
-    first, second, third = carved.structures
+    partition = Partition(FAMILIES[name].build(), layers=None)
+    first, second, third = partition.structures
     assert first == third != second
-    assert carved.templates[0].module is carved.templates[2].module
-    for index, template in enumerate(carved.templates):
+    assert partition.templates[0].module is partition.templates[2].module
+    for index, template in enumerate(partition.templates):
         template.tensors({owner: torch.empty(()) for owner in template.names.values()})
         assert all(module.__dict__[word] == index for module, word in template.numbers)
-    assert carved.templates[0].numbers == carved.templates[2].numbers
+    assert partition.templates[0].numbers == partition.templates[2].numbers
     assert name == "qwen3_moe" or any(
-        word == "layer_idx" for _, word in carved.templates[0].numbers
+        word == "layer_idx" for _, word in partition.templates[0].numbers
     )

@@ -9,7 +9,7 @@ from families import FAMILIES, VOCABULARY, build_bert, build_gpt2, build_llama
 from torch import Tensor, nn
 
 import l2l
-from l2l.data import Batches, Examples, num_targets, packing_holds
+from l2l.train.data import Batches, Examples, num_targets, packing_holds
 
 PAD = 0
 IGNORED = -100

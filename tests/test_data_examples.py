@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from l2l.data import PLAIN_TEMPLATE, Columns, DataError, Examples, Form, Record, make_examples
+from l2l.train.data import PLAIN_TEMPLATE, Columns, DataError, Examples, Form, Record, make_examples
 
 CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{{ '\n' }}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from l2l.data import DataError, read_records
+from l2l.train.data import DataError, read_records
 
 
 def write(path: Path, text: str | bytes) -> Path:

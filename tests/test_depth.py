@@ -16,8 +16,8 @@ from reference import counts, reference_gradients, shared_embeddings, split
 from torch import Tensor, nn
 
 import l2l
-from l2l.depth import Choice, checked_layers
-from l2l.layer_list import find_layers
+from l2l.engine.depth import Choice, checked_layers
+from l2l.model.layer_list import find_layers
 
 ROWS = 6
 ADAMW = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
@@ -112,7 +112,7 @@ def test_steps_with_changing_layers_are_those_of_torch(plan: str):
     names = dict(plain.named_parameters())
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     with make(family, kernel="readable", **PLANS[plan]) as engine:
-        layers = engine._carved.list_name
+        layers = engine._partition.list_name
         for number, chosen in enumerate(CHOICES):
             batch = family.batch(ROWS, seed=number)
             engine.step(batch, layers=chosen)

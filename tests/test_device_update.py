@@ -21,7 +21,7 @@ from l2l.parameter_server.optimizer import (
     RecordGradients,
     Update,
 )
-from l2l.precision import join_master, split_master
+from l2l.parameter_server.precision import join_master, split_master
 
 EIGHT_BIT = AdamW(lr=1e-2, weight_decay=0.1, moments="8bit")
 EXACT = {

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from l2l import cli
-from l2l.layout import FlatLayout, Share
+from l2l.distributed import Share
+from l2l.parameter_server.layout import FlatLayout
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "reproduce"))

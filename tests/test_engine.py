@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import l2l
-from l2l.byte_size import format_bytes
 from l2l.device import CheckingDevice
-from l2l.engine import Engine
-from l2l.hardware import H200
+from l2l.device.byte_size import format_bytes
+from l2l.engine.engine import Engine
 from l2l.parameter_server import ParameterServer
-from l2l.rehearsal import Rehearsal
+from l2l.planner.hardware import H200
+from l2l.trial.trial import Trial
 
 ROWS = 8
 ADAMW = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.05}
@@ -447,7 +447,7 @@ LEAST_MIB, MOST_MIB = 146, 240  # all layers streamed; everything on the device,
 @pytest.fixture
 def as_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans with the figures of an H200: nothing is measured, and choices do not vary."""
-    monkeypatch.setattr("l2l.planning.known_hardware", lambda *_, **__: H200)
+    monkeypatch.setattr("l2l.planner.planning.known_hardware", lambda *_, **__: H200)
 
 
 def train_in(budget: str | None, batches: list[Batch], **settings: Any) -> tuple[Any, ...]:
@@ -629,19 +629,19 @@ def test_state_comes_back_from_a_device_whose_first_step_failed(
     with make_engine(build_llama(**BUDGETED), device_memory="300MiB", **settings) as engine:
         run_out_of_memory(monkeypatch, {"forward"})
         engine.step(causal_batch(ROWS))
-        last = f"L{engine._carved.num_layers - 1}"
+        last = f"L{engine._partition.num_layers - 1}"
     assert placed.count(last) >= 4  # back at first, there, back and there again
 
 
 def test_a_device_with_too_little_memory_for_a_trial_says_what_would_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def run_out(_: Rehearsal) -> None:
+    def run_out(_: Trial) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with make_engine(build_llama(**BUDGETED)) as engine:
         with monkeypatch.context() as patched:
-            patched.setattr(Rehearsal, "_weights", run_out)
+            patched.setattr(Trial, "_weights", run_out)
             with pytest.raises(ValueError, match=r"the largest layer .*\. Give device_memory="):
                 engine.step(causal_batch(ROWS))
         assert math.isfinite(engine.step(causal_batch(ROWS)).loss)

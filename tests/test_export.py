@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import l2l
-from l2l import export, hugging_face
-from l2l.checkpoint import Checkpoint, CheckpointError
-from l2l.saved_model import SavedModel
-from l2l.tensor_file import TensorFileError
+from l2l.checkpoint.checkpoint import Checkpoint, CheckpointError
+from l2l.checkpoint.saved_model import SavedModel
+from l2l.files.tensor_file import TensorFileError
+from l2l.hugging_face import export
+from l2l.hugging_face import models as hugging_face
 
 transformers.utils.logging.disable_progress_bar()
 NAMES = ["llama_tied", "llama_untied", "gpt2", "bert_classification", "bert_masked_lm", "qwen3"]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from l2l import hardware
 from l2l.device import CheckingDevice, open_device
-from l2l.hardware import _LARGE, H200, Hardware, known_hardware, probe
 from l2l.parameter_server import load_kernel
+from l2l.planner import hardware
+from l2l.planner.hardware import _LARGE, H200, Hardware, known_hardware, probe
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_measuring_keeps_to_its_room_and_is_then_not_kept(
         rooms.append(room)
         return replace(H200, device_bytes=device.total_bytes())
 
-    monkeypatch.setattr("l2l.hardware.probe", measured)
+    monkeypatch.setattr("l2l.planner.hardware.probe", measured)
     for room in (128 << 20, 128 << 20, 1 << 30, 128 << 20):
         known_hardware(device, None, room=room, folder=tmp_path)
     assert rooms == [128 << 20, 128 << 20, 1 << 30], "a thorough measurement serves all"

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
-from l2l.engine import Engine
-from l2l.held import KEY, is_held, lend, take_back
-from l2l.layer_list import CutError
-from l2l.layout import Share
+from l2l.distributed import Share
+from l2l.engine.engine import Engine
+from l2l.model.held import KEY, is_held, lend, take_back
+from l2l.model.layer_list import CutError
 from l2l.parameter_server import ParameterServer, UnitForm
 
 Opened = tuple[Engine, nn.Module, dict[str, Tensor]]
@@ -334,7 +334,7 @@ def test_other_optimizers_neither_crash_nor_change_anything() -> None:
         import tempfile
         import torch
         from families import FAMILIES, causal_batch
-        from l2l.engine import Engine
+        from l2l.engine.engine import Engine
         from transformers import Trainer, TrainingArguments
 
         def try_all(model):

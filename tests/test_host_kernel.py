@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import l2l
 from l2l.device import Event, open_device
-from l2l.host_memory import Arena
 from l2l.parameter_server import ParameterServer, host_kernel, operands
 from l2l.parameter_server.host_kernel import (
     AdamWUpdate,
@@ -28,6 +27,7 @@ from l2l.parameter_server.host_kernel import (
     LionUpdate,
     SGDUpdate,
 )
+from l2l.parameter_server.host_memory import Arena
 from l2l.parameter_server.operands import (
     EightBitMoments,
     Float16Weight,
@@ -38,8 +38,8 @@ from l2l.parameter_server.operands import (
     correctly_rounded_root,
 )
 from l2l.parameter_server.optimizer import HostOptimizer, Update
+from l2l.parameter_server.precision import PrecisionPolicy, join_master
 from l2l.parameter_server.store import UpdateOrder, WaitingUpdate
-from l2l.precision import PrecisionPolicy, join_master
 
 SIZES = [0, 1, 127, 129, 1025, 100_003]  # around blocks, tiles and chunks, and none a multiple
 GRADIENT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -17,9 +17,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from l2l.device.checking import ByteCount, CountAllocations
-from l2l.hardware import H200
-from l2l.layer_cost import PassCost, count_kept_pass, count_pass, seconds
-from l2l.layer_cost.tape import Tape
+from l2l.planner.hardware import H200
+from l2l.planner.layer_cost import PassCost, count_kept_pass, count_pass, seconds
+from l2l.planner.layer_cost.tape import Tape
 
 MEGABYTE = 1e6
 MEASURED = {  # milliseconds; megabytes beyond inputs, most at once

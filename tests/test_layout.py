@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from l2l.layout import (
+from l2l.parameter_server.layout import (
     ALIGNMENT_BYTES,
     ALIGNMENT_ELEMENTS,
     Field,

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import l2l
-import l2l.planner.plan
-from l2l.interception import EVEN_ROWS, Head, differentiate
+import l2l.planner.decisions
+from l2l.model.interception import EVEN_ROWS, Head, differentiate
 
 ROWS, SIZE, PIECE, PART = 6, 4, 5, 2 * LENGTH
 PUTTING_OFF = ("llama_tied", "llama_untied", "qwen3", "gpt2", "falcon", "opt", "phi3")
@@ -83,7 +83,7 @@ def trained(
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(l2l.planner.plan, "PART_TOKENS", PART)
+    monkeypatch.setattr(l2l.planner.decisions, "PART_TOKENS", PART)
 
 
 def assert_alike(found: Trained, expected: Trained) -> None:

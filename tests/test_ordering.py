@@ -28,11 +28,11 @@ from reference import train_plain
 from torch import Tensor, nn
 
 import l2l
-from l2l.compiled_layer import Compiler
 from l2l.device import CheckingDevice, QueuedEvent
-from l2l.engine import Engine
+from l2l.engine.engine import Engine
+from l2l.model.compiled_layer import Compiler
+from l2l.run.stash import Stash
 from l2l.schedule import Lane, Schedule, Shape, Wait, make_schedule, validate
-from l2l.stash import Stash
 
 WIDTH = 8
 CLASSES = 3
@@ -222,7 +222,7 @@ def scheduled(make: MakeSchedule) -> Iterator[list[Shape]]:
         shapes.append(shape)
         return make(shape)
 
-    with mock.patch("l2l.engine.make_schedule", make_and_note):
+    with mock.patch("l2l.engine.engine.make_schedule", make_and_note):
         yield shapes
 
 
@@ -613,9 +613,9 @@ def test_a_step_that_leaves_or_settles_updates_fails_when_any_wait_is_deleted(na
 def test_a_step_that_keeps_results_fails_when_any_wait_is_deleted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("l2l.compiled_layer.SMALL_BYTES", 0)  # the tensors here are all small
+    monkeypatch.setattr("l2l.model.compiled_layer.SMALL_BYTES", 0)  # the tensors here are all small
     compiler = Compiler(backend=KEPT.settings["compile"])
-    monkeypatch.setattr("l2l.engine.Compiler", lambda **_: compiler)  # compiles once for all
+    monkeypatch.setattr("l2l.engine.engine.Compiler", lambda **_: compiler)  # compiles once for all
     kept: list[int] = []
     put = Stash.put
 

@@ -37,17 +37,17 @@ from reference import Gradients, counts, reference_gradients, shared_embeddings,
 from torch import Tensor, nn
 
 import l2l
-import l2l.compiled_layer
-from l2l.compiled_layer import Compiler, Handed, Packed, Program
+import l2l.model.compiled_layer
 from l2l.device import CheckingDevice
-from l2l.layer_pass import BackwardResult
-from l2l.lookup import TableLookup
-from l2l.loss import Rule
-from l2l.outer_pass import pieces
-from l2l.rehearsal import Usage
-from l2l.rehearsal import _same as same
+from l2l.model.compiled_layer import Compiler, Handed, Packed, Program
+from l2l.model.layer_pass import BackwardResult
+from l2l.model.loss import Rule
+from l2l.run.lookup import TableLookup
+from l2l.run.outer_pass import pieces
+from l2l.run.transfer import Transfer
 from l2l.schedule import Lane
-from l2l.transfer import Transfer
+from l2l.trial.trial import Usage
+from l2l.trial.trial import _same as same
 
 ROWS, SIZE = 8, 3  # three microbatches, the last one smaller
 EVEN = 6  # rows whose microbatches are all alike, so that compiled layers are compiled once
@@ -305,7 +305,7 @@ def test_an_epilogue_in_pieces(name: str, tokens: int):
     recorder = l2l.RecordGradients()
     settings = {"optimizer": recorder, "overrides": {"piece_tokens": tokens}}
     with make_engine(family.build(), family, **settings) as engine:
-        engine.step(batch)  # the first step rehearses too
+        engine.step(batch)  # the first step has its trial, too
         shapes: list[tuple[int, ...]] = []
         run = engine._outer.run_epilogue
 
@@ -397,7 +397,7 @@ def test_targets_that_are_ignored_but_not_counted_are_not_cut():
     settings = {"optimizer": recorder, "microbatch_size": ROWS, "overrides": {"piece_tokens": 24}}
     with make_engine(family.build(), family, **settings) as engine:
         report = engine.step(renamed)
-        assert engine._rehearsal.rule is Rule.ROWS
+        assert engine._trial.rule is Rule.ROWS
     assert_gradients((report.loss, recorder.gradients), expected, tolerant=set())
 
 
@@ -414,7 +414,7 @@ def test_compiled_layers(name: str):
     ("name", "keep"), [("llama_tied", 0.3), ("llama_tied", 1.0), ("bert_masked_lm", 0.3)]
 )
 def test_compiled_layers_that_keep_results(name: str, keep: float, monkeypatch: Any):
-    monkeypatch.setattr(l2l.compiled_layer, "SMALL_BYTES", 0)
+    monkeypatch.setattr(l2l.model.compiled_layer, "SMALL_BYTES", 0)
     family = FAMILIES[name]
     recorder = l2l.RecordGradients()
     overrides = {"keep": keep, "num_kept_cells": 2}
@@ -439,7 +439,7 @@ def test_compiled_layers_that_keep_results(name: str, keep: float, monkeypatch: 
 @compiling
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
 def test_all_together(name: str, monkeypatch: Any):
-    monkeypatch.setattr(l2l.compiled_layer, "SMALL_BYTES", 0)
+    monkeypatch.setattr(l2l.model.compiled_layer, "SMALL_BYTES", 0)
     family = FAMILIES[name]
     overrides = {
         "keep": 0.3,
@@ -911,7 +911,7 @@ def test_the_norm_counts_rows_that_the_host_adds(tied: bool, padding: int | None
 
 
 # --------------------------------------------------------------------------------------------------
-# What the rehearsal finds out
+# What the trial finds out
 
 
 def lookup_by(unit: str, owner: str, name: str, padding: int | None) -> TableLookup:
@@ -945,8 +945,8 @@ def test_what_is_read_before_and_after_the_layers(name: str):
     family = FAMILIES[name]
     with make_engine(family.build(), family, optimizer=l2l.RecordGradients(), **ON_HOST) as engine:
         engine.step(family.batch(ROWS))
-        assert engine._rehearsal.alone
-        assert engine._rehearsal.usage == USAGE[name]
+        assert engine._trial.alone
+        assert engine._trial.usage == USAGE[name]
         units = {unit.name: unit for unit in engine._placed}
         assert units["T0"].looked_up
         assert not units["T0"].in_prologue
@@ -971,8 +971,8 @@ def test_an_epilogue_that_uses_the_embedding_is_not_alone(gate: float, size: int
         family.build(), family, optimizer=recorder, microbatch_size=size, **settings
     ) as engine:
         loss = engine.step(batch).loss
-        assert not engine._rehearsal.alone
-        assert not engine._rehearsal.usage
+        assert not engine._trial.alone
+        assert not engine._trial.usage
         assert not any(unit.looked_up for unit in engine._placed)
     found = (loss, recorder.gradients)
     assert_gradients(found, plain_gradients(family, batch, size), tolerant={"words.weight"})
@@ -1080,7 +1080,7 @@ def test_one_program_serves_any_depth(depth: int):
         loss = engine.step(batch).loss
         engine.evaluate(batch)
         assert engine._compiler.num_programs == 1
-        assert all(map(engine._compiler.compiles, engine._carved.structures))
+        assert all(map(engine._compiler.compiles, engine._partition.structures))
     assert_gradients((loss, recorder.gradients), plain_gradients(family, batch))
 
 
@@ -1116,7 +1116,7 @@ def test_a_layer_whose_number_counts(which: str):
             engine._server.settle_all()
             assert_gradients((loss, recorder.gradients), expected)
             assert engine.evaluate(batch) == pytest.approx(expected[0], rel=TOLERANCE)
-        assert all(map(engine._compiler.compiles, engine._carved.structures))
+        assert all(map(engine._compiler.compiles, engine._partition.structures))
 
 
 @compiling
@@ -1188,7 +1188,7 @@ def test_compiled_dropout_draws_what_the_layers_own_code_draws(name: str, overri
     settings = {"seed": 5, "compile": BACKEND, "overrides": overrides}
     with make_engine(family.build(), family, optimizer=recorder, **settings) as engine:
         loss = engine.step(batch).loss
-        assert all(map(engine._compiler.compiles, engine._carved.structures))
+        assert all(map(engine._compiler.compiles, engine._partition.structures))
     assert_gradients((loss, recorder.gradients), expected)
     assert engine_gradients(family, batch, seed=6)[0] != expected[0]
 

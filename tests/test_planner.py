@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 import l2l
-from l2l.byte_size import parse_bytes
-from l2l.hardware import H200
-from l2l.layer_cost import count_pass
+from l2l.bench.workload import Workload
+from l2l.device.byte_size import parse_bytes
 from l2l.parameter_server import UpdatePolicy
 from l2l.planner import (
     ALWAYS,
@@ -34,7 +33,8 @@ from l2l.planner import (
     find_plan,
 )
 from l2l.planner.cost_model import CostModel
-from l2l.workload import Workload
+from l2l.planner.hardware import H200
+from l2l.planner.layer_cost import count_pass
 
 GIB = 2**30
 META = torch.device("meta")
@@ -64,7 +64,7 @@ def problem_for(model: nn.Module, **settings: Any) -> Problem:
         found.append(problem)
         raise CapturedError
 
-    with mock.patch("l2l.planning.find_plan", capture), pytest.raises(CapturedError):
+    with mock.patch("l2l.planner.planning.find_plan", capture), pytest.raises(CapturedError):
         l2l.plan(model, hardware=H200, **settings)
     return found[0]
 

@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from l2l.precision import PrecisionPolicy, join_master, parse_precision, split_master
+from l2l.parameter_server.precision import (
+    PrecisionPolicy,
+    join_master,
+    parse_precision,
+    split_master,
+)
 
 SIGN = -(2**31)
 UPPER_HALVES = torch.arange(-(2**15), 2**15, dtype=torch.int64) << 16

@@ -14,11 +14,11 @@ from families import FAMILIES, Family, build_llama, causal_batch
 from torch import Tensor, nn
 
 import l2l
-from l2l.hardware import H200
-from l2l.hollow import LARGE_BYTES, Hollowing, hollow, is_hollow
+from l2l.bench.workload import Workload
+from l2l.model.fake_weights import LARGE_BYTES, FakeWeights, fake_weight, is_fake
 from l2l.planner import DoesNotFitError
-from l2l.preview import STREAMED, largest_model
-from l2l.workload import Workload
+from l2l.planner.hardware import H200
+from l2l.planner.preview import STREAMED, largest_model
 
 META = torch.device("meta")
 GIB = 2**30
@@ -124,23 +124,23 @@ def test_a_plan_for_70_billion_parameters_takes_no_memory() -> None:
     assert peak_bytes() - before < 300 << 20
 
 
-def test_large_tensors_are_hollow_and_small_ones_real() -> None:
-    weight = hollow((200_000, 4096), torch.bfloat16)
-    assert is_hollow(weight)
-    with torch.no_grad(), Hollowing():
+def test_large_tensors_are_fake_and_small_ones_real() -> None:
+    weight = fake_weight((200_000, 4096), torch.bfloat16)
+    assert is_fake(weight)
+    with torch.no_grad(), FakeWeights():
         ids = torch.arange(6).view(2, 3)
         rows = torch.nn.functional.embedding(ids, weight)
-        assert not is_hollow(rows)
+        assert not is_fake(rows)
         assert rows.shape == (2, 3, 4096)
         rows = rows + 1
         logits = torch.nn.functional.linear(rows, weight)
         assert logits.shape == (2, 3, 200_000)
         assert not logits.any()
         wide = weight.float().mul_(2).t()
-        assert is_hollow(wide)
+        assert is_fake(wide)
         assert wide.dtype is torch.float32
         mask = torch.ones(4096, 4096).tril()
-        assert is_hollow(mask)
+        assert is_fake(mask)
         assert mask.nbytes > LARGE_BYTES
         assert ids.sum().item() == 15
         assert ids[ids > 3].tolist() == [4, 5]
@@ -166,7 +166,7 @@ def test_long_rows_take_no_memory_either() -> None:
 
 def test_it_is_what_the_engine_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for logits: on the CPU an engine does not put them off, where bits come first."""
-    monkeypatch.setattr("l2l.planning.known_hardware", lambda *_, **__: H200)
+    monkeypatch.setattr("l2l.planner.planning.known_hardware", lambda *_, **__: H200)
     batch = causal_batch(8)
 
     def build() -> nn.Module:

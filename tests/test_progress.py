@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
-from l2l import progress
 from l2l.cli.report import draw_losses
-from l2l.progress import (
+from l2l.train import progress
+from l2l.train.progress import (
     Display,
     Facts,
     LiveDisplay,

@@ -21,27 +21,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import l2l
-import l2l.engine
-from l2l.carving import HIDDEN, Part, RecordedTensor, Recording, Stub
-from l2l.carving import Call as RecordedCall
+import l2l.engine.engine
 from l2l.device import CheckingDevice
-from l2l.lookup import HostRows
+from l2l.model.partition import HIDDEN, Part, RecordedTensor, Recording, Stub
+from l2l.model.partition import Call as RecordedCall
 from l2l.parameter_server import Adafactor
 from l2l.proof import Evidence, Proof, ProofError, ProofMemory
 from l2l.proof.evidence import ODD_FACTOR, WHOLE_ELEMENTS, check
 from l2l.proof.memory import key_of
-from l2l.rehearsal import Rehearsal
-from l2l.relay import Relay
+from l2l.run.lookup import HostRows
+from l2l.run.relay import Relay
+from l2l.run.transfer import Transfer
+from l2l.run.updates import Updates, mix_seed
 from l2l.schedule import Lane, Schedule, Wait, make_schedule
-from l2l.transfer import Transfer
-from l2l.updates import Updates, mix_seed
+from l2l.trial.trial import Trial
 
 WORDS, WIDTH, LENGTH = 40, 16, 6
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(l2l.engine, "PROVEN", ProofMemory(None))
+    monkeypatch.setattr(l2l.engine.engine, "PROVEN", ProofMemory(None))
 
 
 class Layer(nn.Module):
@@ -129,7 +129,7 @@ def state_of(engine: l2l.Engine) -> dict[str, Tensor]:
         image = server.image(name)
         found |= {f"{name} {key}": tensor.clone() for key, tensor in image.tensors.items()}
         found[f"{name} steps"] = torch.tensor(list(image.steps.values()))
-    present = engine._rehearsal.present_buffers()
+    present = engine._trial.present_buffers()
     return found | {key: tensor.clone() for key, tensor in present.items()}
 
 
@@ -237,7 +237,7 @@ def draw_the_mask_of_another_microbatch(patch: pytest.MonkeyPatch) -> None:
             return mix_seed(seed, number, part, 1 - m)
 
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr("l2l.relay.mix_seed", other)
+            inner.setattr("l2l.run.relay.mix_seed", other)
             backward(self, step, layer, microbatch, *rest)
 
     patch.setattr(Relay, "_backward", mutated)
@@ -251,7 +251,7 @@ def count_statistics_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def weigh_microbatches_wrongly(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("l2l.step.Step.share", lambda self, part: 1.0)
+    patch.setattr("l2l.run.step.Step.share", lambda self, part: 1.0)
 
 
 def update_with_an_old_gradient(patch: pytest.MonkeyPatch) -> None:
@@ -311,8 +311,8 @@ def test_a_deleted_wait_is_refused_where_the_device_runs_into_it(first: Lane) ->
         expected = [engine.step(batch(seed=seed)).loss for seed in (0, 1)]
     while number < total:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(l2l.engine, "make_schedule", without(number))
-            patch.setattr(l2l.engine, "PROVEN", ProofMemory(None))
+            patch.setattr(l2l.engine.engine, "make_schedule", without(number))
+            patch.setattr(l2l.engine.engine, "PROVEN", ProofMemory(None))
             engine = engine_of(Words(), device=CheckingDevice(first=first), microbatch_size=2)
             found: list[float] = []
             with contextlib.suppress(ProofError):
@@ -377,15 +377,15 @@ def test_a_model_that_cannot_run_a_few_rows_is_said(caplog: pytest.LogCaptureFix
 
 def test_what_was_proven_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
-    run = l2l.engine.Engine._prove
+    run = l2l.engine.engine.Engine._prove
 
     def counted(*args: Any) -> float:
         runs.append(1)
         return run(*args)
 
-    monkeypatch.setattr(l2l.engine.Engine, "_prove", counted)
+    monkeypatch.setattr(l2l.engine.engine.Engine, "_prove", counted)
     for folder in (tmp_path / "one", tmp_path / "one", tmp_path / "two"):
-        monkeypatch.setattr(l2l.engine, "PROVEN", ProofMemory(folder))
+        monkeypatch.setattr(l2l.engine.engine, "PROVEN", ProofMemory(folder))
         with engine_of(Words()) as engine:
             engine.step(batch())
             engine.step(batch())
@@ -477,11 +477,11 @@ def test_what_is_nothing_but_rounding_is_no_difference() -> None:
 
 
 def without_refusing_objects(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Rehearsal, "_meet", lambda *_: None)
+    patch.setattr(Trial, "_meet", lambda *_: None)
 
 
 def with_caches(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("l2l.carving.configs_of", lambda model: [])
+    patch.setattr("l2l.model.partition.configs_of", lambda model: [])
     without_refusing_objects(patch)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 
 import l2l
-from l2l.layers import Layers
+from l2l.engine.layers import Layers
 from l2l.schedule import VERBS, Lane
 
 

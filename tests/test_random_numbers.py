@@ -470,7 +470,7 @@ def test_checkpoints_inside_a_scope_repeat_their_masks(
     assert torch.equal(torch.get_rng_state(), callers)
 
 
-def test_what_was_not_seen_to_draw_in_the_rehearsal_may_draw_later(threads: ModuleType):
+def test_what_was_not_seen_to_draw_in_the_trial_may_draw_later(threads: ModuleType):
     def run() -> tuple[list[float], list[Tensor]]:
         def begin(number: int) -> None:
             Later.draws = number >= 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_checkpoint import Dead, Failing, Kill, names
 
-from l2l.replacing import (
+from l2l.files.replacing import (
     beside,
     empty_folder,
     recover,

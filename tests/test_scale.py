@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from l2l import cli
-from l2l.scale import Scale, find_largest, text_ids
-from l2l.workload import SHAPES
+from l2l.bench.scale import Scale, find_largest, text_ids
+from l2l.bench.workload import SHAPES
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -13,7 +13,7 @@ from torch import nn
 import l2l
 from l2l import cli
 from l2l.cli.train import FLAGS
-from l2l.settings import SECTIONS, Flag, ScheduleSettings, Settings, SettingsError, help_text
+from l2l.train.settings import SECTIONS, Flag, ScheduleSettings, Settings, SettingsError, help_text
 
 MINIMAL = """
 [model]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from l2l.schedule import NOTHING, VERBS, Action, Lane, Schedule, Shape, Wait, make_schedule
-from l2l.simulation import Cost, Simulation, simulate
+from l2l.schedule.simulation import Cost, Simulation, simulate
 
 GIGABYTE = 10**9
 RATES = {"fetch_rate": 1e9, "drain_rate": 1e9, "both_ways_rate": 1e9}

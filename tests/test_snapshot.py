@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from l2l.host_memory import SparePages
 from l2l.parameter_server import Image, Snapshot
+from l2l.parameter_server.host_memory import SparePages
 from l2l.parameter_server.snapshot import ImageState
 
 SIZE = 100  # bytes of a unit
@@ -713,7 +713,7 @@ def test_making_blocks_ends_when_there_is_no_memory_or_nobody_wants_them(
     assert spare.free_bytes == 1000
     touched = threading.Event()
     unwanted = SparePages()
-    monkeypatch.setattr("l2l.host_memory.TOUCHED_AT_ONCE", 1)
+    monkeypatch.setattr("l2l.parameter_server.host_memory.TOUCHED_AT_ONCE", 1)
     monkeypatch.setattr("ctypes.memset", lambda *_: (touched.set(), time.sleep(0.001)))
     unwanted.fill([1 << 20])
     assert touched.wait(10)

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from l2l import tensor_file
-from l2l.tensor_file import (
+from l2l.files import tensor_file
+from l2l.files.tensor_file import (
     DTYPES,
     Entry,
     TensorFile,

@@ -20,17 +20,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from typing_extensions import override
 
-from l2l import cli, planning
-from l2l.checkpoint import CheckpointError, CheckpointFolder
+from l2l import cli
+from l2l.checkpoint.checkpoint import CheckpointError, CheckpointFolder
+from l2l.checkpoint.manifest import checksum_of
 from l2l.cli import train as train_module
-from l2l.data import Batches
-from l2l.manifest import checksum_of
-from l2l.progress import Display, Status, read_metrics
-from l2l.settings import Settings, SettingsError
-from l2l.settings.values import to_toml
-from l2l.training import RunFolder, Training, TrainingError
-from l2l.training import run as run_module
-from l2l.training.disk import Writing
+from l2l.planner import planning
+from l2l.train import RunFolder, Training, TrainingError
+from l2l.train import run as run_module
+from l2l.train.data import Batches
+from l2l.train.disk import Writing
+from l2l.train.progress import Display, Status, read_metrics
+from l2l.train.settings import Settings, SettingsError
+from l2l.train.settings.values import to_toml
 
 ROOT = Path(__file__).parent.parent
 TEXTS = {
@@ -485,7 +486,7 @@ def test_a_disk_that_is_too_small_is_known_before_the_first_step(
         sizes.append(path)
         return shutil._ntuple_diskusage(10**9, 10**9 - free, free)
 
-    monkeypatch.setattr("l2l.training.disk.shutil.disk_usage", usage)
+    monkeypatch.setattr("l2l.train.disk.shutil.disk_usage", usage)
     free = int(share * 3 * (14_800 * 12 + 32))  # weights, two moments in float32, and a buffer
     status = cli.main(["train", str(settings)])
     shown = capsys.readouterr()
@@ -989,7 +990,7 @@ def test_a_checkpoint_is_exported_as_the_run_would(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without an engine: host memory for one tensor is enough."""
-    monkeypatch.delattr("l2l.engine.Engine.__init__")
+    monkeypatch.delattr("l2l.engine.engine.Engine.__init__")
     run, output = uninterrupted / "run", tmp_path / "output"
     assert cli.main(["export", str(run), str(output)]) == 0
     for name, weight in weights_of(uninterrupted).items():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import l2l
 from l2l.device import CheckingDevice
 from l2l.parameter_server import ParameterServer, adafactor, host_kernel
-from l2l.precision import PrecisionPolicy
+from l2l.parameter_server.precision import PrecisionPolicy
 from l2l.schedule import Lane
 
 ROWS, SIZE = 6, 2
@@ -366,7 +366,7 @@ def test_a_host_too_small_is_refused_before_anything_is_taken():
 
 
 def test_a_kernel_that_was_not_built_is_one_warning_and_the_slow_path(monkeypatch):
-    monkeypatch.setattr("l2l.engine.load_kernel", lambda: None)
+    monkeypatch.setattr("l2l.engine.engine.load_kernel", lambda: None)
     family = FAMILIES["llama_untied"]
     expected = train("llama_untied", steps=2, kernel="readable")
     model = family.build()

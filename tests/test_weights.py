@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import l2l
-from l2l import hugging_face
 from l2l.device import open_device
-from l2l.weights import Incoming, WeightFiles
+from l2l.hugging_face import models as hugging_face
+from l2l.hugging_face.weights import Incoming, WeightFiles
 
 transformers.utils.logging.disable_progress_bar()
 NAMES = ["llama_tied", "llama_untied", "gpt2", "bert_classification", "qwen3", "qwen3_moe"]
@@ -157,16 +157,16 @@ def test_what_was_read_is_given_back_to_the_file(
     model = build_llama()
     folder = saved(model, tmp_path)
     opened = []
-    original = l2l.weights.safe_open
+    original = l2l.hugging_face.weights.safe_open
 
     def safe_open(*args: Any, **kwargs: Any) -> Any:
         opened.append(args)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(l2l.weights, "safe_open", safe_open)
+    monkeypatch.setattr(l2l.hugging_face.weights, "safe_open", safe_open)
     delivered(on_meta(model), folder)
     assert len(opened) == 1
-    monkeypatch.setattr(l2l.weights, "MAPPED_BYTES", 10_000)
+    monkeypatch.setattr(l2l.hugging_face.weights, "MAPPED_BYTES", 10_000)
     delivered(on_meta(model), folder)
     total = sum(one.nbytes for one in model.parameters())
     assert total // 20_000 < len(opened) <= total // 10_000 + 1
@@ -506,7 +506,7 @@ def test_a_failure_leaves_the_model_on_the_meta_device(
     closed = []
     monkeypatch.setattr(device, "close", lambda: closed.append(True))
     reads = []
-    get = l2l.weights._Reader.__call__
+    get = l2l.hugging_face.weights._Reader.__call__
 
     def failing(self: Any, name: str) -> Tensor:
         reads.append(name)
@@ -514,7 +514,7 @@ def test_a_failure_leaves_the_model_on_the_meta_device(
             raise KeyboardInterrupt
         return get(self, name)
 
-    monkeypatch.setattr(l2l.weights._Reader, "__call__", failing)
+    monkeypatch.setattr(l2l.hugging_face.weights._Reader, "__call__", failing)
     with pytest.raises(KeyboardInterrupt):
         l2l.Engine(empty, device=device, weights=folder)
     tensors = [*empty.parameters(), *empty.buffers()]

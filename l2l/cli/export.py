@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from l2l.training import export_checkpoint
+from l2l.train import export_checkpoint
 
 HELP = """Write the model of a checkpoint as a Hugging Face folder: configuration, tokenizer, and
 weights in safetensors files. It needs no accelerator, and host memory for one tensor at a time."""

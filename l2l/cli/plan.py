@@ -15,14 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2l.byte_size import format_bytes, parse_bytes
-from l2l.hardware import H200, Hardware
-from l2l.host_memory import HostBudget
+from l2l.bench import SHAPES, Workload
+from l2l.device import format_bytes, parse_bytes
 from l2l.hugging_face import first_line, library, read_config
-from l2l.parameter_server import SGD, Adafactor, AdamW, Lion, Optimizer
-from l2l.planner import DoesNotFitError, Plan, Together
-from l2l.preview import largest_model, measured_hardware, plan
-from l2l.workload import SHAPES, Workload
+from l2l.parameter_server import SGD, Adafactor, AdamW, HostBudget, Lion, Optimizer
+from l2l.planner import (
+    H200,
+    DoesNotFitError,
+    Hardware,
+    Plan,
+    Together,
+    largest_model,
+    measured_hardware,
+    plan,
+)
 
 HELP = """Plan a training step: which layers stay on the device and which are streamed, how much is
 recomputed, what takes how many bytes where, how long a step lasts and what it is bound by. Nothing

@@ -14,12 +14,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from l2l.byte_size import format_bytes
+from l2l.bench import BOTTOM, FONT_SIZE, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from l2l.checkpoint import CheckpointError, CheckpointFolder, Manifest
-from l2l.plot import BOTTOM, FONT_SIZE, HEIGHT, LEFT, RIGHT, TOP, WIDTH
-from l2l.progress import Record, format_seconds, read_metrics
-from l2l.settings import Settings
-from l2l.training import BEST, RunFolder
+from l2l.device import format_bytes
+from l2l.train import BEST, Record, RunFolder, Settings, format_seconds, read_metrics
 
 HELP = """Summarise a run: settings, steps, losses, speed, evaluations, checkpoints; also while it
 goes on. Draws the losses as an SVG file. The last line is JSON."""

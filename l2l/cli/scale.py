@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from l2l import child_process
-from l2l.scale import (
+from l2l.bench import (
     CONFIRMED,
     OPTIMIZERS,
+    SHAPES,
     Scale,
     ScaleResult,
     StepFacts,
+    child_process,
     describe_scale,
     measure_scale,
 )
-from l2l.workload import SHAPES
 
 DESCRIPTION = """Train a model of a given size, or the largest that fits this machine (%(most)s of
 what the planner says), for a few steps on real text, with random weights that are made layer by

@@ -20,9 +20,17 @@ from typing_extensions import override
 
 from l2l.cli import signals
 from l2l.distributed import World, started_by_torchrun
-from l2l.progress import Display, open_display
-from l2l.settings import Flag, Settings, SettingsError, help_text, key_of
-from l2l.training import RunFolder, Training
+from l2l.train import (
+    Display,
+    Flag,
+    RunFolder,
+    Settings,
+    SettingsError,
+    Training,
+    help_text,
+    key_of,
+    open_display,
+)
 
 HELP = """Train a model that does not fit the device. Settings come from a TOML file, from flags, or
 from both: flags go before the file. Everything is checked before anything is loaded. A run whose

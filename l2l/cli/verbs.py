@@ -11,20 +11,24 @@ from pathlib import Path
 
 import torch
 
-from l2l.benchmark import describe_host, measure_host
-from l2l.cli import export, plan, report, scale, signals, train
-from l2l.comparison import (
+from l2l.bench import (
+    FAILED,
     PLAIN_VARIANTS,
+    SHAPES,
     SYSTEMS,
     Outcome,
+    Run,
+    Workload,
     compare,
     describe,
+    describe_host,
+    draw,
     list_runs,
+    measure_host,
     plot_points,
 )
+from l2l.cli import export, plan, report, scale, signals, train
 from l2l.parameter_server import load_kernel
-from l2l.plot import draw
-from l2l.workload import FAILED, SHAPES, Run, Workload
 
 HOST_HELP = """Time the host optimizers against this machine's copy bandwidth, torch's fused AdamW
 and, where it is installed, DeepSpeed's CPUAdam: alone, and while the link to the accelerator copies

@@ -14,16 +14,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from l2l.device.byte_size import format_bytes, parse_bytes
 from l2l.device.checking import ByteCount, CheckingDevice, CountAllocations, QueuedEvent
 from l2l.device.cuda import CudaDevice, busy_link, num_devices, plain_peak
-from l2l.device.seam import (
-    PAGE_BYTES,
-    Device,
-    Event,
-    UpdateFailedError,
-    Work,
-    untouched_pages,
-)
+from l2l.device.seam import PAGE_BYTES, Device, Event, UpdateFailedError, Work, untouched_pages
 
 __all__ = [
     "PAGE_BYTES",
@@ -35,8 +29,10 @@ __all__ = [
     "UpdateFailedError",
     "Work",
     "busy_link",
+    "format_bytes",
     "num_devices",
     "open_device",
+    "parse_bytes",
     "plain_peak_bytes",
     "untouched_pages",
 ]

@@ -32,8 +32,7 @@ from typing_extensions import override
 from l2l.device.random_numbers import RandomNumbers
 from l2l.device.seam import Device, Event, Work, anonymous_pages
 from l2l.device.worker import Worker, WorkerEvent
-from l2l.schedule import Lane
-from l2l.trace import Span, Trace
+from l2l.schedule import Lane, Span, Trace
 
 AT_ONCE = (Lane.COMPUTE, Lane.UPDATE, Lane.GATHER, Lane.REDUCE)
 """Lanes that run what they are given: ranks meet in the order of the schedule."""

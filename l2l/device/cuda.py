@@ -39,8 +39,7 @@ from typing_extensions import override
 from l2l.device.random_numbers import RandomNumbers, current
 from l2l.device.seam import PAGE_BYTES, Device, Event, Work, anonymous_pages
 from l2l.device.worker import WAITING, Worker, WorkerEvent, worker_spans
-from l2l.schedule import Lane
-from l2l.trace import Span, Trace
+from l2l.schedule import Lane, Span, Trace
 
 COPIES_AHEAD = 16
 MOST_LAUNCHES = 512  # the driver queues 1,024

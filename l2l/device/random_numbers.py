@@ -12,7 +12,7 @@ This module takes a key that torch has reserved and uses for nothing (`Fake`, me
 of another package), registers kernels there for the operators that draw random numbers and for no
 others, and a scope switches it on. Operators that draw nothing do not come by and cost nothing, so
 that a scope is open around every pass, whether or not it is known to draw: nothing can be missed
-that was not seen in a rehearsal. The key lies below autograd (gradients are those of torch, and a
+that was not seen in a trial. The key lies below autograd (gradients are those of torch, and a
 backward pass on a thread of autograd's is in the scope as well) and above dispatch modes and
 tensors with code of their own, so that an operator is redirected before these see it. Which
 operators draw is torch's own knowledge (the tag `nondeterministic_seeded`):
@@ -42,7 +42,7 @@ numbers then: that cannot be taken back.
 trace. Inside a scope, and for its thread alone, they are about its generators.
 
 [Note: others' generators] Code that is no operator of torch (a kernel of an extension) may draw
-from the default generators where nobody sees it. A rehearsal finds that: with the own generators
+from the default generators where nobody sees it. A trial finds that: with the own generators
 seeded alike, a part gives other results when it runs again. From then on `seed` seeds the default
 generators too, as far as that helps, and the scope puts them back; such a part is exact only while
 no other thread draws.

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from l2l.device.random_numbers import RandomNumbers
-from l2l.schedule import Lane
-from l2l.trace import Trace
+from l2l.schedule import Lane, Trace
 
 Work = Callable[[], object]
 PAGE_BYTES = 4096

@@ -11,8 +11,7 @@ from typing import final
 from typing_extensions import override
 
 from l2l.device.seam import Event, UpdateFailedError, Work
-from l2l.schedule import Lane
-from l2l.trace import Span
+from l2l.schedule import Lane, Span
 
 WAITING = "wait"  # what the thread does between updates
 LOOKING_SECONDS = 0.05  # between two looks at work that takes long

@@ -1,71 +1,102 @@
 """The parameter server: model, optimizer and waiting gradients in host memory."""
 
-from l2l.parameter_server import device_update as device_update
-from l2l.parameter_server import host_kernel as host_kernel
-from l2l.parameter_server import operands as operands
-from l2l.parameter_server.adafactor import Adafactor as Adafactor
-from l2l.parameter_server.device_update import FlatUnit as FlatUnit
-from l2l.parameter_server.host_kernel import HostKernel as HostKernel
+from l2l.parameter_server.adafactor import REVISED_BYTES, REVISED_PIECE, Adafactor
+from l2l.parameter_server.device_update import FlatUnit
+from l2l.parameter_server.division import forms_of, units_of
+from l2l.parameter_server.host_kernel import (
+    AdamWUpdate,
+    HostKernel,
+    LionUpdate,
+    SGDUpdate,
+    working_threads,
+)
 from l2l.parameter_server.host_kernel import load as load_kernel
-from l2l.parameter_server.moving import Move as Move
-from l2l.parameter_server.optimizer import SGD as SGD
-from l2l.parameter_server.optimizer import AdamW as AdamW
-from l2l.parameter_server.optimizer import HostOptimizer as HostOptimizer
-from l2l.parameter_server.optimizer import Lion as Lion
-from l2l.parameter_server.optimizer import Optimizer as Optimizer
-from l2l.parameter_server.optimizer import RecordGradients as RecordGradients
-from l2l.parameter_server.policy import UpdatePolicy as UpdatePolicy
-from l2l.parameter_server.sizing import NUM_STAGING as NUM_STAGING
-from l2l.parameter_server.sizing import ROUNDING_BYTES as ROUNDING_BYTES
-from l2l.parameter_server.sizing import alternatives as alternatives
-from l2l.parameter_server.sizing import host_bytes as host_bytes
-from l2l.parameter_server.snapshot import Image as Image
-from l2l.parameter_server.snapshot import Snapshot as Snapshot
-from l2l.parameter_server.store import ParameterServer as ParameterServer
-from l2l.parameter_server.store import TableRows as TableRows
-from l2l.parameter_server.store import UpdateOrder as UpdateOrder
-from l2l.parameter_server.store import WaitingUpdate as WaitingUpdate
-from l2l.parameter_server.torch_optimizer import Members as Members
-from l2l.parameter_server.torch_optimizer import ServerOptimizer as ServerOptimizer
-from l2l.parameter_server.torch_optimizer import groups_of as groups_of
-from l2l.parameter_server.unit import Unit as Unit
-from l2l.parameter_server.unit import UnitForm as UnitForm
-from l2l.parameter_server.unit import nothing_like as nothing_like
-from l2l.parameter_server.unit import refuse_without_weights as refuse_without_weights
-from l2l.parameter_server.unit import state_name as state_name
+from l2l.parameter_server.host_memory import Arena, HostBudget, available_bytes
+from l2l.parameter_server.layout import ALIGNMENT_BYTES, ALIGNMENT_ELEMENTS, FlatLayout, round_up
+from l2l.parameter_server.moving import Move
+from l2l.parameter_server.operands import EightBitMoments, Moments, SplitWeight, num_blocks
+from l2l.parameter_server.optimizer import (
+    SGD,
+    AdamW,
+    HostOptimizer,
+    Lion,
+    Optimizer,
+    RecordGradients,
+    Update,
+)
+from l2l.parameter_server.policy import UpdatePolicy
+from l2l.parameter_server.precision import DTYPES, LossScale, PrecisionPolicy, join_master
+from l2l.parameter_server.sizing import NUM_STAGING, ROUNDING_BYTES, alternatives, host_bytes
+from l2l.parameter_server.snapshot import NUM_WRITERS, Image, Snapshot
+from l2l.parameter_server.store import ParameterServer, TableRows, UpdateOrder, WaitingUpdate
+from l2l.parameter_server.torch_optimizer import Members, ServerOptimizer, groups_of
+from l2l.parameter_server.unit import (
+    Unit,
+    UnitForm,
+    exchange,
+    nothing_like,
+    refuse_without_weights,
+    state_name,
+)
 
 __all__ = [
+    "ALIGNMENT_BYTES",
+    "ALIGNMENT_ELEMENTS",
+    "DTYPES",
     "NUM_STAGING",
+    "NUM_WRITERS",
+    "REVISED_BYTES",
+    "REVISED_PIECE",
     "ROUNDING_BYTES",
     "SGD",
     "Adafactor",
     "AdamW",
+    "AdamWUpdate",
+    "Arena",
+    "EightBitMoments",
+    "FlatLayout",
     "FlatUnit",
+    "HostBudget",
     "HostKernel",
     "HostOptimizer",
     "Image",
     "Lion",
+    "LionUpdate",
+    "LossScale",
     "Members",
+    "Moments",
     "Move",
     "Optimizer",
     "ParameterServer",
+    "PrecisionPolicy",
     "RecordGradients",
+    "SGDUpdate",
     "ServerOptimizer",
     "Snapshot",
+    "SplitWeight",
     "TableRows",
     "Unit",
     "UnitForm",
+    "Update",
     "UpdateOrder",
     "UpdatePolicy",
     "WaitingUpdate",
     "alternatives",
+    "available_bytes",
     "device_update",
+    "exchange",
+    "forms_of",
     "groups_of",
     "host_bytes",
     "host_kernel",
+    "join_master",
     "load_kernel",
     "nothing_like",
+    "num_blocks",
     "operands",
     "refuse_without_weights",
+    "round_up",
     "state_name",
+    "units_of",
+    "working_threads",
 ]

@@ -38,10 +38,10 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
-from l2l.layout import ALIGNMENT_BYTES, round_up
+from l2l.parameter_server.layout import ALIGNMENT_BYTES, round_up
 from l2l.parameter_server.operands import BLOCK_SIZE, num_blocks, rounding_seed
 from l2l.parameter_server.optimizer import SGD, AdamW, HostOptimizer, Lion, Settings
-from l2l.precision import join_master
+from l2l.parameter_server.precision import join_master
 
 PIECE = 1 << 22  # elements updated at once eagerly, to bound the memory for what lies between
 FALLBACK_PIECE = 1 << 20  # the same where compilation failed, for which no memory was foreseen

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from l2l.host_memory import Arena
-from l2l.layout import FlatLayout, Share
+from l2l.distributed import Share
+from l2l.parameter_server.host_memory import Arena
+from l2l.parameter_server.layout import FlatLayout
 from l2l.parameter_server.unit import Unit, UnitForm
 
 

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from l2l.parameter_server import host_kernel, operands
 from l2l.parameter_server.host_kernel import HostKernel
-from l2l.precision import join_master, split_master
+from l2l.parameter_server.precision import join_master, split_master
 
 Settings = Mapping[str, Any]
 Groups = Callable[[str, nn.Parameter], Mapping[str, Any] | None]

@@ -36,10 +36,8 @@ import torch
 from torch import Tensor, nn
 
 from l2l.device import Device, Event
-from l2l.distributed import Alone, World
-from l2l.held import Reader, hold
-from l2l.host_memory import Arena, SparePages
-from l2l.layout import ALIGNMENT_BYTES, ALIGNMENT_ELEMENTS, FlatLayout, Share, round_up
+from l2l.distributed import Alone, Share, World
+from l2l.model import Reader, hold
 from l2l.parameter_server import moving
 from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.host_kernel import (
@@ -48,9 +46,12 @@ from l2l.parameter_server.host_kernel import (
     Numbers,
     working_threads,
 )
+from l2l.parameter_server.host_memory import Arena, SparePages
+from l2l.parameter_server.layout import ALIGNMENT_BYTES, ALIGNMENT_ELEMENTS, FlatLayout, round_up
 from l2l.parameter_server.moving import Move
 from l2l.parameter_server.operands import SplitWeight
 from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind, Update
+from l2l.parameter_server.precision import PrecisionPolicy, join_master, split_master
 from l2l.parameter_server.snapshot import WRITING_CORES, Image, Snapshot
 from l2l.parameter_server.unit import (
     COMPANION,
@@ -63,7 +64,6 @@ from l2l.parameter_server.unit import (
     shapes_of,
     state_name,
 )
-from l2l.precision import PrecisionPolicy, join_master, split_master
 
 MOST_PREPARED = 64  # ways to update a unit that are remembered
 COPY_ALIGNMENT = 64

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from l2l.device import Event
-from l2l.held import is_held, reason_for, release
-from l2l.layout import ALIGNMENT_ELEMENTS, FlatLayout, Share, round_up
+from l2l.distributed import Share
+from l2l.model import is_held, reason_for, release
 from l2l.parameter_server import device_update
 from l2l.parameter_server.host_kernel import PreparedUpdates
+from l2l.parameter_server.layout import ALIGNMENT_ELEMENTS, FlatLayout, round_up
 from l2l.parameter_server.optimizer import StateKind
 
 ACCUMULATE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}

@@ -14,14 +14,23 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Final, Literal
 
-from l2l.hardware import Hardware
-from l2l.layer_cost import PassCost, seconds, submission_seconds
-from l2l.parameter_server import ROUNDING_BYTES, UpdatePolicy
-from l2l.parameter_server.adafactor import REVISED_BYTES, REVISED_PIECE
-from l2l.planner.plan import ALWAYS, Decisions, LedgerLine
+from l2l.parameter_server import REVISED_BYTES, REVISED_PIECE, ROUNDING_BYTES, UpdatePolicy
+from l2l.planner.decisions import ALWAYS, Decisions, LedgerLine
+from l2l.planner.hardware import Hardware
+from l2l.planner.layer_cost import PassCost, seconds, submission_seconds
 from l2l.planner.problem import CostCurve, Problem, UnitSize
-from l2l.schedule import NUM_LENT, Action, Lane, OuterUnit, Schedule, Shape, make_schedule
-from l2l.simulation import Cost, Simulation, simulate
+from l2l.schedule import (
+    NUM_LENT,
+    Action,
+    Cost,
+    Lane,
+    OuterUnit,
+    Schedule,
+    Shape,
+    Simulation,
+    make_schedule,
+    simulate,
+)
 
 MOST_LINES = 4000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
 NUM_REMEMBERED = 32  # schedules

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from l2l.layer_cost import PassCost
 from l2l.parameter_server import UpdatePolicy
+from l2l.planner.layer_cost import PassCost
 from l2l.schedule import OuterUnit
 
 COLLECTIVE_SECONDS = 30e-6  # that ranks need to begin to talk

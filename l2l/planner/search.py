@@ -16,14 +16,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from l2l.byte_size import format_bytes
-from l2l.hardware import Hardware
+from l2l.device import format_bytes
 from l2l.parameter_server import UpdatePolicy
 from l2l.planner.cost_model import CostModel
-from l2l.planner.plan import Decisions, LedgerLine
+from l2l.planner.decisions import Decisions, LedgerLine
+from l2l.planner.hardware import Hardware
 from l2l.planner.problem import Problem
-from l2l.schedule import NUM_LENT
-from l2l.simulation import Simulation
+from l2l.schedule import NUM_LENT, Simulation
 
 MOST_TOKENS = 16384  # of a microbatch: more gain nothing
 PIECES = (8192, 4096, 2048, 1024, 768, 512, 384, 256, 128)  # matrix products like 128s

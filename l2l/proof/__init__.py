@@ -9,10 +9,8 @@ with the first parameter that differs, before anything has changed.
 What has passed is remembered (memory.py) under a hash of all that it depends on.
 """
 
-from l2l.proof.evidence import Evidence as Evidence
-from l2l.proof.evidence import ProofError as ProofError
-from l2l.proof.memory import ProofMemory as ProofMemory
-from l2l.proof.proof import FLOAT16_SCALE as FLOAT16_SCALE
-from l2l.proof.proof import Proof as Proof
+from l2l.proof.evidence import Evidence, ProofError
+from l2l.proof.memory import ProofMemory
+from l2l.proof.proof import FLOAT16_SCALE, Proof
 
 __all__ = ["FLOAT16_SCALE", "Evidence", "Proof", "ProofError", "ProofMemory"]

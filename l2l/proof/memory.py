@@ -21,7 +21,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from l2l.carving import is_plain
+from l2l.model import is_plain
 
 MOST_DEPTH = 5  # of objects in objects
 LIBRARIES = ("torch", "transformers", "peft", "torchao", "accelerate")

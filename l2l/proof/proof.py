@@ -9,11 +9,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from l2l.batch import Microbatch
-from l2l.carving import CarvedModel
 from l2l.device import Device
 from l2l.distributed import World
-from l2l.loss import LossFunction, Rule, total_count
+from l2l.model import LossFunction, Microbatch, Partition, Rule, total_count
 from l2l.parameter_server import ParameterServer
 from l2l.proof.evidence import ODD_FACTOR, TOLERANCE, Evidence, ProofError, check
 from l2l.proof.memory import ProofMemory, key_of
@@ -38,7 +36,7 @@ class Proof:
         self,
         *,
         model: nn.Module,
-        carved: CarvedModel,
+        partition: Partition,
         server: ParameterServer,
         device: Device,
         loss_function: LossFunction | None,
@@ -46,7 +44,7 @@ class Proof:
         memory: ProofMemory,
     ) -> None:
         self._model = model
-        self._carved = carved
+        self._partition = partition
         self._server = server
         self._device = device
         self._loss_function = loss_function
@@ -107,7 +105,7 @@ class Proof:
                 shares = _shares(rows, rule)
                 self._reference = Reference(
                     model=self._model,
-                    carved=self._carved,
+                    partition=self._partition,
                     server=self._server,
                     device=self._device,
                     loss_function=self._loss_function,

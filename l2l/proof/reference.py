@@ -24,11 +24,18 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from l2l.batch import Microbatch
-from l2l.carving import CarvedModel, configs_of, takes_use_cache, without_cache
 from l2l.device import Device
-from l2l.held import lend, take_back
-from l2l.loss import LossFunction, require_loss
+from l2l.model import (
+    LossFunction,
+    Microbatch,
+    Partition,
+    configs_of,
+    lend,
+    require_loss,
+    take_back,
+    takes_use_cache,
+    without_cache,
+)
 from l2l.parameter_server import ParameterServer
 from l2l.proof.evidence import Evidence
 
@@ -58,7 +65,7 @@ class Reference:
         self,
         *,
         model: nn.Module,
-        carved: CarvedModel,
+        partition: Partition,
         server: ParameterServer,
         device: Device,
         loss_function: LossFunction | None,
@@ -71,7 +78,7 @@ class Reference:
 
         Args:
             model: the user's, whose weights are in the server.
-            carved: the same model, cut.
+            partition: the same model, cut.
             server: where its weights are.
             device: whose random numbers are drawn.
             loss_function: the user's; None: the model's own.
@@ -81,7 +88,7 @@ class Reference:
             room: device memory that weights of layers may take, beyond those of two.
         """
         self._model = model
-        self._carved = carved
+        self._partition = partition
         self._server = server
         self._device = device
         self._loss_function = loss_function
@@ -89,7 +96,7 @@ class Reference:
         self._on_host = on_host
         self._room = room
         self._place = torch.device("cpu") if on_host else device.torch_device
-        self._layers = list(model.get_submodule(carved.list_name).children())
+        self._layers = list(model.get_submodule(partition.list_name).children())
         self._given = dict(buffers)
         self._buffers: dict[str, Tensor] = {}  # of layers, as their code has left them
         self._flats: OrderedDict[int, Tensor] = OrderedDict()  # weights of layers that are here
@@ -178,8 +185,8 @@ class Reference:
             if "torch._dynamo" in sys.modules:  # else nothing was compiled, and it takes a second
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._set_modes()
-            parameters = {**self._carved.outer_tensors.parameters}
-            for tensors in self._carved.layer_tensors:
+            parameters = {**self._partition.outer_tensors.parameters}
+            for tensors in self._partition.layer_tensors:
                 parameters |= tensors.parameters
             units = self._server.units
             dtypes = {
@@ -195,7 +202,7 @@ class Reference:
                     taken = functools.partial(self._take, owner)
                     hook = parameter.register_post_accumulate_grad_hook(taken)  # type: ignore[no-untyped-call]
                     stack.callback(hook.remove)
-            for owner, buffer in self._carved.skeleton.buffers().items():
+            for owner, buffer in self._partition.skeleton.buffers().items():
                 self._set_buffer(owner, buffer.to(self._place, copy=True))
             for name in units:
                 if not name.startswith("L"):
@@ -209,7 +216,7 @@ class Reference:
             yield
 
     def _set_modes(self) -> None:
-        """As `CarvedModel.set_training`; on the host in evaluation mode."""
+        """As `Partition.set_training`; on the host in evaluation mode."""
         trains = self._model.training
         for module in self._model.modules():
             given = module.training if trains else True
@@ -267,7 +274,7 @@ class Reference:
     def _enter(self, index: int) -> None:
         self._outer_random = self._device.random_numbers.state()
         self._running = index
-        tensors, unit = self._carved.layer_tensors[index], self._server.units[f"L{index}"]
+        tensors, unit = self._partition.layer_tensors[index], self._server.units[f"L{index}"]
         views = unit.form.weight_layout.views(self._weights(index))
         for owner, parameter in tensors.parameters.items():
             parameter.data = views[owner]
@@ -277,7 +284,7 @@ class Reference:
         self._device.seed(self._seed_of(index, self._m))
 
     def _leave(self, index: int) -> None:
-        tensors = self._carved.layer_tensors[index]
+        tensors = self._partition.layer_tensors[index]
         for owner in tensors.buffers:
             if (left := self._buffer(owner)) is not None:
                 self._buffers[owner] = left
@@ -295,9 +302,9 @@ class Reference:
 
     def _changed_buffers(self) -> dict[str, Tensor]:
         """Buffers that are not what they were before the first microbatch."""
-        outer = self._carved.skeleton.buffers()
+        outer = self._partition.skeleton.buffers()
         found = {o: left for o in outer if (left := self._buffer(o)) is not None}
-        layer_of = {o: i for i, t in enumerate(self._carved.layer_tensors) for o in t.buffers}
+        layer_of = {o: i for i, t in enumerate(self._partition.layer_tensors) for o in t.buffers}
         found |= {o: one for o, one in self._buffers.items() if o in layer_of}
         starts = {o: outer[o] if o in outer else self._start_of(o, layer_of[o]) for o in found}
         return {o: one.cpu() for o, one in found.items() if not same(one, starts[o])}

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2l.batch import Microbatch, num_rows, take_rows
-from l2l.loss import IGNORED, Rule, count, trial_batch
+from l2l.model import IGNORED, Microbatch, Rule, count, num_rows, take_rows, trial_batch
 
 Batches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l
 from l2l.device.cuda import CudaDevice
-from l2l.planner.plan import STATE_ON_HOST
-from l2l.planning import Planning
+from l2l.planner.decisions import STATE_ON_HOST
+from l2l.planner.planning import Planning
 
 pytestmark = [
     pytest.mark.accelerator,

@@ -97,7 +97,7 @@ def test_a_recomputed_layer_gives_the_bits_of_its_forward():
     batch = FAMILIES["bert_classification"].batch(ROWS)
     engine.step(batch)
     outputs: list[list[torch.Tensor]] = []
-    for part in engine._carved.layers:
+    for part in engine._partition.layers:
         outputs.append([])
         part.module.register_forward_hook(
             lambda _, __, value, kept=outputs[-1]: kept.append(value.detach().clone())
@@ -124,7 +124,7 @@ def test_the_callers_stream_is_the_current_one_again_whatever_happens():
         first = FAMILIES["bert_classification"].batch(ROWS, seed=0)
         assert engine.step(first).loss == expected
         assert torch.cuda.current_stream() == own
-        handle = engine._carved.layers[1].module.register_forward_hook(interrupt)
+        handle = engine._partition.layers[1].module.register_forward_hook(interrupt)
         with pytest.raises(InterruptedError):
             engine.step(batch)
         assert torch.cuda.current_stream() == own

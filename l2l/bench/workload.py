@@ -1,0 +1,447 @@
+"""The workload of `l2l bench step`: one shape, one batch, one system in this process.
+
+    python -m l2l.bench.workload '{"system": "engine", "workload": {"shape": "tiny"}}'
+
+prints one line of JSON, last. The model is a Llama shape with random weights, made on the device in
+bfloat16 (the fast way to have them) and then handed over: to systems that keep it in host memory it
+is given there, so that nothing of it counts against their device memory. The batch is the same
+random tokens in every step and for every system, and so are the first weights: losses can be
+compared.
+
+A step's time is that between two readings of the loss, as in a training script that prints it. No
+other synchronisation separates the steps: a system may do work of one step under the next.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import re
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from l2l.bench.peers import NotInstalledError, Recipe, Step, find_peer
+from l2l.device import format_bytes, parse_bytes
+from l2l.engine import Engine
+from l2l.parameter_server import AdamW
+
+ENGINE = "engine"
+MEASURED, NOT_INSTALLED, FAILED = "measured", "not installed", "failed"  # what comes of a run
+LEARNING_RATE = 1e-5
+USUAL_ROWS = 8  # of a microbatch, in systems that do not plan it
+LANES = ("compute", "fetch", "drain", "stash", "unstash", "update")
+TRACED_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A Llama model."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int
+    perceptron_size: int
+    vocabulary_size: int
+    tied: bool = True  # whether embedding and head share their weight
+
+    @property
+    def num_parameters_of_layer(self) -> int:
+        """Parameters of one layer."""
+        keys = self.hidden_size * self.num_key_value_heads // self.num_heads
+        attention = 2 * self.hidden_size * (self.hidden_size + keys)
+        return attention + 3 * self.hidden_size * self.perceptron_size + 2 * self.hidden_size
+
+    @property
+    def num_parameters_around(self) -> int:
+        """Parameters of embedding, head and last norm."""
+        tables = 1 if self.tied else 2
+        return tables * self.vocabulary_size * self.hidden_size + self.hidden_size
+
+
+SHAPES = {
+    "3.2b": Shape(
+        hidden_size=3072,
+        num_layers=28,
+        num_heads=24,
+        num_key_value_heads=8,
+        perceptron_size=8192,
+        vocabulary_size=128_256,
+    ),
+    "7.5b": Shape(
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        num_key_value_heads=8,
+        perceptron_size=14336,
+        vocabulary_size=128_256,
+    ),
+    "50b": Shape(
+        hidden_size=8192,
+        num_layers=58,
+        num_heads=64,
+        num_key_value_heads=8,
+        perceptron_size=28672,
+        vocabulary_size=32_000,
+        tied=False,
+    ),
+    "1b": Shape(
+        hidden_size=2048,
+        num_layers=16,
+        num_heads=32,
+        num_key_value_heads=8,
+        perceptron_size=8192,
+        vocabulary_size=128_256,
+    ),
+    "tiny": Shape(
+        hidden_size=64,
+        num_layers=4,
+        num_heads=4,
+        num_key_value_heads=2,
+        perceptron_size=256,
+        vocabulary_size=1024,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is trained, for how long; the same for every system."""
+
+    shape: str = "3.2b"
+    num_layers: int | None = None  # None: as many as the shape has
+    num_tokens: int = 65_536  # a step
+    length: int = 1024  # of a row, in tokens
+    clip_norm: float | None = 1.0
+    num_warm_up: int = 2  # steps that are not timed
+    num_steps: int = 3  # steps that are
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise ValueError(f"no shape {self.shape!r}. Expected one of: {', '.join(SHAPES)}.")
+        if self.length < 2 or self.num_tokens < self.length or self.num_tokens % self.length:
+            raise ValueError(
+                f"{self.num_tokens} tokens in rows of {self.length}: expected at least 2 tokens a "
+                "row, and a whole number of rows. Change --tokens or --length."
+            )
+        counts = {"--warm-up": self.num_warm_up, "--steps": self.num_steps}
+        if self.num_layers is not None:
+            counts["--layers"] = self.num_layers
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name} {count}: expected at least 1.")
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise ValueError(f"--clip-norm {self.clip_norm}: expected a number above 0, or 0: off.")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch."""
+        return self.num_tokens // self.length
+
+    def model(self, device: torch.device) -> nn.Module:
+        """The model with random weights, on a device, in bfloat16.
+
+        Raises:
+            ImportError: transformers is not there.
+        """
+        try:
+            transformers: Any = importlib.import_module("transformers")
+        except ImportError as error:
+            raise ImportError(
+                "the workload's models are those of transformers, which cannot be imported "
+                f"({error}). Install it with: pip install 'transformers>=5'"
+            ) from error
+        shape = SHAPES[self.shape]
+        config = transformers.LlamaConfig(
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.perceptron_size,
+            num_hidden_layers=self.num_layers or shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_key_value_heads,
+            vocab_size=shape.vocabulary_size,
+            max_position_embeddings=self.length,
+            tie_word_embeddings=shape.tied,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+        torch.manual_seed(0)
+        usual = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with device:
+                model: nn.Module = transformers.LlamaForCausalLM(config)
+        finally:
+            torch.set_default_dtype(usual)
+        return model
+
+    def ids(self) -> Tensor:
+        """The batch: random tokens, [rows, length], on the host."""
+        generator = torch.Generator().manual_seed(1)
+        vocabulary = SHAPES[self.shape].vocabulary_size
+        return torch.randint(0, vocabulary, (self.num_rows, self.length), generator=generator)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One system on the workload."""
+
+    workload: Workload = field(default_factory=Workload)
+    system: str = ENGINE
+    variant: str = ""  # of another system
+    microbatch_size: int | None = None  # rows. None: planned by the engine, 8 for others
+    device_memory: str | None = None  # the engine's budget, such as "16GiB". None: its default
+    moments: Literal["float32", "8bit"] = "float32"  # of the engine's AdamW
+    trace: str | None = None  # where the engine's Chrome trace goes
+    started_at: float = field(default_factory=time.time)  # when the process was
+
+    def __post_init__(self) -> None:
+        if self.system != ENGINE:
+            find_peer(self.system, self.variant)
+        if self.device_memory is not None:
+            parse_bytes(self.device_memory, name="--device-memory")
+        rows, size = self.workload.num_rows, self.microbatch_size
+        if size is not None and (size < 1 or rows % size):
+            raise ValueError(
+                f"--microbatch-size {size}: expected a number of rows that divides the {rows} rows "
+                "of a step."
+            )
+
+    @property
+    def label(self) -> str:
+        """The name of the row."""
+        words = [self.system, self.variant, self.device_memory or ""]
+        if self.system == ENGINE and self.moments != "float32":
+            words.append(f"{self.moments} moments")
+        return " ".join(word for word in words if word)
+
+    @property
+    def usual_microbatch_size(self) -> int:
+        """Rows for systems that do not plan: those asked for, or the most up to 8 that divide."""
+        if self.microbatch_size is not None:
+            return self.microbatch_size
+        rows = self.workload.num_rows
+        return max(size for size in range(1, USUAL_ROWS + 1) if rows % size == 0)
+
+    def to_json(self) -> str:
+        """The text that `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """A run from its fields; those left out have their defaults."""
+        fields = json.loads(text)
+        return cls(**{**fields, "workload": Workload(**fields.get("workload", {}))})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What one run showed."""
+
+    step_seconds: float  # the median
+    all_step_seconds: list[float]
+    tokens_per_second: float
+    losses: list[float]  # of every step, warm-up included
+    device_peak_bytes: int | None  # taken from the driver. None: the CPU, where nobody counts
+    device_allocated_bytes: int | None  # of them in tensors
+    host_peak_bytes: int | None  # resident memory of the process. None: the system does not say
+    model_seconds: float  # until the model with random weights was there
+    build_seconds: float  # from there to the first step: what the system prepares
+    first_step_seconds: float  # from the start of the process to the end of the first step
+    num_parameters: int
+    microbatch_size: int | None
+    device: str
+    torch_version: str
+    plan: str | None = None  # what follows: the engine's own
+    predicted_seconds: float | None = None
+    busy: dict[str, float] = field(default_factory=dict)  # share of the time, by lane
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """The steps of a run, as seen by who reads their losses."""
+
+    losses: list[float]
+    marks: list[float]  # when each was read
+    first_step_ended_at: float
+
+
+def measure(run: Run) -> Measurement:
+    """Run one system on the workload, in this process.
+
+    Raises:
+        NotInstalledError: the system is not there.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    start = time.perf_counter()
+    model = run.workload.model(device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if run.system == ENGINE or not find_peer(run.system, run.variant).in_memory:
+        model.cpu()
+    _forget_peak(device)
+    handed_over = time.perf_counter()
+    engine = None
+    if run.system == ENGINE:
+        engine = make_engine(model, run, device)
+        step = _engine_step(engine, run.workload.ids())
+    else:
+        step = find_peer(run.system, run.variant).make(model, _recipe(run, device))
+    built = time.perf_counter()
+    timing = _train(step, run.workload, device)
+    seconds = [later - earlier for earlier, later in pairwise(timing.marks)]
+    seconds = seconds[-run.workload.num_steps :]
+    reserved, allocated = _peaks(device)
+    found: dict[str, Any] = {}
+    if engine is not None:
+        reserved = engine.device.peak_bytes() if reserved is None else reserved
+        found = _engine_facts(engine, step, run.trace)
+    return Measurement(
+        step_seconds=statistics.median(seconds),
+        all_step_seconds=seconds,
+        tokens_per_second=run.workload.num_tokens / statistics.median(seconds),
+        losses=timing.losses,
+        device_peak_bytes=reserved,
+        device_allocated_bytes=allocated,
+        host_peak_bytes=host_peak_bytes(),
+        model_seconds=handed_over - start,
+        build_seconds=built - handed_over,
+        first_step_seconds=timing.first_step_ended_at - run.started_at,
+        num_parameters=num_parameters,
+        microbatch_size=run.microbatch_size if engine else run.usual_microbatch_size,
+        device=torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        torch_version=torch.__version__,
+        **found,
+    )
+
+
+def make_engine(model: nn.Module, run: Run, device: torch.device) -> Engine:
+    """The engine for a run; with a budget the process is held to it from here on.
+
+    Raises:
+        ValueError: the budget is more than the device has.
+    """
+    options: dict[str, Any] = {}
+    if run.device_memory is not None:
+        options["device_memory"] = run.device_memory
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            budget = parse_bytes(run.device_memory, name="--device-memory")
+            if budget > total:
+                raise ValueError(
+                    f"--device-memory {run.device_memory}: the device has {format_bytes(total)}. "
+                    "Give at most that."
+                )
+            torch.cuda.set_per_process_memory_fraction(budget / total)
+    if run.microbatch_size is not None:
+        options["microbatch_size"] = run.microbatch_size
+    return Engine(
+        model,
+        optimizer=AdamW(lr=LEARNING_RATE, moments=run.moments),
+        clip_norm=run.workload.clip_norm,
+        device=device,
+        **options,
+    )
+
+
+def _engine_step(engine: Engine, ids: Tensor) -> Step:
+    batch = {"input_ids": ids, "labels": ids}
+    return lambda: engine.step(batch).loss
+
+
+def _engine_facts(engine: Engine, step: Step, trace_path: str | None) -> dict[str, Any]:
+    """What only the engine tells: its plan, and how busy its lanes are in two more steps."""
+    with engine.trace() as trace:
+        for _ in range(TRACED_STEPS):
+            step()
+    if trace_path is not None:
+        trace.write(Path(trace_path))
+    plan = engine.plan
+    return {
+        "plan": str(plan),
+        "predicted_seconds": getattr(plan, "predicted_seconds", None),
+        "busy": {lane: trace.busy_seconds(lane) / max(trace.seconds, 1e-9) for lane in LANES},
+    }
+
+
+def _recipe(run: Run, device: torch.device) -> Recipe:
+    return Recipe(
+        ids=run.workload.ids(),
+        microbatch_size=run.usual_microbatch_size,
+        clip_norm=run.workload.clip_norm,
+        learning_rate=LEARNING_RATE,
+        device=device,
+    )
+
+
+def _train(step: Step, workload: Workload, device: torch.device) -> Timing:
+    losses, marks, first_step_ended_at = [], [], 0.0
+    for number in range(workload.num_warm_up + workload.num_steps):
+        losses.append(step())
+        marks.append(time.perf_counter())
+        if number == 0:  # always a warm-up
+            _synchronize(device)
+            first_step_ended_at = time.time()
+    _synchronize(device)
+    return Timing(losses=losses, marks=marks, first_step_ended_at=first_step_ended_at)
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _forget_peak(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peaks(device: torch.device) -> tuple[int, int] | tuple[None, None]:
+    """The most device memory that was reserved, and allocated."""
+    if device.type != "cuda":
+        return None, None
+    return torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device)
+
+
+def host_peak_bytes() -> int | None:
+    """The most resident memory that this process had. None: the system does not say."""
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return int(found[1]) * 1024 if found else None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure one run, given as JSON; the last line printed is JSON too.
+
+    It has a `status`, and a `measurement` or else a `note`.
+    """
+    try:
+        measurement = measure(Run.from_json(arguments[0]))
+        line: dict[str, Any] = {"status": MEASURED, "measurement": asdict(measurement)}
+    except NotInstalledError:
+        line = {"status": NOT_INSTALLED, "note": ""}
+    except Exception as error:  # whatever another system raises is its row in the table
+        traceback.print_exc()
+        first = next(iter(str(error).strip().splitlines()), "")
+        line = {"status": FAILED, "note": f"{type(error).__name__}: {first}"}
+    print(json.dumps(line), flush=True)
+    return 1 if line["status"] == FAILED else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,152 @@
+"""Values for tensors that no file has, module by module: a model on the meta device is never whole.
+
+A model fills its tensors by code of its own (`hugging_face.fillings`), a call for each module. A
+call may fill more than its module's own tensors: attention in GPT-2 fills the projection inside it
+once more, smaller the deeper the model. So a module's tensors are made by its own call and by those
+of all modules around it, in their order, while every other tensor is on the meta device, where
+filling takes no memory. What was written into is watched: a tensor that nobody fills is refused.
+
+Random numbers depend on the seed and on the name of the module, and on nothing else: not on which
+other tensors are made, nor in which order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from l2l.hugging_face.models import Filling, fillings
+from l2l.model import copy_tree
+
+FAILURES = (RuntimeError, NotImplementedError, TypeError, AttributeError)  # of code without values
+
+
+@final
+class Initialization:
+    """Makes tensors of a model that is on the meta device; the model is only read."""
+
+    def __init__(self, model: nn.Module, *, seed: int) -> None:
+        self._seed = seed
+        self._tree = _tree_on_meta(model)
+        self._fillings: dict[str, list[Filling]] = defaultdict(list)
+        for filling in fillings(self._tree):
+            self._fillings[filling.path].append(filling)
+
+    def make(self, path: str, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+        """Make some of a module's own tensors.
+
+        Args:
+            path: the module.
+            names: of the tensors, in the whole model.
+            device: where to make them.
+
+        Raises:
+            ValueError: nothing fills one of them, or the model's own code failed.
+        """
+        module = self._tree.get_submodule(path)
+        places: dict[str, tuple[dict[str, Any], str, Any]] = {}
+        for name in names:
+            local = name.rpartition(".")[2]
+            is_parameter = local in module._parameters
+            registry: dict[str, Any] = module._parameters if is_parameter else module._buffers
+            empty = torch.empty_like(registry[local], device=device)
+            places[name] = registry, local, registry[local]
+            registry[local] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+        made: dict[str, Tensor] = {
+            name: registry[local].detach() for name, (registry, local, _) in places.items()
+        }
+        try:
+            self._fill(path, made, device)
+        finally:
+            for registry, local, before in places.values():
+                registry[local] = before
+        return made
+
+    def _fill(self, path: str, made: dict[str, Tensor], device: torch.device) -> None:
+        parts = path.split(".") if path else []
+        around = [".".join(parts[:number]) for number in range(len(parts), -1, -1)]
+        found = [filling for one in around for filling in self._fillings[one]]
+        unfilled = self._run(path, [one for one in found if not one.is_last_resort], made, device)
+        if unfilled:
+            unfilled = self._run(path, found, made, device)
+        if unfilled:
+            kind = type(self._tree.get_submodule(path)).__name__
+            raise ValueError(
+                f"nothing gives values to {', '.join(map(repr, unfilled))}, which no file has. "
+                f"Expected _init_weights of a transformers model, or reset_parameters of {kind}, "
+                "to fill it. Give it that method, or build the model on the CPU."
+            )
+
+    def _run(
+        self, path: str, chosen: list[Filling], made: dict[str, Tensor], device: torch.device
+    ) -> list[str]:
+        """Fill tensors; returns those that were not written into."""
+        digest = hashlib.sha256(f"{self._seed} {path}".encode()).digest()
+        seed = int.from_bytes(digest[:7], "little")
+        is_accelerator = device.type != "cpu"
+        forked = (
+            torch.random.fork_rng([device], device_type=device.type)
+            if is_accelerator
+            else torch.random.fork_rng([])
+        )
+        with forked, torch.device(device), torch.no_grad(), _Watching() as watching:
+            if is_accelerator:
+                torch.manual_seed(seed)
+            else:  # that of other devices is left alone
+                torch.default_generator.manual_seed(seed)
+            for filling in chosen:
+                try:
+                    filling.run()
+                except FAILURES as error:
+                    raise ValueError(
+                        f"the model's own code could not fill {path!r} while the rest of the model "
+                        f"is on the meta device: {error}. Build the model on the CPU instead."
+                    ) from error
+        return [name for name, one in made.items() if _storage(one) not in watching.written]
+
+
+def _tree_on_meta(model: nn.Module) -> nn.Module:
+    """A copy of the module tree whose tensors are all on the meta device."""
+    tree = copy_tree(model, {})
+    for module in tree.modules():
+        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for registry in registries:
+            for local, tensor in registry.items():
+                if tensor is not None:
+                    empty = torch.empty_like(tensor, device="meta")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    registry[local] = nn.Parameter(empty, False) if is_parameter else empty
+    return tree
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@final
+class _Watching(TorchDispatchMode):
+    """Notes what is written into."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[int] = set()
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        arguments = func._schema.arguments
+        given = {**dict(zip((one.name for one in arguments), args, strict=False)), **kwargs}
+        for argument in arguments:
+            alias, value = argument.alias_info, given.get(argument.name)
+            if alias is not None and alias.is_write and isinstance(value, Tensor):
+                self.written.add(_storage(value))
+        return func(*args, **kwargs)

@@ -1,0 +1,482 @@
+"""Weights for a model on the meta device: from safetensors files, or random, never all at once.
+
+    files     the header of every file is read first: which tensors make which of the model, whether
+              all are there, whether their shapes fit. Then each is read, handed to the parameter
+              server and dropped. What the process holds is the server and one tensor of the model
+    random    a module is made, handed over, dropped
+
+Tensors that no file has (a new head, positions that are computed) are made as the model's own code
+makes them (initialization.py). A weight that is missing for another reason is refused, unless the
+caller allows it. Until everything has been checked the model is left alone; whatever
+fails later, `undo` leaves it on the meta device as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from l2l.files import TensorFile, TensorFileError
+from l2l.hugging_face import models as hugging_face
+from l2l.hugging_face.initialization import Initialization
+from l2l.hugging_face.models import Read, Recipe, UnknownMappingError, plain_recipe
+from l2l.parameter_server import exchange, refuse_without_weights
+
+logger = logging.getLogger("l2l")
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAPPED_BYTES = 256 << 20  # of a file that are read before its memory is given back
+MOST_NAMES = 20  # in a message
+READABLE = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+
+SetWeight = Callable[[str, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RandomInit:
+    """Weights as the model's own code initialises them; the seed says which."""
+
+    seed: int = 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+
+
+@final
+class WeightFiles:
+    """The safetensors files of a model."""
+
+    def __init__(self, path: Path) -> None:
+        """Find the files and read their headers.
+
+        Raises:
+            ValueError: there are none, or they are broken; the message names the file.
+        """
+        self.folder = path if path.is_dir() else path.parent
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.place_of: dict[str, Path] = {}  # the file that has a tensor
+        for file, names in sorted(_files(path).items()):
+            shapes = TensorFile(file).shapes()
+            lost = [name for name in names or () if name not in shapes]
+            if lost:
+                raise TensorFileError(
+                    f"{file} does not have {_listed(lost)}, which {INDEX} says it has. Expected "
+                    "files that belong together: get the folder again."
+                )
+            for name in names or shapes:
+                self._shapes[name] = shapes[name]
+                self.place_of[name] = file
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensors, file by file."""
+        return tuple(self._shapes)
+
+    def reader(self) -> Read:
+        """Reads tensors by name."""
+        return _Reader(self.place_of)
+
+    def empty(self, name: str) -> Tensor:
+        """A tensor's shape, without values."""
+        return torch.empty(self._shapes[name], device="meta")
+
+
+@final
+class _Reader:
+    """Reads tensors, each as pages of its file, which belong to this process while it is mapped.
+
+    So a file is opened anew after some bytes: what has been read and dropped takes no memory.
+    """
+
+    def __init__(self, file_of: dict[str, Path]) -> None:
+        self._file_of = file_of
+        self._path: Path | None = None
+        self._file: Any = None
+        self._num_bytes = 0
+
+    def __call__(self, name: str) -> Tensor:
+        path = self._file_of[name]
+        try:
+            if path != self._path or self._num_bytes > MAPPED_BYTES:
+                self._file = safe_open(path, framework="pt")
+                self._path, self._num_bytes = path, 0
+            tensor: Tensor = self._file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise TensorFileError(f"cannot read {name!r} in {path}: {error}") from error
+        self._num_bytes += tensor.nbytes
+        return tensor
+
+
+def _files(path: Path) -> dict[Path, list[str] | None]:
+    """The files, and which of their tensors count; None: all."""
+    if path.is_dir():
+        single, index = path / SINGLE, path / INDEX
+        if single.is_file():
+            return {single: None}
+        if index.is_file():
+            return _indexed(index)
+        found = _joined(sorted(child.name for child in path.iterdir())) or "nothing"
+        raise TensorFileError(
+            f"{path} has no weights: expected {SINGLE} or {INDEX}, found {found}. Weights in other "
+            "formats (such as pytorch_model.bin) are not read: load them with transformers and "
+            "save them with model.save_pretrained."
+        )
+    if not path.is_file():
+        raise TensorFileError(
+            f"{path} is not there. Expected a folder with {SINGLE} or {INDEX}, or such a file."
+        )
+    return _indexed(path) if path.suffix == ".json" else {path: None}
+
+
+def _indexed(index: Path) -> dict[Path, list[str] | None]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        names = {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise TensorFileError(
+            f"{index} cannot be read: {error!r}. Expected a JSON object with a weight_map."
+        ) from error
+    if not names:
+        raise TensorFileError(
+            f"{index} names no tensor. Expected a weight_map: get the file again."
+        )
+    files: dict[Path, list[str]] = defaultdict(list)
+    for name, file in names.items():
+        if Path(file).name != file:
+            raise TensorFileError(f"{index} names the file {file!r}. Expected a file beside it.")
+        files[index.parent / file].append(name)
+    lost = [file.name for file in files if not file.is_file()]
+    if lost:
+        raise TensorFileError(
+            f"{index.parent} is not whole: {INDEX} names {_listed(lost)}, not found. Get the "
+            "folder again."
+        )
+    return dict(files)
+
+
+# --------------------------------------------------------------------------------------------------
+# The model
+
+
+@final
+class _Tensors:
+    """The tensors of a model, by name; a parameter that is tied is known by its first name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = dict(model.named_parameters())
+        self.buffers = dict(model.named_buffers())
+        self.all: dict[str, Tensor] = {**self.parameters, **self.buffers}
+        first = {id(tensor): name for name, tensor in self.all.items()}
+        self.owner = {
+            name: first[id(tensor)]
+            for named in (model.named_parameters, model.named_buffers)
+            for name, tensor in named(remove_duplicate=False)
+        }
+        saved = set(model.state_dict())
+        self.saved_buffers = [name for name in self.buffers if name in saved]
+
+    def refuse_values(self) -> None:
+        """Refuse a model that has weights.
+
+        Raises:
+            ValueError: not all parameters are on the meta device.
+        """
+        present = [name for name, one in self.parameters.items() if not one.is_meta]
+        if present:
+            raise ValueError(
+                f"weights= was given, but {len(present)} of {len(self.parameters)} parameters have "
+                f"values already, the first {present[0]!r}. Expected a model on the meta device "
+                "(with torch.device('meta'): ..., or l2l.hugging_face.empty_model), or no weights=."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Delivery:
+    """A recipe, and which of its results are wanted: the recipe's name -> the model's."""
+
+    recipe: Recipe
+    owners: dict[str, str]
+    place: str  # the file that its first source is in
+
+    def run(self, read: Read, tensors: _Tensors, receive: SetWeight) -> None:
+        """Make the tensors and hand them over one by one."""
+        made = self.recipe.make(read)
+        for name, owner in self.owners.items():
+            wanted = tensors.all[owner]
+            value = made.pop(name)
+            if wanted.is_floating_point() and value.dtype not in READABLE:
+                raise ValueError(
+                    f"{self.place}: {owner!r} is stored as {value.dtype}. Expected float32, "
+                    "bfloat16 or float16: quantised weights cannot be trained."
+                )
+            receive(owner, value.to(wanted.dtype))
+
+
+@final
+class Incoming:
+    """The values of a model on the meta device, checked and still to come."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Path | str | RandomInit,
+        *,
+        seed: int = 0,
+        allow_missing: bool = False,
+    ) -> None:
+        """Find out where every value comes from; nothing is changed.
+
+        Args:
+            model: on the meta device.
+            weights: a folder, a file, or random ones.
+            seed: of what no file has.
+            allow_missing: whether that may be more than a new head.
+
+        Raises:
+            ValueError: something is missing or does not fit, by name.
+        """
+        self._model = model
+        self._tensors = _Tensors(model)
+        self._tensors.refuse_values()
+        self._deliveries: list[_Delivery] = []
+        self._read: Read = _read_nothing
+        self._swapped: list[tuple[Tensor, Tensor]] = []
+        self._place_of: dict[str, Path] = {}
+        if isinstance(weights, RandomInit):
+            seed = weights.seed
+        else:
+            self._find(Path(weights).expanduser())
+        found = {owner for one in self._deliveries for owner in one.owners.values()}
+        self._missing = [
+            name for name, one in self._tensors.all.items() if one.is_meta and name not in found
+        ]
+        if not isinstance(weights, RandomInit):
+            self._report_missing(Path(weights).expanduser(), allow_missing=allow_missing)
+        self._initialization = Initialization(model, seed=seed)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        weights: Path | str | RandomInit | None,
+        *,
+        seed: int = 0,
+        allow_missing: bool = False,
+    ) -> Incoming | None:
+        """What is still to come; None if the model has its weights.
+
+        Raises:
+            ValueError: the model has no weights, or has and is given others.
+        """
+        if weights is None:
+            refuse_without_weights(model)
+            return None
+        if not isinstance(weights, Path | str | RandomInit):
+            raise ValueError(
+                f"weights={weights!r} is not known. Expected a folder or file with safetensors, "
+                "or l2l.RandomInit(seed=0)."
+            )
+        return cls(model, weights, seed=seed, allow_missing=allow_missing)
+
+    def fill_buffers(self) -> None:
+        """Give the model's buffers their values: they are small, and stay in the model.
+
+        Raises:
+            ValueError: a file cannot be read, or nothing fills a buffer that no file has.
+        """
+
+        def receive(name: str, value: Tensor) -> None:
+            buffer, own = self._tensors.buffers[name], value.clone()
+            torch.utils.swap_tensors(buffer, own)  # type: ignore[no-untyped-call]
+            self._swapped.append((buffer, own))
+
+        buffers = self._tensors.buffers
+        for delivery in self._deliveries:
+            if not buffers.keys().isdisjoint(delivery.owners.values()):
+                self._only(delivery, buffers).run(self._read, self._tensors, receive)
+        self._fill(buffers, torch.device("cpu"), receive)
+
+    def deliver(self, set_weight: SetWeight, device: torch.device) -> None:
+        """Hand over the parameters one by one.
+
+        Args:
+            set_weight: takes a parameter's name, the first one if it is tied, and its value, which
+                is dropped when it returns.
+            device: where values are made that are in no file.
+
+        Raises:
+            ValueError: a file cannot be read, has numbers of a kind that cannot be trained, or
+                nothing fills a parameter that no file has.
+        """
+        parameters = self._tensors.parameters
+        self._fill(parameters, device, set_weight)  # first, because it may not be possible
+        for delivery in self._deliveries:
+            if not parameters.keys().isdisjoint(delivery.owners.values()):
+                self._only(delivery, parameters).run(self._read, self._tensors, set_weight)
+
+    def undo(self) -> None:
+        """Leave the model on the meta device, as it was."""
+        for buffer, before in self._swapped:
+            torch.utils.swap_tensors(buffer, before)  # type: ignore[no-untyped-call]
+        self._swapped.clear()
+        for parameter in self._tensors.parameters.values():
+            if not parameter.is_meta:
+                exchange(
+                    parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                )
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _find(self, path: Path) -> None:
+        """Find out what the files have for the model."""
+        files = WeightFiles(path)
+        self._place_of = files.place_of
+        hugging_face.refuse_quantized(files.folder)
+        self._read = files.reader()
+        recipes, unexpected, empty = self._recipes(files)
+        order = {name: index for index, name in enumerate(files.names)}
+        recipes.sort(key=lambda recipe: order.get(recipe.sources[0], 0))
+        self._match(recipes, empty, path)
+        if unexpected:
+            warnings.warn(
+                f"{path} has {len(unexpected)} tensors for which {type(self._model).__name__} has "
+                f"no place, not used: {_listed(unexpected)}",
+                stacklevel=5,
+            )
+
+    def _recipes(self, files: WeightFiles) -> tuple[list[Recipe], Sequence[str], Read]:
+        """What the files' tensors make, which of them make nothing, and a reader of shapes."""
+        names, known = files.names, self._tensors.owner
+        if not hugging_face.is_transformers(hugging_face.base_of(self._model)):
+            recipes = [plain_recipe(name, name) for name in names if name in known]
+            return recipes, [name for name in names if name not in known], files.empty
+        try:
+            recipes, unexpected = hugging_face.recipes_for_loading(self._model, names)
+        except UnknownMappingError as error:
+            logger.warning(
+                "this transformers does not say how it maps names (%s): from_pretrained loads the "
+                "whole model first, which needs its memory besides the server's",
+                error,
+            )
+            recipes, read = hugging_face.whole_model(self._model, files.folder)
+            self._read = read
+            return recipes, (), lambda name: read(name).to("meta")
+        return recipes, unexpected, files.empty
+
+    def _match(self, recipes: Sequence[Recipe], empty: Read, path: Path) -> None:
+        """Say what is wanted of which recipe."""
+        found: dict[str, tuple[Recipe, str]] = {}
+        wrong: list[str] = []
+        for recipe in recipes:
+            owners: dict[str, str] = {}
+            for name, tensor in recipe.make(empty).items():
+                owner = self._tensors.owner[name]
+                expected = self._tensors.all[owner].shape
+                if tensor.shape != expected:
+                    wrong.append(f"{name!r} is {list(tensor.shape)}, expected {list(expected)}")
+                elif owner in found:
+                    self._refuse_different(owner, found[owner], (recipe, name), path)
+                else:
+                    found[owner] = recipe, name
+                    owners[name] = owner
+            if owners:
+                place = str(self._place_of.get(recipe.sources[0], path))
+                self._deliveries.append(_Delivery(recipe=recipe, owners=owners, place=place))
+        if wrong:
+            raise ValueError(
+                f"{path} does not fit {type(self._model).__name__}: {_joined(wrong)}. Expected "
+                "the weights of a model with this configuration (config.json)."
+            )
+
+    def _refuse_different(
+        self, owner: str, one: tuple[Recipe, str], other: tuple[Recipe, str], path: Path
+    ) -> None:
+        """Refuse a tied parameter that is in the files twice, with different values."""
+        first, second = (recipe.make(self._read)[name] for recipe, name in (one, other))
+        if not torch.equal(first, second):
+            raise ValueError(
+                f"{path} has different values for {one[1]!r} and {other[1]!r}, which are tied in "
+                f"this model (as {owner!r}). Expected equal ones, or a model that does not tie "
+                "them: set tie_word_embeddings to false in its configuration."
+            )
+
+    def _report_missing(self, weights: Path, *, allow_missing: bool) -> None:
+        """Say what begins with random values.
+
+        Raises:
+            ValueError: it is more than a new head, and that is not allowed.
+        """
+        saved = [*self._tensors.parameters, *self._tensors.saved_buffers]
+        expected = [name for name in saved if not hugging_face.may_be_missing(self._model, name)]
+        missing = set(self._missing)
+        lost = [name for name in expected if name in missing]
+        kind = type(self._model).__name__
+        if not allow_missing and 2 * len(lost) > len(expected):
+            raise ValueError(
+                f"{weights} has {len(expected) - len(lost)} of the {len(expected)} tensors of "
+                f"{kind}. Missing: {_listed(lost)}. Expected the weights of "
+                "this model (config.json), or of one that it adds a head to."
+            )
+        new = hugging_face.new_head(self._model, expected, missing, folder=weights)
+        trained = {*self._tensors.parameters, *(name for name in lost if _is_statistic(name))}
+        damage = [name for name in lost if name in trained and name not in new]
+        if damage and not allow_missing:
+            files = sorted({path.name for path in self._place_of.values()})
+            raise ValueError(
+                f"{weights} does not have {len(damage)} tensors of {kind}, which are no new head: "
+                f"{_listed(damage)}. Expected all that config.json asks for in the safetensors "
+                f"files ({_joined(files)}): get the folder again. To begin "
+                "with random values instead, say allow_missing_weights=True (l2l train: "
+                "--allow-missing-weights)."
+            )
+        if lost:
+            warnings.warn(
+                f"{weights} does not have {len(lost)} tensors of {kind}, "
+                f"which begin with random values and must be trained: {_listed(lost)}",
+                stacklevel=5,
+            )
+
+    def _only(self, delivery: _Delivery, wanted: Container[str]) -> _Delivery:
+        owners = {name: owner for name, owner in delivery.owners.items() if owner in wanted}
+        return replace(delivery, owners=owners)
+
+    def _fill(self, wanted: Container[str], device: torch.device, receive: SetWeight) -> None:
+        """Make what no file has, module by module."""
+        modules: dict[str, list[str]] = defaultdict(list)
+        for name in self._missing:
+            if name in wanted:
+                modules[name.rpartition(".")[0]].append(name)
+        for path, names in modules.items():
+            made = self._initialization.make(path, names, device)
+            for name in names:
+                receive(name, made.pop(name))
+
+
+def _is_statistic(name: str) -> bool:
+    """Whether a buffer was learnt; others are computed, so that those of a new model are right."""
+    return name.endswith(("running_mean", "running_var"))
+
+
+def _read_nothing(name: str) -> Tensor:
+    raise AssertionError(name)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return _joined([repr(name) for name in names])
+
+
+def _joined(texts: Sequence[str]) -> str:
+    shown = ", ".join(texts[:MOST_NAMES])
+    return shown if len(texts) <= MOST_NAMES else f"{shown} and {len(texts) - MOST_NAMES} more"

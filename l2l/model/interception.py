@@ -1,0 +1,405 @@
+"""Seeing and answering what a model's own code does with the parameters around its layers.
+
+The code around the layers is the model's and is run as it is. Two function modes watch it:
+
+- `Readers` notes, on a few rows, which parameters are read by which function and in which phase.
+  So we learn which units each phase needs, and which tables are read by lookup alone.
+- `Answers` runs a phase without its tables: a lookup is answered with rows that were gathered on
+  the host, or, in the epilogue, whose repeated prologue nobody looks at, with zeros. It also puts
+  off the logits of a head until their loss is asked for.
+
+[Note: logits put off] A head makes words times tokens of logits, and a loss makes as many numbers
+again, several times. They are never needed at once: the gradient of a token's logits is known as
+soon as its loss is. So the product with a head's weight is *put off*: the model's code gets a
+stand-in of the right shape, may widen, reshape and cut it, and when it asks for a plain cross-
+entropy, loss and gradients are computed for some tokens at a time: logits, losses, and at once the
+gradients of hidden state and head, the latter straight into its float32 sum. Any other use of the
+stand-in computes the logits after all. Because gradients are made before the rest of the code has
+run, what that code does with the loss must be known: it is proven on a trial (trial.py) that
+it returns it as it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from l2l.model.partition import METADATA
+
+EVEN_ROWS = 128  # of matrices: products of others take as long as the next multiple's
+
+Sum = Callable[[Tensor, Tensor], None]
+"""Adds outputs' gradient and inputs of a matrix product to a weight's gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """One lookup in a table, as the model's code asked for it."""
+
+    weight: Tensor
+    ids: Tensor
+    padding_idx: int | None
+    plain: bool  # without options that change the weight or the form of its gradient
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lookup:
+        """Read the arguments of `torch.nn.functional.embedding`."""
+        names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+        given = dict(zip((*names, "sparse"), args, strict=False)) | dict(kwargs)
+        plain = (
+            given.get("max_norm") is None
+            and not given.get("scale_grad_by_freq")
+            and not given.get("sparse")
+        )
+        weight, padding = given["weight"], given.get("padding_idx")
+        if padding is not None and padding < 0:
+            padding += weight.shape[0]
+        return cls(weight=weight, ids=given["input"], padding_idx=padding, plain=plain)
+
+    def is_by(self, ids: Tensor) -> bool:
+        """Whether the rows asked for are those of `ids`, in order: it, or a view of all of it."""
+        return self.ids is ids or (
+            self.ids.data_ptr() == ids.data_ptr()
+            and self.ids.dtype == ids.dtype
+            and self.ids.numel() == ids.numel()
+            and self.ids.is_contiguous()
+            and ids.is_contiguous()
+        )
+
+
+@final
+@dataclass(slots=True)
+class Reading:
+    """How one parameter is read in a phase."""
+
+    lookups: list[Lookup] = field(default_factory=list)
+    otherwise: bool = False
+
+
+@final
+class Readers(TorchFunctionMode):
+    """Notes who reads the watched tensors while `watching`."""
+
+    def __init__(self, watched: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in watched.items()}
+        self.watching = True
+        self.readings: dict[str, Reading] = {}
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note the function's tensor arguments, then run it."""
+        if self.watching and func not in METADATA:
+            self._note(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def note_given(self, tensors: Iterable[Tensor | None]) -> None:
+        """Note tensors that are handed on as they are: no function reads those."""
+        for name in (self._names.get(id(tensor)) for tensor in tensors):
+            if name is not None:
+                self.readings.setdefault(name, Reading()).otherwise = True
+
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            name = self._names.get(id(leaf))
+            if name is None:
+                continue
+            reading = self.readings.setdefault(name, Reading())
+            lookup = Lookup.of(args, kwargs) if func is F.embedding else None
+            if lookup is not None and lookup.weight is leaf and lookup.plain:
+                reading.lookups.append(lookup)
+            else:
+                reading.otherwise = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """How the gradient of a head's weight is added up, and how much is worked on at once."""
+
+    add: Sum | None  # None: nobody wants it
+    scale: float  # derivative of what is differentiated by the loss
+    num_rows: int  # tokens at a time, at most
+    compiled: bool
+
+    def pieces(self, num_tokens: int) -> Iterator[slice]:
+        """As few as may be, about as large as each other; the last may be smaller."""
+        number = max(1, -(-num_tokens // self.num_rows))
+        even = -(-num_tokens // number)
+        size = min(-(-even // EVEN_ROWS) * EVEN_ROWS, self.num_rows)
+        return (slice(start, start + size) for start in range(0, num_tokens, size))
+
+
+@dataclass(frozen=True, slots=True)
+class _PutOff:
+    """Logits that were not computed."""
+
+    stand_in: Tensor  # kept, so that its `id` is nobody else's
+    given: Tensor
+    weight: Tensor
+    head: Head
+
+
+@final
+class Answers(TorchFunctionMode):
+    """Answers lookups in tables that are not there; puts off the logits of heads."""
+
+    def __init__(
+        self,
+        *,
+        rows: Mapping[int, Callable[[Lookup], Tensor]],
+        heads: Mapping[int, Head],
+        absent: Mapping[int, str],
+    ) -> None:
+        """All mappings are by `id` of the weight tensor that the model's code sees.
+
+        Args:
+            rows: answers to lookups.
+            heads: weights whose products are put off.
+            absent: names of parameters that must not be read otherwise.
+        """
+        super().__init__()
+        self._rows = rows
+        self._heads = heads
+        self.absent = absent
+        self._put_off: dict[int, _PutOff] = {}
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer, or run the function as it is."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            return func(*args, **kwargs)
+        if func is F.embedding:
+            lookup = Lookup.of(args, kwargs)
+            if id(lookup.weight) in self._rows:
+                return self._rows[id(lookup.weight)](lookup)
+        elif func is F.linear and self._is_head(args, kwargs):
+            return self._stand_in(args[0], args[1], self._heads[id(args[1])])
+        if self._put_off:
+            found = self._use(func, args, kwargs)
+            if found is not None:
+                return found
+            args, kwargs = self._computed((args, kwargs))
+        if self.absent:
+            self._refuse(args)
+            self._refuse(kwargs.values())
+        return func(*args, **kwargs)
+
+    def _is_head(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether a linear map is that of a head, without a bias."""
+        known = len(args) > 1 and id(args[1]) in self._heads
+        return known and all(bias is None for bias in (*args[2:], *kwargs.values()))
+
+    def _stand_in(
+        self, given: Tensor, weight: Tensor, head: Head, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        shape = (*given.shape[:-1], weight.shape[0])
+        zero = torch.zeros((), dtype=dtype or weight.dtype, device=weight.device)
+        stand_in = zero.expand(shape)
+        self._put_off[id(stand_in)] = _PutOff(stand_in, given, weight, head)
+        return stand_in
+
+    def _use(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What a use of logits that were put off gives; None if they must be computed."""
+        one = self._put_off.get(id(args[0])) if args else None
+        if one is None and func is F.cross_entropy:
+            one = self._put_off.get(id(kwargs.get("input")))
+        if one is None:
+            return None
+        if func is F.cross_entropy:
+            return cross_entropy(one.given, one.weight, one.head, args, kwargs)
+        given, dtype, wide = one.given, one.stand_in.dtype, torch.float32
+        if func is Tensor.float or (func is Tensor.to and args[1:] == (wide,) and not kwargs):
+            dtype = wide
+        elif func in (Tensor.view, Tensor.reshape) and args[-1] == one.weight.shape[0]:
+            given = given.reshape((*args[1:-1], given.shape[-1]))
+        elif func is Tensor.__getitem__ and _keeps_words(args[1], one.stand_in.dim()):
+            given = given[args[1]]
+        elif func is not Tensor.contiguous:
+            return None
+        return self._stand_in(given, one.weight, one.head, dtype=dtype)
+
+    def _computed(self, tree: Any) -> Any:
+        """Arguments with logits that were put off computed after all."""
+
+        def compute(tensor: Tensor) -> Tensor:
+            one = self._put_off.get(id(tensor))
+            if one is None:
+                return tensor
+            logits = F.linear(one.given, one.weight)
+            return logits.to(tensor.dtype)
+
+        with torch._C.DisableTorchFunction():
+            return pytree.tree_map_only(Tensor, compute, tree)
+
+    def _refuse(self, arguments: Iterable[Any]) -> None:
+        """Refuse to have a parameter read that is not there."""
+        for one in arguments:
+            if isinstance(one, list | tuple):
+                self._refuse(one)
+            elif id(one) in self.absent:
+                raise RuntimeError(
+                    f"the model reads {self.absent[id(one)]!r} where it did not for the first "
+                    "batch, so it is not on the device. Say embedding='device' to keep all "
+                    "parameters around the layers there."
+                )
+
+
+def _keeps_words(index: Any, num_dimensions: int) -> bool:
+    """Whether an index leaves the last dimension as it is."""
+    whole = slice(None)
+    if not isinstance(index, tuple):
+        return num_dimensions > 1 and isinstance(index, slice)
+    plain = all(isinstance(one, slice) or one is Ellipsis for one in index)
+    reaches = Ellipsis in index or len(index) == num_dimensions
+    return plain and (not reaches or index[-1] == whole)
+
+
+def cross_entropy(
+    given: Tensor, weight: Tensor, head: Head, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """A plain cross-entropy of logits that were put off; None if it is another kind."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    asked = dict(zip(names, args, strict=False)) | dict(kwargs)
+    targets, reduction = asked["target"], asked.get("reduction", "mean")
+    plain = (
+        all(asked.get(name) is None for name in ("weight", "size_average", "reduce"))
+        and not asked.get("label_smoothing")
+        and reduction in ("mean", "sum")
+        and asked["input"].dim() == 2
+        and targets.dim() == 1
+    )
+    if not plain:
+        return None
+    ignored = asked.get("ignore_index", -100)
+    apply: Any = _HeadLoss.apply
+    found: Tensor = apply(given, weight, targets, ignored, reduction == "mean", head)
+    return found
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Cross-entropy of a head's logits, all gradients made at once ([Note: logits put off])."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any,
+        given: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignored: int,
+        mean: bool,
+        head: Head,
+    ) -> Tensor:
+        counted = targets != ignored
+        columns = torch.where(counted, targets, 0)
+        number = counted.sum() if mean else torch.ones((), device=given.device)
+        factors = counted * (head.scale / number)
+        total = torch.zeros((), device=given.device)
+        gradient = torch.empty_like(given) if ctx.needs_input_grad[0] else None
+        for rows in head.pieces(given.shape[0]):
+            logits = F.linear(given[rows], weight)
+            losses = differentiate(logits, columns[rows], factors[rows], compiled=head.compiled)
+            total += torch.where(counted[rows], losses, 0.0).sum()
+            if gradient is not None:
+                torch.mm(logits, weight, out=gradient[rows])
+            if head.add is not None:
+                head.add(logits, given[rows])
+            del logits
+        ctx.save_for_backward(gradient)
+        ctx.scale = head.scale
+        return total / number
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        if gradient is not None:
+            gradient.mul_(gradients[0] / ctx.scale)
+        return gradient, None, None, None, None, None
+
+
+Losses = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def differentiate(
+    logits: Tensor, columns: Tensor, factors: Tensor, *, compiled: bool = False
+) -> Tensor:
+    """Each row's cross-entropy; the logits become their gradient, each row times its factor."""
+    columns, factors = columns.unsqueeze(1), factors.unsqueeze(1)
+    # What a row's label picks is read before, and written after, all else is written over.
+    losses, picked = _losses(compiled=compiled)(logits, logits.gather(1, columns), factors)
+    logits.scatter_(1, columns, picked)
+    return losses.squeeze(1)
+
+
+def _in_place(logits: Tensor, picked: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses of rows and gradients of picked logits; all others are replaced by theirs."""
+    wide = logits.float()
+    largest = wide.amax(dim=1, keepdim=True)
+    shifted = wide - largest
+    norm = shifted.exp().sum(dim=1, keepdim=True).log()
+    logarithm = picked.float() - largest - norm
+    logits.copy_((shifted - norm).exp() * factors)
+    return -logarithm, ((logarithm.exp() - 1) * factors).to(logits.dtype)
+
+
+def _frugally(logits: Tensor, picked: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """The same without a compiler, in little memory: some rows at a time."""
+    step = max(1, PIECE_BYTES // (4 * logits.shape[1]))
+    losses, gradients = torch.empty_like(factors), torch.empty_like(picked)
+    for start in range(0, logits.shape[0], step):
+        rows = slice(start, start + step)
+        losses[rows], gradients[rows] = _in_place(logits[rows], picked[rows], factors[rows])
+    return losses, gradients
+
+
+PIECE_BYTES = 64 << 20  # of float32 logits that are worked on at once without a compiler
+_compiled: list[Losses] = []
+
+
+def _losses(*, compiled: bool) -> Losses:
+    if not compiled:
+        return _frugally
+    if not _compiled:
+        _compiled.append(_compiled_or_not())
+    return _compiled[0]
+
+
+def _quietly(graph: Any, inputs: Any) -> Any:
+    from torch._dynamo.backends.registry import lookup_backend
+
+    with warnings.catch_warnings():  # torch, while compiling, warns of itself
+        warnings.simplefilter("ignore")
+        return lookup_backend("inductor")(graph, inputs)
+
+
+def _compiled_or_not() -> Losses:
+    program = torch.compile(_in_place, backend=_quietly, dynamic=None)
+
+    def run(logits: Tensor, picked: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+        try:
+            with torch._C.DisableTorchFunction():
+                return program(logits, picked, factors)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a compiler may raise, before anything is computed
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            warnings.warn(f"losses run without torch.compile: {reason}", stacklevel=2)
+            _compiled[0] = _frugally
+            return _frugally(logits, picked, factors)
+
+    return run

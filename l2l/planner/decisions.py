@@ -1,0 +1,237 @@
+"""The plan: what is placed where, in bytes, and the choices that led there; frozen data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from l2l.device import format_bytes
+from l2l.parameter_server import NUM_STAGING, UpdatePolicy
+from l2l.schedule import OuterUnit, Shape
+
+ALWAYS = "always"
+
+PART_TOKENS = 4096  # with fewer, the host may be slower than the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """What a plan decides. The defaults take least memory and need no measurement."""
+
+    microbatch_tokens: int = 8192
+    num_slots: int = 2
+    num_cells: int = 6
+    num_gradient_slots: int = 2
+    num_tail: int = 0
+    """Layers, the last of them, that stay on the device for the whole step."""
+    num_device_states: int = 0
+    """Of these, how many have their optimizer state on the device."""
+    piece_tokens: int | None = None
+    """Positions that pass the epilogue at once; None: all of a microbatch."""
+    keep: float = 0.0
+    """Share of its intermediate results that a streamed layer keeps instead of recomputing."""
+    num_kept_cells: int = 0
+    num_late: int = 0
+    """Units whose update is left to the next step although it could be done in its own."""
+    num_shared: int = 0
+    """Streamed layers whose updates the device does, with state brought over the link."""
+    num_pieces: int = 16
+    """In which the state of such a layer is lent."""
+    halves: bool = False
+    """Whether late updates do weights before they are needed and moments afterwards."""
+    num_whole: int = 0
+    """Layers, of those needed last, whose late update is done at once nevertheless."""
+    whole_tables: bool = False
+    """Whether those of tables that are looked up are, too."""
+    shares_memory: bool = False
+    """Whether head and layers' gradients take turns in the same memory."""
+    outer_state: bool = False
+    """Whether what is around the layers stays on the device with its optimizer state."""
+
+    def shared_layers(self, num_layers: int) -> frozenset[int]:
+        """Which layers these are: spread evenly over those that are streamed."""
+        streamed = num_layers - self.num_tail
+        number = min(self.num_shared, streamed)
+        return frozenset(int((i + 0.5) * streamed / number) for i in range(number))
+
+    @property
+    def part_tokens(self) -> int | None:
+        """Positions that pass at once what of the epilogue is not in pieces; None: all of them."""
+        return None if self.piece_tokens is None else max(self.piece_tokens, PART_TOKENS)
+
+    def num_recorded_cells(self, num_microbatches: int) -> int:
+        """Cells for what layers are given besides hidden states: for all, where these stay too.
+
+        Else one for the running pass and one for the next. Small as they are, they would queue
+        behind weights that arrive.
+        """
+        return num_microbatches if num_microbatches + 2 <= self.num_cells else 2
+
+    def outer_unit(self, unit: OuterUnit) -> OuterUnit:
+        """A trained unit around the layers, placed as decided."""
+        if not self.outer_state or not unit.trained:
+            return unit
+        before = unit.in_prologue or unit.looked_up
+        return replace(unit, in_prologue=before, looked_up=False, device_state=True)
+
+    def shape(
+        self,
+        *,
+        num_microbatches: int,
+        trains: Sequence[bool],
+        outer: tuple[OuterUnit, ...],
+        update: UpdatePolicy,
+    ) -> Shape:
+        """The shape of a training step.
+
+        Args:
+            num_microbatches: of the step.
+            trains: for every layer, whether anything of it is trained.
+            outer: units around the layers, placed (`outer_unit`).
+            update: when units are updated.
+        """
+        num_layers = len(trains)
+        just_in_time = update is UpdatePolicy.JUST_IN_TIME
+        num_tail = min(self.num_tail, num_layers)  # it may have been chosen for more
+        first = num_layers - min(self.num_device_states, num_tail)
+        return Shape(
+            layers=tuple(range(num_layers)),
+            num_microbatches=num_microbatches,
+            num_slots=max(1, min(self.num_slots, num_layers - num_tail)),
+            num_cells=self.num_cells,
+            num_recorded_cells=self.num_recorded_cells(num_microbatches),
+            num_kept_cells=self.num_kept_cells,
+            num_gradient_slots=self.num_gradient_slots,
+            num_staging=NUM_STAGING,
+            frozen_layers=frozenset(i for i, one in enumerate(trains) if not one),
+            outer=outer,
+            num_tail=num_tail,
+            device_state=frozenset(i for i in range(first, num_layers) if trains[i]),
+            num_late=num_layers + len(outer) if just_in_time else self.num_late,
+            device_updates=update is UpdatePolicy.ON_DEVICE,
+            shared=self.shared_layers(num_layers),
+            num_pieces=self.num_pieces,
+            halves=self.halves,
+            num_whole=self.num_whole,
+            whole_tables=self.whole_tables,
+            shares_memory=self.shares_memory,
+        )
+
+    def override(self, choices: Mapping[str, Any]) -> Decisions:
+        """The same with some choices made otherwise.
+
+        Raises:
+            ValueError: there is no such choice.
+        """
+        unknown = set(choices) - set(self.__slots__)
+        if unknown:
+            raise ValueError(
+                f"overrides has {sorted(unknown)}, which the plan does not decide. Expected names "
+                f"among {', '.join(self.__slots__)}."
+            )
+        return replace(self, **choices)
+
+
+STATE_ON_HOST: Final = {"num_device_states": 0, "num_shared": 0, "outer_state": False}
+"""Choices where all optimizer state stays in host memory: several ranks hold it together, or layers
+may be left out of a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerLine:
+    """Bytes for one purpose in one place."""
+
+    place: str  # "device" or "host"
+    purpose: str
+    nbytes: int
+    phase: str = ALWAYS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingPoint:
+    """A step of so many devices, each with the rows of one."""
+
+    num_ranks: int
+    seconds: float
+    bound: str
+    host_bytes: int  # of the parameter server, for each rank
+
+    def efficiency(self, alone: ScalingPoint) -> float:
+        """The speed of each device, beside that of one alone."""
+        return alone.seconds / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The ledger, the choices, and what is to be expected of them."""
+
+    ledger: tuple[LedgerLine, ...]
+    choices: tuple[tuple[str, str], ...]
+    budget_bytes: int | None = None
+    predicted_seconds: float | None = None  # of a step
+    bound: str | None = None  # "compute", "link" or "host"
+    num_tokens: int | None = None  # of a step
+    measured: tuple[str, ...] = ()  # lines about the first steps
+    scaling: tuple[ScalingPoint, ...] = ()  # one device first
+
+    def phases(self) -> dict[str, int]:
+        """Device bytes in each phase of a step, with what is there always."""
+        own = [line for line in self.ledger if line.place == "device"]
+        always = sum(line.nbytes for line in own if line.phase == ALWAYS)
+        found = {ALWAYS: always}
+        for line in own:
+            if line.phase != ALWAYS:
+                found.pop(ALWAYS, None)
+                found[line.phase] = found.get(line.phase, always) + line.nbytes
+        return found
+
+    def total_bytes(self, place: str) -> int:
+        """Bytes of a place; of the device those of the phase that takes most."""
+        if place == "device":
+            return max(self.phases().values(), default=0)
+        return sum(line.nbytes for line in self.ledger if line.place == place)
+
+    def __str__(self) -> str:
+        labels = [line.purpose for line in self.ledger] + [name for name, _ in self.choices]
+        width = max(map(len, labels), default=0) + 2
+        rows: list[str] = []
+        limit = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
+        rows.append(f"device: {format_bytes(self.total_bytes('device'))}{limit}")
+        phases = self.phases()
+        for phase in (ALWAYS, *(name for name in phases if name != ALWAYS)):
+            own = [one for one in self.ledger if one.place == "device" and one.phase == phase]
+            if phase != ALWAYS:
+                rows.append(f"  {phase}: {format_bytes(phases[phase])} with the above")
+            indent = "  " if phase == ALWAYS else "    "
+            rows += [f"{indent}{one.purpose:<{width}}{format_bytes(one.nbytes):>12}" for one in own]
+        rows.append(f"host: {format_bytes(self.total_bytes('host'))}")
+        rows += [
+            f"  {line.purpose:<{width}}{format_bytes(line.nbytes):>12}"
+            for line in self.ledger
+            if line.place == "host"
+        ]
+        rows.append("choices:")
+        rows += [f"  {name + ':':<{width}}{value}" for name, value in self.choices]
+        if self.predicted_seconds is not None:
+            speed = ""
+            if self.num_tokens:
+                speed = f", {self.num_tokens / self.predicted_seconds:,.0f} tokens/s"
+            rows.append(
+                f"expected: {self.predicted_seconds:.3f} s a step{speed}; {self.bound} bound"
+            )
+        rows += self.measured
+        rows += self._scaling_rows()
+        return "\n".join(rows)
+
+    def _scaling_rows(self) -> list[str]:
+        if not self.scaling:
+            return []
+        rows = ["devices  tokens/s       of linear  s a step  bound    parameter server, a rank"]
+        for one in self.scaling:
+            speed = one.num_ranks * (self.num_tokens or 0) / one.seconds
+            rows.append(
+                f"{one.num_ranks:>7,}  {speed:>13,.0f}  {one.efficiency(self.scaling[0]):>8.0%}  "
+                f"{one.seconds:>8.3f}  {one.bound:<7}  {format_bytes(one.host_bytes):>12}"
+            )
+        return rows

@@ -1,0 +1,344 @@
+"""What a machine can do, measured: its link, its arithmetic, its memory, its host optimizer.
+
+`probe` measures in a few seconds; `known_hardware` keeps what was measured in a file and measures
+once per machine. `H200` has the figures of the machine that docs/benchmarks.md speaks of, so that
+plans for it can be made elsewhere.
+
+[Note: own device] A probe works on a device of its own, opened beside the one it is asked about:
+memory that it registers belongs to that one and is given back with it, and so is what torch kept of
+the device memory, which would count as taken otherwise.
+
+[Note: checking device] The CPU as a device has a copy of memory for a link; there everything is
+measured in small, to take no time. The figures are honest and of little use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from l2l.device import Device, Work, open_device
+from l2l.files import write_file
+from l2l.parameter_server import AdamW, HostKernel, Update, num_blocks, working_threads
+from l2l.schedule import Lane
+
+BYTES_PER_PARAMETER = 26  # read and written by exact AdamW
+ROUNDS = 3
+NUM_LAUNCHES = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Measured facts of one machine; rates per second."""
+
+    device_name: str
+    device_bytes: int
+    num_threads: int
+    fetch_rate: float
+    """Bytes from the host, while nothing goes there."""
+    drain_rate: float
+    """Bytes to the host, while nothing comes from there."""
+    both_ways_rate: float
+    """Bytes in each direction while both are busy."""
+    matrix_rate: float
+    """Floating-point operations of large 16-bit matrix products."""
+    single_rate: float
+    """Of float32 ones, in the precision that torch is set to."""
+    memory_rate: float
+    """Bytes read and written by a large elementwise operation on the device."""
+    launch_seconds: float
+    """That the host needs to submit a small operation."""
+    host_rate: float
+    """Bytes read and written by exact AdamW on the host."""
+    eight_bit_rate: float
+    """Parameters updated on the host with 8-bit moments."""
+
+    def __post_init__(self) -> None:
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            if not isinstance(value, str) and not value > 0:
+                raise ValueError(f"{entry.name} must be more than 0, found {value}")
+
+    @classmethod
+    def of_json(cls, text: str) -> Hardware:
+        """The facts that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is something else.
+        """
+        found = json.loads(text)
+        kinds: dict[str, type] = {"str": str, "int": int, "float": float}
+        entries = {entry.name: kinds[str(entry.type)] for entry in dataclasses.fields(cls)}
+        if not isinstance(found, dict) or set(found) != set(entries):
+            raise ValueError(f"expected an object with entries {', '.join(entries)}")
+        for name, kind in entries.items():
+            if not isinstance(found[name], (int, float) if kind is float else kind):
+                raise ValueError(f"{name} must be {kind.__name__}, found {found[name]!r}")
+        return cls(**found)
+
+    def to_json(self) -> str:
+        """The facts as text."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @override
+    def __str__(self) -> str:
+        rows = (
+            ("device memory", self.device_bytes / 1e9, "GB"),
+            ("link, to the device", self.fetch_rate / 1e9, "GB/s"),
+            ("link, to the host", self.drain_rate / 1e9, "GB/s"),
+            ("link, each way at once", self.both_ways_rate / 1e9, "GB/s"),
+            ("matrix products, 16 bits", self.matrix_rate / 1e12, "Tflop/s"),
+            ("matrix products, float32", self.single_rate / 1e12, "Tflop/s"),
+            ("device memory, elementwise", self.memory_rate / 1e9, "GB/s"),
+            ("a small operation's launch", self.launch_seconds * 1e6, "microseconds"),
+            ("host AdamW, exact", self.host_rate / 1e9, "GB/s"),
+            ("host AdamW, 8-bit moments", self.eight_bit_rate / 1e9, "G parameters/s"),
+        )
+        width = max(len(name) for name, _, _ in rows) + 2
+        table = [f"  {name:<{width}}{value:>10,.4g} {unit}" for name, value, unit in rows]
+        return "\n".join([f"{self.device_name}, {self.num_threads} host threads", *table])
+
+
+H200 = Hardware(
+    device_name="NVIDIA H200",
+    device_bytes=150_000_000_000,
+    num_threads=16,
+    fetch_rate=55e9,
+    drain_rate=55e9,
+    both_ways_rate=48e9,
+    matrix_rate=700e12,
+    single_rate=50e12,
+    memory_rate=4.0e12,
+    launch_seconds=7.3e-6,
+    host_rate=136e9,
+    eight_bit_rate=5.8e9,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """How much is copied and computed to measure a rate."""
+
+    piece_bytes: int
+    num_pieces: int
+    matrix_side: int
+    num_products: int
+    elementwise_bytes: int
+    num_passes: int
+    num_parameters: int
+
+    def within(self, nbytes: int) -> _Sizes:
+        """Smaller ones, if these would take more device memory at a time."""
+        found = self
+        while found.piece_bytes * 2 > nbytes:
+            found = replace(found, piece_bytes=found.piece_bytes // 2)
+        while found.elementwise_bytes * 2 > nbytes:
+            found = replace(found, elementwise_bytes=found.elementwise_bytes // 2)
+        while found.matrix_side**2 * 2 * 3 > nbytes:
+            found = replace(found, matrix_side=found.matrix_side // 2)
+        return found
+
+
+_LARGE = _Sizes(
+    piece_bytes=64 << 20,
+    num_pieces=16,
+    matrix_side=8192,
+    num_products=50,
+    elementwise_bytes=256 << 20,
+    num_passes=20,
+    num_parameters=32_000_000,
+)
+_SMALL = _Sizes(
+    piece_bytes=1 << 20,
+    num_pieces=4,
+    matrix_side=128,
+    num_products=1,
+    elementwise_bytes=1 << 20,
+    num_passes=2,
+    num_parameters=100_000,
+)
+
+
+def known_hardware(
+    device: Device,
+    kernel: HostKernel | None,
+    *,
+    room: int | None = None,
+    folder: Path | None = None,
+) -> Hardware:
+    """The facts of this machine, from a file if it was measured before.
+
+    Args:
+        device: whose.
+        kernel: the native optimizer; None measures the readable one.
+        room: device memory that measuring may take.
+        folder: of the file; None is `~/.cache/l2l`.
+    """
+    try:
+        folder = Path.home() / ".cache" / "l2l" if folder is None else folder
+        path = folder / f"hardware-{_machine_name(device, kernel)}.json"
+    except RuntimeError:  # nobody's home
+        return probe(device, kernel, room=room)
+    try:
+        known = Hardware.of_json(path.read_text())
+        if known.device_bytes == device.total_bytes():
+            return known
+    except (OSError, ValueError):
+        pass
+    found = probe(device, kernel, room=room)
+    if room is not None and _LARGE.within(room) != _LARGE:  # measured roughly: not to be kept
+        return found
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, found.to_json(), shared=True)
+    except OSError:
+        pass
+    return found
+
+
+def _machine_name(device: Device, kernel: HostKernel | None) -> str:
+    words = (
+        device.name,
+        f"torch {torch.__version__}",
+        f"{torch.get_num_threads()} threads",
+        "no kernel" if kernel is None else kernel.level,
+    )
+    return re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(words)).strip("-").lower()
+
+
+def probe(device: Device, kernel: HostKernel | None, *, room: int | None = None) -> Hardware:
+    """Measure a machine; arguments as those of `known_hardware`."""
+    sizes = _SMALL if device.torch_device.type == "cpu" else _LARGE
+    sizes = sizes if room is None else sizes.within(room)
+    own = open_device(device.torch_device)  # [Note: own device]
+    try:
+        fetch, drain, both_ways = _link_rates(own, sizes)
+        matrix, single = (_matrix_rate(own, sizes, t) for t in (torch.bfloat16, torch.float32))
+        memory, launch = _memory_rate(own, sizes), _launch_seconds(own)
+        num_parameters = sizes.num_parameters if kernel is not None else _SMALL.num_parameters
+        exact, eight_bit = (
+            _update_rate(own, kernel, optimizer, num_parameters)
+            for optimizer in (AdamW(), AdamW(moments="8bit"))
+        )
+    finally:
+        own.close()
+        own.give_back()
+    return Hardware(
+        device_name=device.name,
+        device_bytes=device.total_bytes(),
+        num_threads=torch.get_num_threads(),
+        fetch_rate=fetch,
+        drain_rate=drain,
+        both_ways_rate=both_ways,
+        matrix_rate=matrix,
+        single_rate=single,
+        memory_rate=memory,
+        launch_seconds=launch,
+        host_rate=exact * BYTES_PER_PARAMETER,
+        eight_bit_rate=eight_bit,
+    )
+
+
+def _best_seconds(work: Callable[[], None]) -> float:
+    """The shortest of a few runs, after one that warms up."""
+    work()
+    seconds = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return max(min(seconds), 1e-9)
+
+
+def _on_lanes(device: Device, works: Sequence[tuple[Lane, Work]], times: int) -> None:
+    """Do work on lanes at the same time, again and again, and wait for all of it."""
+    for _ in range(times):
+        for lane, work in works:
+            device.submit(lane, "probe", work)
+    for event in [device.record(lane) for lane, _ in works]:
+        event.synchronize()
+
+
+def _link_rates(device: Device, sizes: _Sizes) -> tuple[float, float, float]:
+    def buffers() -> tuple[Tensor, Tensor]:
+        host = device.host_empty(sizes.piece_bytes, registered=True)
+        return host, device.empty(sizes.piece_bytes)
+
+    (fetch_host, fetch_device), (drain_host, drain_device) = buffers(), buffers()
+    fetch = (Lane.FETCH, partial(fetch_device.copy_, fetch_host, non_blocking=True))
+    drain = (Lane.DRAIN, partial(drain_host.copy_, drain_device, non_blocking=True))
+    rates = []
+    for works in ([fetch], [drain], [fetch, drain]):
+        seconds = _best_seconds(partial(_on_lanes, device, works, sizes.num_pieces))
+        rates.append(sizes.piece_bytes * sizes.num_pieces / seconds)
+    return rates[0], rates[1], rates[2]
+
+
+def _matrix_rate(device: Device, sizes: _Sizes, dtype: torch.dtype) -> float:
+    side, where = 2 * sizes.matrix_side // dtype.itemsize, device.torch_device
+    left, right = (torch.randn(side, side, dtype=dtype, device=where) for _ in range(2))
+    product = partial(torch.mm, left, right, out=torch.empty_like(left))
+    seconds = _best_seconds(
+        partial(_on_lanes, device, [(Lane.COMPUTE, product)], sizes.num_products)
+    )
+    return 2 * side**3 * sizes.num_products / seconds
+
+
+def _memory_rate(device: Device, sizes: _Sizes) -> float:
+    source, target = (
+        torch.zeros(sizes.elementwise_bytes // 2, dtype=torch.bfloat16, device=device.torch_device)
+        for _ in range(2)
+    )
+    negate = partial(torch.neg, source, out=target)
+    seconds = _best_seconds(partial(_on_lanes, device, [(Lane.COMPUTE, negate)], sizes.num_passes))
+    return 2 * sizes.elementwise_bytes * sizes.num_passes / seconds
+
+
+def _launch_seconds(device: Device) -> float:
+    number = torch.zeros(1, device=device.torch_device)
+
+    def launch() -> None:
+        for _ in range(NUM_LAUNCHES):
+            torch.neg(number, out=number)
+
+    return _best_seconds(partial(_on_lanes, device, [(Lane.COMPUTE, launch)], 1)) / NUM_LAUNCHES
+
+
+def _update_rate(
+    device: Device, kernel: HostKernel | None, optimizer: AdamW, num_parameters: int
+) -> float:
+    """Parameters/s of the host optimizer, in memory as the parameter server has it."""
+
+    def take(dtype: torch.dtype, numel: int = num_parameters) -> Tensor:
+        return device.host_empty(numel * dtype.itemsize, registered=False).view(dtype)
+
+    update = Update(
+        name="probe",
+        shape=(num_parameters,),
+        weight=take(torch.bfloat16),
+        companion=take(torch.int16),
+        gradient=take(torch.bfloat16),
+        state={
+            name: take(kind.dtype, num_blocks(num_parameters) if kind.per_block else num_parameters)
+            for name, kind in optimizer.state_kinds(optimizer.defaults).items()
+        },
+        position=0,
+        step=1,
+        settings=optimizer.defaults,
+        factor=1.0,
+        seed=0,
+    )
+    if kernel is None:
+        return num_parameters / _best_seconds(partial(optimizer.readable, update))
+    native = partial(optimizer.native, kernel, update, num_threads=working_threads())
+    return num_parameters / _best_seconds(native)

@@ -1,0 +1,418 @@
+"""Prologue and epilogue: the model's own code around the layers, on one microbatch.
+
+Only the units that a phase reads are on the device for it. The rest of what the code sees is a
+*placeholder*, NaN without memory; lookups in a table that is not there are answered
+(interception.py).
+
+[Note: pieces] The epilogue of a language model makes logits, words times tokens of them, several
+times over. Where its loss is a plain cross-entropy they are put off and made for some tokens at a
+time (interception.py). Otherwise the whole epilogue runs in pieces, each with its backward pass at
+once: some rows of the microbatch, or, where that was proven on a trial to give the same
+(trial.py), some positions of a row. A causal loss is then given its labels already shifted. The
+losses of pieces add up like those of microbatches: each counts n / N. Where logits are put off, the
+rest of the epilogue, whose values are as large as hidden states, runs in larger pieces: *parts*.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from l2l.device import Device
+from l2l.model import (
+    IGNORED,
+    Answers,
+    Head,
+    HostMirror,
+    Lookup,
+    LossFunction,
+    Microbatch,
+    Partition,
+    Recording,
+    Rule,
+    Sum,
+    leaves,
+    require_loss,
+    take_gradients,
+)
+from l2l.parameter_server import ParameterServer
+from l2l.run.lookup import TableLookup
+from l2l.run.step import Step
+from l2l.run.transfer import Transfer
+from l2l.schedule import NOTHING
+
+MOST_PIECE_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows of a microbatch, and some positions of them."""
+
+    rows: slice
+    positions: slice | None = None
+
+    def of(self, hidden: Tensor) -> Tensor:
+        """The piece of a hidden state, or of its gradient."""
+        return hidden[self.rows] if self.positions is None else hidden[self.rows, self.positions]
+
+    def cut(self, microbatch: Mapping[str, Any], length: int) -> Microbatch:
+        """The piece of a batch."""
+        found: Microbatch = {}
+        for name, value in microbatch.items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                value = value[self.rows]
+                if self.positions is not None and value.dim() > 1 and value.shape[1] == length:
+                    value = value[:, self.positions]
+            found[name] = value
+        return found
+
+
+def pieces(num_rows: int, length: int, *, tokens: int | None, within_rows: bool) -> list[Piece]:
+    """Cut a microbatch into pieces of about so many tokens; None is all in one."""
+    if tokens is None or num_rows * length <= tokens:
+        return [Piece(slice(0, num_rows))]
+    if length <= tokens or not within_rows:
+        size = max(1, tokens // length)
+        return [Piece(slice(i, min(i + size, num_rows))) for i in range(0, num_rows, size)]
+    number = -(-length // tokens)
+    size = -(-length // number)
+    return [
+        Piece(slice(row, row + 1), slice(start, min(start + size, length)))
+        for row in range(num_rows)
+        for start in range(0, length, size)
+    ]
+
+
+def with_shifted_labels(microbatch: Mapping[str, Any]) -> Microbatch:
+    """A batch whose labels stand where a causal loss needs them, for positions to be cut out."""
+    labels = microbatch["labels"]
+    shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return {**microbatch, "labels": shifted, "shift_labels": shifted}
+
+
+@dataclass(slots=True, kw_only=True)
+class OuterFacts:
+    """What the trial has found out about the code around the layers."""
+
+    lookups: tuple[TableLookup, ...] = ()  # answered by the host
+    alone: bool = False  # whether the epilogue does without anything of the prologue
+    within_rows: bool = False  # whether positions of a row may be pieces
+    puts_off: bool = False  # whether logits are put off
+    changing: frozenset[str] = frozenset()  # buffers that training changes
+
+
+@final
+class OuterPass:
+    """Runs prologue, epilogue and the prologue backward."""
+
+    def __init__(
+        self,
+        *,
+        partition: Partition,
+        device: Device,
+        server: ParameterServer,
+        transfer: Transfer,
+        loss_function: LossFunction | None,
+    ) -> None:
+        self._partition = partition
+        self._device = device
+        self._server = server
+        self._transfer = transfer
+        self.loss_function = loss_function
+        self.facts = OuterFacts()
+        self.piece_tokens: int | None = None
+        self.part_tokens: int | None = None
+        self.may_put_off = device.torch_device.type != "cpu"  # elsewhere bits come first
+        self.compiled = False
+        self._placeholders: dict[str, Tensor] = {}
+
+    def bind(self, slots: str) -> dict[str, Tensor]:
+        """Let the code see what is in the slots, and placeholders for what is not."""
+        bound: dict[str, Tensor] = dict(self._all_placeholders())
+        for unit in _outer_units(slots):
+            trained = self._server.units[unit].form.trained.names
+            bound |= leaves(self._transfer.weights(unit, f"S{unit}"), trained)
+        self._partition.skeleton.bind(bound)
+        return bound
+
+    def bind_only(self, present: Mapping[str, Tensor]) -> None:
+        """Let the code see these, and placeholders for everything else."""
+        self._partition.skeleton.bind({**self._all_placeholders(), **present})
+
+    def _all_placeholders(self) -> dict[str, Tensor]:
+        if not self._placeholders:
+            for name, unit in self._server.units.items():
+                if name.startswith("L"):
+                    continue
+                layout = unit.form.weight_layout
+                for owner in layout.names:
+                    dtype = layout.dtype_of(owner)
+                    assert dtype is not None
+                    nothing = _nothing(dtype, self._device.torch_device)
+                    self._placeholders[owner] = nothing.expand(layout.shape_of(owner))
+        return self._placeholders
+
+    def prologue(
+        self, inputs: Microbatch, host: Microbatch, rows: list[Tensor], *, training: bool
+    ) -> Recording:
+        """Run the prologue, with graph when training: what is recorded shows what requires one.
+
+        Args:
+            inputs: the microbatch, on the device.
+            host: the same on the host.
+            rows: what lookups give.
+            training: whether there is a backward pass.
+        """
+        waiting = list(zip(self.facts.lookups, rows, strict=True))
+
+        def answer(owner: str) -> Callable[[Lookup], Tensor]:
+            def found(lookup: Lookup) -> Tensor:
+                for index, (expected, leaf) in enumerate(waiting):
+                    if expected.owner == owner and lookup.is_by(inputs[expected.name]):
+                        del waiting[index]
+                        return leaf.view(*lookup.ids.shape, leaf.shape[-1])
+                raise RuntimeError(
+                    f"the model looks rows up in {owner!r} that were not expected: by a tensor of "
+                    f"shape {tuple(lookup.ids.shape)} that is not in the batch. Expected the same "
+                    "lookups as in the first batch. Say embedding='device' to keep the table on "
+                    "the device."
+                )
+
+            return found
+
+        owners = {one.owner for one in self.facts.lookups}
+        rows_of = {id(self._placeholders[owner]): answer(owner) for owner in owners}
+        answers = Answers(rows=rows_of, heads={}, absent=self._absent())
+        watched = answers if self.facts.alone else contextlib.nullcontext()
+        with torch.set_grad_enabled(training), watched, self._mirrored(inputs, host):
+            return self._partition.prologue(inputs)
+
+    def _mirrored(
+        self, inputs: Microbatch, host: Microbatch
+    ) -> contextlib.AbstractContextManager[object]:
+        if self._device.torch_device.type == "cpu":  # nobody waits
+            return contextlib.nullcontext()
+        return HostMirror(inputs, host)
+
+    def _absent(self) -> dict[int, str]:
+        return {id(tensor): owner for owner, tensor in self._placeholders.items()}
+
+    def run_epilogue(
+        self,
+        inputs: Microbatch,
+        hidden: Tensor,
+        *,
+        host: Microbatch | None = None,
+        heads: Mapping[int, Head] | None = None,
+    ) -> Any:
+        """Run the model's code after the layers; returns its outputs."""
+        mirror = self._mirrored(inputs, host or {})
+        if not self.facts.alone:
+            with mirror:
+                return self._partition.epilogue(inputs, hidden)
+        tables = [owner for owner in self._partition.tables if owner in self._placeholders]
+        unseen: dict[int, Callable[[Lookup], Tensor]] = {
+            id(self._placeholders[owner]): _no_rows for owner in tables
+        }
+        answers = Answers(rows=unseen, heads=heads or {}, absent={})
+
+        def delivered() -> None:
+            unseen.clear()
+            answers.absent = self._absent()
+
+        with answers, mirror:
+            return self._partition.epilogue(inputs, hidden, on_delivery=delivered)
+
+    def epilogue(
+        self,
+        step: Step,
+        m: int,
+        hidden: Tensor,
+        *,
+        inputs: Microbatch,
+        bound: Mapping[str, Tensor],
+        slots: str,
+        gradients: str,
+        needs_gradient: bool,
+        loss_scale: float,
+    ) -> Tensor | None:
+        """The losses of a microbatch, piece by piece, each with its backward pass.
+
+        Args:
+            step: whose losses and gradients are added to.
+            m: the microbatch.
+            hidden: the output of the last layer.
+            inputs: the microbatch, on the device.
+            bound: what the code sees, by owner (`bind`).
+            slots: weight slots of the units here.
+            gradients: gradient slots of the units here.
+            needs_gradient: whether the gradient of the hidden state is wanted.
+            loss_scale: what the loss is multiplied with.
+
+        Returns:
+            the gradient of the hidden state.
+        """
+        units = _outer_units(gradients)
+        collected: Tensor | None = None
+        for part, host, on_device, share in self._cut(step, m, hidden, inputs):
+            piece = part.of(hidden).detach().requires_grad_(needs_gradient)
+            heads = self._heads(step, bound, slots, trained=units, scale=share * loss_scale)
+            outputs = self.run_epilogue(on_device, piece, host=host, heads=heads)
+            loss = self._loss(step, m, outputs, on_device, share)
+            if loss_scale != 1.0:
+                loss = loss.float() * loss_scale  # a float16 cannot hold the product
+            del outputs
+            wanted: dict[Any, Tensor] = {
+                owner: bound[owner]
+                for unit in units
+                for owner in self._server.units[unit].form.trained.names
+            }
+            if needs_gradient:
+                wanted["hidden", 0] = piece
+            found = take_gradients([loss], [None], wanted)
+            gradient = found.pop(("hidden", 0), None)
+            for unit in units:
+                own = {
+                    n: found[n] for n in self._server.units[unit].form.trained.names if n in found
+                }
+                received = step.received.setdefault(unit, set())
+                if own:
+                    self._transfer.accumulate(unit, f"G{unit}", own, received=received)
+            if not needs_gradient or gradient is None:
+                continue
+            if piece.shape == hidden.shape:
+                return gradient
+            if collected is None:
+                collected = torch.zeros_like(hidden)
+            part.of(collected).copy_(gradient)
+        if needs_gradient and collected is None:
+            return torch.zeros_like(hidden)
+        return collected
+
+    def score(
+        self,
+        step: Step,
+        m: int,
+        hidden: Tensor,
+        *,
+        inputs: Microbatch,
+        bound: Mapping[str, Tensor],
+        slots: str,
+    ) -> None:
+        """The losses of a microbatch, without gradients; arguments as for `epilogue`."""
+        heads = self._heads(step, bound, slots, trained=[], scale=1.0)
+        for part, host, on_device, share in self._cut(step, m, hidden, inputs):
+            outputs = self.run_epilogue(on_device, part.of(hidden), host=host, heads=heads)
+            self._loss(step, m, outputs, on_device, share)
+
+    def _cut(
+        self, step: Step, m: int, hidden: Tensor, inputs: Microbatch
+    ) -> Iterator[tuple[Piece, Microbatch, Microbatch, float]]:
+        """Pieces with their part of the batch, on the host and on the device, and their share."""
+        if step.num_own is not None and m >= step.num_own:
+            return
+        host: Mapping[str, Any] = step.microbatches[m]
+        rule = step.rule
+        whole = rule is Rule.UNKNOWN or not self.facts.alone or bool(self.facts.changing)
+        length = hidden.shape[1] if hidden.dim() > 2 else 1
+        tokens = self.part_tokens if self.facts.puts_off else self.piece_tokens
+        tokens = None if whole else tokens
+        if tokens is not None and rule is Rule.ROWS and _ignores(host):
+            tokens = None  # what the loss ignores is not counted, so pieces cannot be weighed
+        found = pieces(hidden.shape[0], length, tokens=tokens, within_rows=self.facts.within_rows)
+        within = any(piece.positions is not None for piece in found)
+        if within and rule is Rule.SHIFTED_LABELS:
+            host, inputs = with_shifted_labels(host), with_shifted_labels(inputs)
+        if len(found) == 1:
+            if (share := step.share(host)) != 0.0:
+                yield found[0], dict(host), inputs, share
+            return
+        for piece in found:
+            part = piece.cut(host, length)
+            if within and rule is Rule.SHIFTED_LABELS:
+                share = int((part["labels"] != IGNORED).sum()) / step.total
+            else:
+                share = step.share(part)
+            if share != 0.0:  # without labels a loss is 0/0 and has no part in N
+                yield piece, part, piece.cut(inputs, length), share
+
+    def _loss(self, step: Step, m: int, outputs: Any, inputs: Microbatch, share: float) -> Tensor:
+        """Note the loss of a piece; return what is to be differentiated."""
+        weight: Any = 1.0
+        function = self.loss_function
+        found = require_loss(outputs) if function is None else function(outputs, inputs)
+        if isinstance(found, tuple):
+            loss, weight = found
+            if not step.divide_by_weight:
+                loss, weight = loss / weight, 1.0
+        else:
+            loss = found
+        scaled = loss * share
+        step.device_losses[m, 0] += scaled.detach()
+        step.device_losses[m, 1] += weight.detach() if isinstance(weight, Tensor) else weight
+        return scaled
+
+    def _heads(
+        self,
+        step: Step,
+        bound: Mapping[str, Tensor],
+        slots: str,
+        *,
+        trained: Sequence[str],
+        scale: float,
+    ) -> dict[int, Head]:
+        """Weights whose products are put off; gradients are wanted of `trained` units."""
+        heads: dict[int, Head] = {}
+        for unit in _outer_units(slots) if self.facts.puts_off else ():
+            form = self._server.units[unit].form
+            for owner in form.weight_layout.names:
+                if bound[owner].dim() != 2:
+                    continue
+                add = None
+                if unit in trained and owner in form.trained.names:
+                    received = step.received.setdefault(unit, set())
+                    add = self._transfer.product_sum(unit, f"G{unit}", owner, received=received)
+                heads[id(bound[owner])] = self.head(add, scale)
+        return heads
+
+    def head(self, add: Sum | None, scale: float) -> Head:
+        """How a product is put off."""
+        rows = self.piece_tokens or MOST_PIECE_TOKENS
+        return Head(add=add, scale=scale, num_rows=rows, compiled=self.compiled)
+
+    def close(self) -> None:
+        """Let go of the placeholders."""
+        self._placeholders.clear()
+
+
+def _outer_units(slots: str) -> list[str]:
+    """Units around the layers, of slots as a line names them."""
+    return [slot[1:] for slot in slots.split(",") if slot != NOTHING and slot[1] != "L"]
+
+
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What stands for values nobody looks at: NaN shows even through a factor of zero."""
+    if not dtype.is_floating_point:
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.full((), torch.nan, dtype=dtype, device=device)
+
+
+def _no_rows(lookup: Lookup) -> Tensor:
+    shape = (*lookup.ids.shape, lookup.weight.shape[1])
+    return _nothing(lookup.weight.dtype, lookup.weight.device).repeat(shape)
+
+
+def _ignores(microbatch: Mapping[str, Any]) -> bool:
+    """Whether there are targets that losses ignore."""
+    return any(
+        isinstance(value, Tensor)
+        and not value.is_floating_point()
+        and bool((value == IGNORED).any())
+        for value in microbatch.values()
+    )

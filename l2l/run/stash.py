@@ -1,0 +1,214 @@
+"""Boundary tensors: what passes from layer to layer, for every microbatch.
+
+Values live here, each named by what it is and its microbatch:
+
+    h2 m0    the hidden state that enters layer 2 (kept for recomputation); hE enters the epilogue
+    g2 m0    its gradient, and the gradients of recorded tensors gathered so far
+    r m0     the recorded arguments of the layers (masks, rotary tables), once per microbatch
+    k2 m0    what layer 2 keeps from its forward pass for its backward pass
+    e m0     embedding rows gathered by the host; x m0 their gradients (lookup.py owns their memory)
+
+A value is one or more tensors, packed into bytes. On the device values occupy *cells*, a fixed
+number of equal buffers however many layers and microbatches there are; that is what makes device
+memory constant. Values that lose their cell before their last use are copied out and back by the
+stash and unstash lanes, as the schedule says. Where to is the policy: `"host"`, registered host
+memory (constant device memory, the default), or `"device"`.
+
+[Note: strides] A tensor keeps the order of its dimensions in memory: kernels may add up in another
+order for a transposed tensor, and then a step would not equal plain PyTorch bit by bit.
+
+[Note: one place] The gradient g2 is written by the very pass that is the last to read the hidden
+state h2, so it can have h2's memory outside the cells: the stash of g2 waits for that pass, and
+that pass waited for h2 to arrive. Half the stash is saved.
+
+Cells take the size of the largest value seen and keep it. Memory outside the cells is pooled by
+size and reused from step to step, so a steady state allocates nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, final, get_args
+
+import torch
+from torch import Tensor
+
+from l2l.device import PAGE_BYTES, Device
+from l2l.parameter_server import ALIGNMENT_BYTES, Arena, FlatLayout, round_up
+
+StashPolicy = Literal["host", "device"]
+NUM_FORMS = 4096  # that are remembered, and so views of cells
+
+
+def parse_policy(policy: str) -> StashPolicy:
+    """The policy named by the user.
+
+    Raises:
+        ValueError: the word is not a policy.
+    """
+    for known in get_args(StashPolicy):
+        if policy == known:
+            return known  # type: ignore[no-any-return]
+    raise ValueError(f"stash={policy!r} is not known. Expected one of {get_args(StashPolicy)}.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """How the tensors of a value lie in its bytes; the same object for tensors that lie alike."""
+
+    layout: FlatLayout
+    orders: tuple[tuple[int, ...], ...]  # dimensions, outermost in memory first ([Note: strides])
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Form:
+        """The form of these tensors."""
+        return _form_of(tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors))
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors as views of bytes."""
+        flat = self.layout.views(buffer)
+        return [
+            flat[str(index)].permute(sorted(range(len(order)), key=order.__getitem__))
+            for index, order in enumerate(self.orders)
+        ]
+
+
+@lru_cache(maxsize=NUM_FORMS)
+def _form_of(tensors: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]) -> Form:
+    described, orders = [], []
+    for index, (shape, strides, dtype) in enumerate(tensors):
+        order = _memory_order(shape, strides)
+        orders.append(order)
+        described.append((str(index), tuple(shape[dimension] for dimension in order), dtype))
+    return Form(FlatLayout.of(described), tuple(orders))
+
+
+def pool_size(nbytes: int) -> int:
+    """Bytes to take for a value: rounded up to an eighth of a power of two, at least a page.
+
+    So batches of many lengths share few sizes, and memory is reused between them.
+    """
+    granule = max(PAGE_BYTES, 1 << max(0, nbytes.bit_length() - 4))
+    return round_up(max(nbytes, 1), granule)
+
+
+def _memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Dimensions by falling stride if the tensor fills its memory, else as they are."""
+    order = tuple(sorted(range(len(shape)), key=lambda dimension: -strides[dimension]))
+    tensor = torch.empty_strided(shape, strides, device="meta")
+    return order if tensor.permute(order).is_contiguous() else tuple(range(len(shape)))
+
+
+@final
+class Stash:
+    """Owner of cells and of the values that are not in a cell."""
+
+    def __init__(self, *, device: Device, arena: Arena, policy: StashPolicy) -> None:
+        self._device = device
+        self._arena = arena
+        self.policy: StashPolicy = policy
+        self._cells: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, Form], list[Tensor]] = {}  # of cells
+        self._forms: dict[str, Form] = {}
+        self._kept: dict[str, Tensor] = {}
+        self._adopted: set[str] = set()
+        self._pool: dict[int, list[Tensor]] = {}
+        self._outgrown: list[Tensor] = []
+
+    def put(self, cell: str, value: str, tensors: list[Tensor]) -> None:
+        """Write a value into a cell; the compute lane does this."""
+        form = self._forms[value] = Form.of(tensors)
+        self._cell(cell, form.layout.nbytes)
+        for view, tensor in zip(self._views_of(cell, form), tensors, strict=True):
+            view.copy_(tensor)
+
+    def get(self, cell: str, value: str) -> list[Tensor]:
+        """The tensors of a value in a cell, as views."""
+        return [*self._views_of(cell, self._forms[value])]
+
+    def _views_of(self, cell: str, form: Form) -> list[Tensor]:
+        if (cell, form) not in self._views:
+            self._views[cell, form] = form.views(self._cells[cell])
+        return self._views[cell, form]
+
+    def adopt(self, value: str, form: Form, memory: Tensor) -> None:
+        """Let a value have memory outside the cells that somebody else owns."""
+        self._forms[value] = form
+        self._adopted.add(value)  # first: an interrupt in between must not make it the stash's own
+        self._kept[value] = memory
+
+    def cell(self, cell: str) -> Tensor:
+        """The bytes of a cell."""
+        return self._cells[cell]
+
+    def stash(self, value: str, cell: str) -> None:
+        """Copy a value out of its cell; the stash lane does this."""
+        nbytes = self._forms[value].layout.nbytes
+        if value not in self._kept:
+            self._kept[value] = self._memory_for(value, nbytes)
+        self._kept[value][:nbytes].copy_(self._cells[cell][:nbytes], non_blocking=True)
+
+    def unstash(self, value: str, cell: str) -> None:
+        """Copy a value into a cell again; the unstash lane does this."""
+        nbytes = self._forms[value].layout.nbytes
+        kept = self._kept.get(value)
+        target = self._cell(cell, nbytes)[:nbytes]
+        if kept is None:  # only a schedule with a missing wait gets here, on the checking device
+            self._device.poison(target)
+        else:
+            target.copy_(kept[:nbytes], non_blocking=True)
+
+    def end_step(self) -> None:
+        """Forget all values; their memory goes back to the pool."""
+        for value in [*self._kept]:  # one at a time: after an interrupt this is done again
+            buffer = self._kept.pop(value)
+            if value not in self._adopted:
+                self._device.poison(buffer)
+                self._pool.setdefault(buffer.numel(), []).append(buffer)
+        self._adopted.clear()
+        self._forms.clear()
+        self._outgrown.clear()
+        if len(self._views) > NUM_FORMS:
+            self._views.clear()
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.end_step()
+        self._cells.clear()
+        self._views.clear()
+        self._pool.clear()
+
+    def cell_bytes(self) -> int:
+        """Bytes of all cells, and of a stash on the device."""
+        pooled = sum(b.numel() for buffers in self._pool.values() for b in buffers)
+        kept = sum(buffer.numel() for buffer in self._kept.values())
+        outside = pooled + kept if self.policy == "device" else 0
+        return sum(cell.numel() for cell in self._cells.values()) + outside
+
+    def _cell(self, cell: str, nbytes: int) -> Tensor:
+        held = self._cells.get(cell)
+        if held is None or held.numel() < nbytes:
+            if held is not None:
+                self._outgrown.append(held)  # a lane may still read it; it ends with the step
+            self._cells[cell] = self._device.empty(max(nbytes, ALIGNMENT_BYTES))
+            for key in [key for key in self._views if key[0] == cell]:
+                del self._views[key]
+        return self._cells[cell]
+
+    def _memory_for(self, value: str, nbytes: int) -> Tensor:
+        """Memory for a value; a gradient takes that of its hidden state ([Note: one place])."""
+        if value.startswith("g"):
+            hidden = self._kept.get("h" + value[1:])
+            if hidden is not None and hidden.numel() >= nbytes:
+                return self._kept.pop("h" + value[1:])
+        return self._take(nbytes)
+
+    def _take(self, nbytes: int) -> Tensor:
+        for size in sorted(self._pool):  # few sizes: see `pool_size`
+            if size >= nbytes and self._pool[size]:
+                return self._pool[size].pop()
+        size = pool_size(nbytes)
+        if self.policy == "host":
+            return self._arena.take("stash", size, torch.uint8, registered=True)
+        return self._device.empty(size)

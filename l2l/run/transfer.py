@@ -1,0 +1,401 @@
+"""Slots: reserved device memory that holds one unit's weights or gradients at a time.
+
+Nothing else copies weights or gradients. Weights arrive by `fetch`, as one copy of a flat buffer;
+parameters are views into the slot, so there is no copy on the device. Gradients are added up in
+float32 in a gradient slot, over all microbatches, and leave once, by `drain`, into a staging buffer
+of the host: rounded on the way, piece by piece, through a small buffer (`ROUNDING_BYTES`). Memory
+is taken once (`reserve`), sized for the largest unit that uses it, except where the schedule says
+from when to when a place has any (`take`, `drop`).
+
+Names are the schedule's: S0, S1, .. for streamed layers, SL7 for a layer of the tail, SO and ST0
+for outer units; G0, GL7, GO, GT0 for their gradients, H.. for staging.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import final
+
+import torch
+from torch import Tensor
+
+from l2l.device import Device
+from l2l.parameter_server import (
+    ROUNDING_BYTES,
+    Arena,
+    FlatLayout,
+    FlatUnit,
+    ParameterServer,
+    Unit,
+    UnitForm,
+)
+from l2l.schedule import NUM_LENT, Shape, late_staging
+
+
+class SlotState(enum.Enum):
+    """Who may touch a weight slot."""
+
+    FREE = "free"
+    """Holds nothing (NaN on the checking device); only a fetch may write it."""
+    HOLDING = "holding"
+    """Holds one unit; passes read it, nobody writes it."""
+
+
+@final
+class Transfer:
+    """Owner of weight slots, gradient slots and staging buffers."""
+
+    def __init__(self, *, device: Device, arena: Arena, server: ParameterServer) -> None:
+        self._device = device
+        self._arena = arena
+        self._server = server
+        self._slots: dict[str, Tensor] = {}
+        self._states: dict[str, tuple[SlotState, str | None]] = {}
+        self._gradients: dict[str, Tensor] = {}
+        self._rounding: Tensor | None = None
+        self._zero: set[str] = set()  # units whose staging was made zero
+        self._sizes: dict[str, int] = {}
+        self.staging: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, str], dict[str, Tensor]] = {}
+
+    def reserve(self, shape: Shape) -> None:
+        """Take the memory a schedule of this shape uses, as far as it is not there yet."""
+        taken_later = self._plan_sizes(shape)
+        for name, nbytes in self._sizes.items():
+            memory = self._memory(name)
+            if name not in memory and name not in taken_later:
+                self._take(name, nbytes)
+        if not shape.training or shape.device_updates:
+            return
+        units = self._server.units
+        if self._rounding is None:
+            widest = max(unit.form.gradient_layout.nbytes for unit in units.values())
+            self._rounding = self._device.empty(min(ROUNDING_BYTES, max(256, widest)))
+        elsewhere = {*shape.late_units, *shape.redone}
+        staged = [name for name in shape.drained_units if name not in elsewhere]
+        layers = [name for name in staged if name.startswith("L")]
+        largest = max((units[name].held.staging_layout.nbytes for name in layers), default=0)
+        for index in range(min(shape.num_staging, len(layers))):
+            self._reserve_staging(f"H{index}", largest)
+        for name in {*shape.late_units, *staged} - {*layers} - {*shape.on_device}:
+            self._reserve_staging(late_staging(name), units[name].held.staging_layout.nbytes)
+        for unit in shape.outer:
+            if (
+                unit.looked_up
+                and unit.trained
+                and not unit.in_epilogue
+                and unit.name not in self._zero
+            ):
+                self.staging[late_staging(unit.name)].zero_()  # rows are added to it
+                self._zero.add(unit.name)
+
+    def _plan_sizes(self, shape: Shape) -> set[str]:
+        """Note how large every place is; returns the places that the schedule takes itself."""
+        units, sizes = self._server.units, self._sizes
+        streamed = [units[f"L{i}"].form for i in shape.streamed]
+        if streamed:
+            weight_bytes = max(form.weight_layout.nbytes for form in streamed)
+            sizes |= dict.fromkeys((f"S{i}" for i in range(shape.num_slots)), weight_bytes)
+        own = [f"L{i}" for i in shape.tail]
+        own += [u.name for u in shape.outer if u.in_prologue or u.in_epilogue]
+        sizes |= {f"S{name}": units[name].form.weight_layout.nbytes for name in own}
+        if shape.shared and shape.training:
+            shared = [units[f"L{i}"] for i in shape.shared]
+            staging = {u.form.name: self._staging_of(u.form) for u in shared}
+            largest = max(
+                u.part(u.form.piece(0, shape.num_pieces), staging[u.form.name]).buffer_bytes
+                for u in shared
+            )
+            sizes |= {f"W{i}": largest for i in range(NUM_LENT)}
+        passing = {unit.name for unit in shape.outer if unit.passes and shape.shares_memory}
+        taken_later = {f"{kind}{name}" for name in passing for kind in "SG"}
+        if shape.shares_memory:
+            taken_later |= {f"W{i}" for i in range(NUM_LENT)}
+        if not shape.training:
+            return taken_later
+        trained = [name for name in own if units[name].form.trained.names]
+        sizes |= {f"G{name}": units[name].form.gradient_layout.nbytes for name in trained}
+        backward = [i for i in shape.backward_layers if i not in shape.frozen_layers]
+        if backward:
+            gradient_bytes = max(units[f"L{i}"].form.gradient_layout.nbytes for i in backward)
+            number = min(shape.num_gradient_slots, len(backward))
+            sizes |= dict.fromkeys((f"G{i}" for i in range(number)), gradient_bytes)
+            if shape.shares_memory:
+                taken_later |= {f"G{i}" for i in range(number)}
+        return taken_later
+
+    def borrow(self, unit: str, span: slice, staging: str, place: str) -> None:
+        """Copy elements of a unit, with gradient and state, to the device; for the lend lane."""
+        source = self._server.units[unit].part(span, self.staging[staging])
+        for mine, theirs in zip(self.lent(place, source).tensors, source.tensors, strict=True):
+            mine.copy_(theirs, non_blocking=True)
+
+    def lease(self, unit: str, span: slice, place: str) -> None:
+        """Copy the state of elements, and what completes their weights; for the fetch lane."""
+        source = self._server.units[unit].part(span)
+        lent = self.lent(place, source)
+        for mine, theirs in zip(lent.changed[1:], source.changed[1:], strict=True):
+            mine.copy_(theirs, non_blocking=True)
+
+    def join(self, unit: str, span: slice, slot: str, gradient_slot: str, place: str) -> None:
+        """Copy weights and gradients, which are on the device, to their state."""
+        one = self._server.units[unit]
+        lent, form = self.lent(place, one.part(span)), one.form
+        lent.weight.copy_(form.weight_layout.segment_views(self._slots[slot])[0][span])
+        sums = form.gradient_layout.segment_views(self._gradients[gradient_slot])[0]
+        lent.gradient.copy_(sums[span])
+
+    def repay(self, unit: str, span: slice, place: str) -> None:
+        """Copy them back, but for the gradient; the drain lane does this."""
+        target = self._server.units[unit].part(span)
+        for mine, theirs in zip(self.lent(place, target).changed, target.changed, strict=True):
+            theirs.copy_(mine, non_blocking=True)
+
+    def lent(self, place: str, like: FlatUnit) -> FlatUnit:
+        """The elements that were copied to a place."""
+        return like.in_buffer(self._slots[place])
+
+    def take(self, name: str) -> None:
+        """Take memory for a place; the compute lane does this."""
+        self._take(name, self._sizes[name])
+
+    def drop(self, name: str) -> None:
+        """Give a place's memory back; the compute lane does this."""
+        self._views = {key: views for key, views in self._views.items() if key[1] != name}
+        found = self._memory(name).pop(name, None)
+        if found is not None:
+            self._device.poison(found)
+
+    def fetch(self, unit: str, slot: str) -> None:
+        """Copy a unit's weights into a slot; the fetch lane does this."""
+        for source, target in self._host_and_slot(unit, slot):
+            target.copy_(source, non_blocking=True)
+        self._states[slot] = (SlotState.HOLDING, unit)
+
+    def gather(self, unit: str, slot: str) -> None:
+        """Fill a slot with what other ranks hold of a unit; the gather lane does this."""
+        layout = self._server.units[unit].form.weight_layout
+        for view in layout.segment_views(self._slots[slot]):
+            self._server.world.gather(view)
+
+    def _host_and_slot(self, unit: str, slot: str) -> list[tuple[Tensor, Tensor]]:
+        """This rank's share of a unit's weights: on the host, and its places in a slot."""
+        one = self._server.units[unit]
+        if one.share.number == 1:
+            return [(one.weights, self._slots[slot][: one.weights.numel()])]
+        whole = one.form.weight_layout.segment_views(self._slots[slot])
+        places = [view[one.share.of(view.numel())] for view in whole]
+        return list(zip(one.held.weight_layout.segment_views(one.weights), places, strict=True))
+
+    def release(self, unit: str, slot: str) -> None:
+        """The slot's contents are dead; the compute lane does this."""
+        self._states[slot] = (SlotState.FREE, None)
+        self._device.poison(self._slots[slot])
+
+    def mirror(self, unit: str, slot: str) -> None:
+        """Copy a unit's weights from its slot to the host; the drain lane does this."""
+        for target, source in self._host_and_slot(unit, slot):
+            target.copy_(source, non_blocking=True)
+
+    def give_back(self, unit: str, slot: str) -> None:
+        """Copy a unit's weights from its slot to the host and free the slot; for the drain lane."""
+        self.mirror(unit, slot)
+        self.release(unit, slot)
+
+    def slot(self, name: str) -> Tensor:
+        """The bytes of a weight slot."""
+        return self._slots[name]
+
+    def gradient_slot(self, name: str) -> Tensor:
+        """The bytes of a gradient slot."""
+        return self._gradients[name]
+
+    def weights(self, unit: str, slot: str) -> dict[str, Tensor]:
+        """A unit's tensors as views into the slot that holds it."""
+        key = (unit, slot)
+        if key not in self._views:
+            layout = self._server.units[unit].form.weight_layout
+            self._views[key] = layout.views(self._slots[slot])
+        return self._views[key]
+
+    def holds(self, unit: str, slot: str) -> bool:
+        """Whether a slot holds a unit."""
+        return self._states.get(slot) == (SlotState.HOLDING, unit)
+
+    def accumulate(
+        self,
+        unit: str,
+        slot: str,
+        gradients: Mapping[str, Tensor],
+        *,
+        received: set[str],
+        add: Callable[[list[Tensor], list[Tensor]], None] | None = None,
+    ) -> None:
+        """Add one microbatch's gradients; the first to arrive for a parameter is copied.
+
+        Args:
+            unit: Whose they are.
+            slot: Where their sums are.
+            gradients: By parameter.
+            received: The parameters that got a gradient earlier in this step; is extended.
+            add: A faster way to add tensors to others.
+        """
+        sums = self.gradients(unit, slot)
+        first = [name for name in gradients if name not in received]
+        later = [name for name in gradients if name in received]
+        if first:
+            torch._foreach_copy_([sums[n] for n in first], [gradients[n] for n in first])
+            received.update(first)
+        if later:
+            add = add or torch._foreach_add_
+            add([sums[n] for n in later], [gradients[n] for n in later])
+
+    def product_sum(
+        self, unit: str, slot: str, owner: str, *, received: set[str]
+    ) -> Callable[[Tensor, Tensor], None]:
+        """A function that adds the gradient of a linear map's weight, as a product, to its sum."""
+        total = self.gradients(unit, slot)[owner]
+
+        def add(outputs: Tensor, inputs: Tensor) -> None:
+            if owner not in received:
+                total.zero_()
+                received.add(owner)
+            if self._device.sums_products and outputs.dtype.itemsize == 2:
+                wide = torch.float32
+                torch.addmm(total, outputs.t(), inputs, out_dtype=wide, out=total)
+            else:
+                total.addmm_(outputs.t().to(total.dtype), inputs.to(total.dtype))
+
+        return add
+
+    def drain(self, unit: str, slot: str, staging: str) -> None:
+        """Copy a unit's gradients, or this rank's share, to the host; for the drain lane."""
+        one = self._server.units[unit]
+        sources = one.form.gradient_layout.segment_views(self._gradients[slot])
+        targets = one.held.staging_layout.segment_views(self.staging[staging])
+        for source, target in zip(sources, targets, strict=True):
+            self._copy_rounded(source[one.share.of(source.numel())], target)
+
+    def reduce(self, unit: str, slot: str, *, received: set[str], all_of_it: bool) -> Tensor:
+        """Sum a unit's gradients over all ranks; the reduce lane does this.
+
+        Args:
+            unit: Whose they are.
+            slot: Where this rank's sums are.
+            received: What got a gradient here; other ranks may have gradients of the rest.
+            all_of_it: Whether every rank needs all of the sum, not its own share only.
+
+        Returns:
+            for each trained parameter the norm of its gradient, and below that how many ranks had
+            one, on the device.
+        """
+        one, world, sums = self._server.units[unit], self._server.world, self.gradients(unit, slot)
+        names = one.form.trained.names
+        for name in names:
+            if name not in received:
+                sums[name].zero_()
+        for view in one.form.gradient_layout.segment_views(self._gradients[slot]):
+            if all_of_it:
+                world.pool(view)
+            else:
+                world.reduce(view)
+        squares = [self._square(one, name, sums[name], all_of_it=all_of_it) for name in names]
+        flags = torch.tensor([float(name in received) for name in names])
+        flags = flags.to(self._gradients[slot].device)
+        found = torch.stack([torch.stack(squares), flags])
+        world.pool(found[1])
+        if not all_of_it:
+            world.pool(found[0], within_group=True)
+        found[0].sqrt_()
+        return found
+
+    @staticmethod
+    def _square(one: Unit, name: str, total: Tensor, *, all_of_it: bool) -> Tensor:
+        """The squared norm of what this rank has of a sum."""
+        piece = slice(None) if all_of_it else one.form.trained.piece(name, one.share)
+        norm: Tensor = torch.linalg.vector_norm(total.view(-1)[piece])
+        return norm.square()
+
+    def _copy_rounded(self, source: Tensor, target: Tensor) -> None:
+        if source.dtype is target.dtype:
+            target.copy_(source, non_blocking=True)
+            return
+        assert self._rounding is not None
+        rounding = self._rounding.view(target.dtype)
+        for start in range(0, source.numel(), rounding.numel()):
+            piece = source[start : start + rounding.numel()]
+            rounded = rounding[: piece.numel()].copy_(piece)
+            target[start : start + piece.numel()].copy_(rounded, non_blocking=True)
+
+    def norms(self, unit: str, slot: str, *, received: set[str]) -> Tensor:
+        """The norm of each gradient that a unit got, a small tensor on the device.
+
+        What got no gradient is left out, and so is what lies between parameters.
+        """
+        sums = self.gradients(unit, slot)
+        present = [view for name, view in sums.items() if name in received]
+        if not present:
+            return torch.zeros(1, device=self._gradients[slot].device)
+        return torch.stack(torch._foreach_norm(present))
+
+    def abandon(self) -> None:
+        """A step has failed: what it began to write is written anew by the next."""
+        self._views.clear()
+        # Rows that it has added to a table's gradient go, unless they are of an update that waits.
+        self._zero &= self._server.waiting.keys()
+
+    def clear(self) -> None:
+        """Give device memory back; nothing may be left in it."""
+        for memory in (self._slots, self._gradients, self._views, self._states, self._sizes):
+            memory.clear()
+        self._zero.clear()  # an update may have been dropped that would have made them zero again
+        self._rounding = None
+
+    def let_go_of_staging(self) -> None:
+        """Give staging buffers back: units may have another size. None may wait there."""
+        for buffer in self.staging.values():
+            self._arena.give_back("staging", buffer)
+        self.staging.clear()
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.clear()
+        self.staging.clear()
+
+    def bytes_by_place(self) -> dict[str, int]:
+        """Bytes reserved, by what for."""
+        kinds = {"weight slots": self._slots, "gradient slots": self._gradients}
+        found: dict[str, int] = {}
+        for kind, memory in kinds.items():
+            for name, buffer in memory.items():
+                owner = {"L": "tail", "O": "outer", "T": "outer"}.get(name[1], "streamed")
+                found[f"{kind}, {owner}"] = found.get(f"{kind}, {owner}", 0) + buffer.numel()
+        if self._rounding is not None:
+            found["rounding"] = self._rounding.numel()
+        return found
+
+    def gradients(self, unit: str, slot: str) -> dict[str, Tensor]:
+        """A unit's gradients as views into the slot where they are added up."""
+        key = (unit, slot)
+        if key not in self._views:
+            layout: FlatLayout = self._server.units[unit].form.gradient_layout
+            self._views[key] = layout.views(self._gradients[slot])
+        return self._views[key]
+
+    @staticmethod
+    def _staging_of(form: UnitForm) -> Tensor:
+        """Bytes as of a staging buffer, without memory."""
+        return torch.empty(form.staging_layout.nbytes, dtype=torch.uint8, device="meta")
+
+    def _memory(self, name: str) -> dict[str, Tensor]:
+        return self._gradients if name.startswith("G") else self._slots
+
+    def _take(self, name: str, nbytes: int) -> None:
+        self._memory(name)[name] = self._device.empty(nbytes)
+        if name.startswith("S"):
+            self._states[name] = (SlotState.FREE, None)
+
+    def _reserve_staging(self, name: str, nbytes: int) -> None:
+        if name not in self.staging:
+            self.staging[name] = self._arena.take("staging", nbytes, torch.uint8, registered=True)

@@ -1,0 +1,476 @@
+"""Where gradients become updates: on the host, on the device, at once or in the next step.
+
+The schedule says when; the parameter server owns what is changed. Here is what happens in a line:
+
+    drain, measure       a unit's gradient leaves, or its norm alone
+    update               on the host, in its own step
+    settle, refresh      on the host, an update that the step before has left; the latter only the
+                         rows of a table that this step looks up
+    advance, complete    the same in two: weights before they are needed, moments afterwards
+    collect              gradients of looked-up rows join the table's
+    order, renew         an update on the device that the step before has left: its numbers, from
+                         the host, and the update itself
+    borrow, rework,      the same with gradient and state brought from the host and back
+    repay
+    revise               an update on the device in its own step (Adafactor)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from l2l.device import Device, Work
+from l2l.parameter_server import (
+    Adafactor,
+    HostOptimizer,
+    ParameterServer,
+    UpdateOrder,
+    WaitingUpdate,
+    device_update,
+    state_name,
+)
+from l2l.run.lookup import HostRows, RowSet
+from l2l.run.step import Step
+from l2l.run.transfer import Transfer
+from l2l.schedule import Lane, Schedule, late_staging
+
+PROLOGUE_SEED = -1  # in the place of a layer's number
+TABLE_SEED = -16  # the same, of the first table
+REVISE_SEED = -2  # in the place of a microbatch's number
+
+
+def mix_seed(*numbers: int) -> int:
+    """A 63-bit seed that depends on all the numbers (splitmix64, folded)."""
+    state = 0
+    for number in numbers:
+        state = (state ^ (number & (2**64 - 1))) + 0x9E3779B97F4A7C15 & (2**64 - 1)
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & (2**64 - 1)
+        state ^= state >> 31
+    return state >> 1
+
+
+@final
+class Updates:
+    """Performs the lines of a schedule that concern gradients and updates."""
+
+    def __init__(
+        self,
+        *,
+        server: ParameterServer,
+        device: Device,
+        transfer: Transfer,
+        rows: HostRows,
+        seed: int,
+        compiled: bool,
+    ) -> None:
+        self._server = server
+        self._device = device
+        self._transfer = transfer
+        self._rows = rows
+        self.seed = seed
+        self._compiled = compiled
+        self.num_pieces = 1  # in which state is lent; the engine sets it
+        self.taken: list[WaitingUpdate] = []  # of the step before, by the step that runs
+
+    def accumulate(
+        self,
+        step: Step,
+        unit: str,
+        slot: str,
+        gradients: Mapping[str, Tensor],
+        add: Callable[[list[Tensor], list[Tensor]], None] | None = None,
+    ) -> None:
+        """Add one microbatch's gradients to a unit's sums; `add` is a faster way to do so."""
+        received = step.received.setdefault(unit, set())
+        if gradients:
+            self._transfer.accumulate(unit, slot, gradients, received=received, add=add)
+
+    def drain(self, step: Step, unit: str, slot: str, staging: str) -> None:
+        """A unit's gradient, and its norms, to the host."""
+        self._transfer.drain(unit, slot, staging)
+        self.measure(step, unit, slot)
+
+    def measure(self, step: Step, unit: str, slot: str) -> None:
+        """A unit's norms to the host; of several ranks also what got a gradient on any."""
+        self._note_norms(step, unit, slot, step.reduced.pop(unit, None))
+
+    def _note_norms(self, step: Step, unit: str, slot: str, reduced: Tensor | None) -> Tensor:
+        if reduced is None:
+            norms = self._transfer.norms(unit, slot, received=step.received.get(unit, set()))
+        else:
+            norms = reduced[0]
+            step.flags[unit].copy_(reduced[1], non_blocking=True)
+        step.norms[unit][: norms.numel()].copy_(norms, non_blocking=True)
+        return norms
+
+    def reduce(self, step: Step, unit: str, slot: str) -> None:
+        """A unit's gradients, summed over all ranks."""
+        step.reduced[unit] = self._transfer.reduce(
+            unit,
+            slot,
+            received=step.received.get(unit, set()),
+            all_of_it=isinstance(self._server.optimizer, Adafactor),
+        )
+
+    def pool(self, step: Step) -> None:
+        """Losses, summed over all ranks."""
+        self._server.world.pool(step.device_losses)
+
+    def update(self, step: Step, unit: str, staging: str) -> None:
+        """A unit's update, on the host."""
+        self._show_staged(step, unit, self._transfer.staging[staging])
+        order = step.order(unit)
+        if order is not None:
+            self._server.update(unit, self._transfer.staging[staging], order)
+
+    def collect(self, step: Step, unit: str, microbatch: str, staging: str) -> None:
+        """Add the gradients of looked-up rows to a table's."""
+        assert step.rows is not None
+        memory = self._transfer.staging[staging]
+        looked_up = {one.owner for one in self._rows.lookups if one.unit == unit}
+        number = int(microbatch[1:])
+        if unit in step.received:  # the epilogue had it; what it gave no gradient is not drained
+            layout = self._server.units[unit].form.staging_layout
+            for owner in looked_up - step.received[unit]:
+                layout.view(memory, owner).zero_()
+        grown = self._rows.collect(unit, step.rows, number, memory)
+        step.grown[unit] = step.grown.get(unit, 0.0) + grown
+        step.received.setdefault(unit, set()).update(looked_up)
+
+    def gather(self, step: Step, microbatch: str) -> None:
+        """Gather a microbatch's rows from their tables."""
+        assert step.rows is not None
+        self._rows.gather(step.rows.microbatches[int(microbatch[1:])])
+
+    def _show(self, step: Step, unit: str, gradients: Mapping[str, Tensor]) -> None:
+        """Show a unit's gradients to the step's witness."""
+        if step.witness is not None:
+            for owner, gradient in gradients.items():
+                if owner in step.received.get(unit, ()):
+                    step.witness(owner, gradient)
+
+    def _show_summed(self, step: Step, unit: str, slot: str) -> None:
+        """The same of gradients on the device: what this rank holds of them."""
+        one = self._server.units[unit]
+        sums = self._transfer.gradients(unit, slot) if step.witness is not None else {}
+        self._show(
+            step,
+            unit,
+            {o: g.view(-1)[one.form.trained.piece(o, one.share)] for o, g in sums.items()},
+        )
+
+    def _show_staged(self, step: Step, unit: str, staging: Tensor) -> None:
+        if step.witness is not None:
+            self._show(step, unit, self._server.units[unit].held.staging_layout.views(staging))
+
+    def show_waiting(self, step: Step) -> None:
+        """Show the gradients of all updates that a step has left; those on the device are done."""
+        for unit, waiting in list(self._server.waiting.items()):
+            waiting.drained.synchronize()
+            if waiting.gradient is None:
+                self._show_summed(step, unit, f"G{unit}")
+                self._server.take_waiting(unit)
+            else:
+                self._show_staged(step, unit, waiting.gradient)
+
+    # ----------------------------------------------------------------------------------------------
+    # Updates that are left to the next step
+
+    def leave(self, schedule: Schedule, step: Step) -> None:
+        """Keep the updates that a step leaves."""
+        shape = schedule.shape
+        drained = step.drained or step.reported
+        only_rows = {u.name for u in shape.outer if u.looked_up and not u.in_epilogue}
+        for name in shape.late_units:
+            assert drained is not None
+            waiting = WaitingUpdate(unit=name, order=partial(step.order, name), drained=drained)
+            waiting.step = step
+            if name in shape.on_device:
+                waiting.finish = self._renew_now
+            else:
+                waiting.gradient = self._transfer.staging[late_staging(name)]
+                if name in only_rows and step.rows is not None:
+                    waiting.finish = partial(self._clear, step.rows)
+            self._server.leave(waiting)
+
+    def take_waiting(self, unit: str) -> WaitingUpdate:
+        """The update left for a unit; the update lane holds until its gradient has arrived."""
+        waiting = self._server.waiting[unit]
+        self.taken.append(waiting)
+        self._server.take_waiting(unit)
+        self._device.wait(Lane.UPDATE, waiting.drained)
+        return waiting
+
+    def put_back(self) -> None:
+        """Let updates wait again that a step has taken, which failed before they were done.
+
+        Not if the update lane has failed: a part of one may be done, and nobody may do it again.
+        """
+        for waiting in self.taken:
+            if not (waiting.performed or self._device.has_failed):
+                self._server.leave(waiting)
+        self.taken = []
+
+    def settle(self, unit: str) -> Work:
+        """The work of a settle line."""
+        return partial(self._server.perform, self.take_waiting(unit))
+
+    def advance(self, unit: str) -> Work:
+        """The work of an advance line: the update stays, its weights done, for `complete`."""
+        waiting = self._server.waiting[unit]
+        self._device.wait(Lane.UPDATE, waiting.drained)
+        return partial(self._server.advance, waiting)
+
+    def refresh(self, step: Step, unit: str, microbatch: str, *, halves: bool) -> Work:
+        """The work of a refresh line: the update stays, its rows done, for what follows."""
+        waiting = self._server.waiting[unit]
+        self._device.wait(Lane.UPDATE, waiting.drained)
+        rows = step.rows
+        assert rows is not None
+        own = rows.first_used[unit][int(microbatch[1:])]
+        return partial(self._server.refresh, waiting, own, halves=halves, refresher=rows)
+
+    def _clear(self, rows: RowSet, waiting: WaitingUpdate) -> None:
+        assert waiting.gradient is not None
+        self._rows.clear(waiting.unit, rows, waiting.gradient)
+
+    def order(self, step: Step, unit: str) -> Work:
+        """The work of an order line: the numbers of an update on the device, into host memory.
+
+        The update waits until `mirror`: it must not be lost if the step fails before.
+        """
+        waiting = self._server.waiting[unit]
+        self._device.wait(Lane.UPDATE, waiting.drained)
+        return self._numbers(waiting)
+
+    def _numbers(self, waiting: WaitingUpdate) -> Work:
+        if waiting.numbers is None:
+            trained = self._server.units[waiting.unit].form.trained.names
+            record = self._device.host_record(len(trained), device_update.NUM_NUMBERS)
+            waiting.numbers = record.zero_()  # which changes nothing, if they are never written
+        return partial(self._write_numbers, waiting, waiting.numbers)
+
+    def assign(self, step: Step, unit: str) -> Work:
+        """The work of an assign line: the same, for an update under this step's backward passes.
+
+        Which parameters get gradients is not known yet: all, until `redo` knows better.
+        """
+        assert step.reported is not None
+        names = frozenset(self._server.units[unit].form.trained.names)
+
+        def order() -> UpdateOrder | None:
+            found = step.order(unit)
+            return None if found is None else replace(found, received=names)
+
+        waiting = WaitingUpdate(unit=unit, order=order, drained=step.reported, step=step)
+        self._server.leave(waiting)
+        return self._numbers(waiting)
+
+    def _write_numbers(self, waiting: WaitingUpdate, record: Tensor) -> None:
+        if waiting.ordered:  # a step that failed has ordered it
+            return
+        self._server.before_change(waiting.unit)  # numbers of steps now, the rest soon
+        unit, order = self._server.units[waiting.unit], waiting.order()
+        optimizer = self._server.optimizer
+        assert isinstance(optimizer, HostOptimizer)
+        rows = []
+        for owner in unit.form.trained.names:
+            applies = order is not None and owner in order.received
+            unit.steps[owner] += applies
+            rows.append(
+                device_update.numbers(
+                    optimizer,
+                    order.settings[owner] if order is not None else optimizer.defaults,
+                    step=max(1, unit.steps[owner]),
+                    factor=order.factor if order is not None else 1.0,
+                    apply=applies,
+                    seed=self._server.seed,
+                )
+            )
+        record.copy_(torch.tensor(rows))
+        waiting.ordered = True
+
+    def renew(self, step: Step, unit: str, slot: str, gradient_slot: str) -> None:
+        """An update on the device, with the numbers that the host has written."""
+        waiting = self._server.waiting[unit]
+        if waiting.renewed:
+            return
+        assert waiting.numbers is not None
+        numbers = waiting.numbers.to(self._device.torch_device, non_blocking=True)
+        self._server.unfinished.add(unit)
+        self._apply(waiting.step, unit, slot, gradient_slot, numbers)
+        waiting.renewed = True
+        self._server.unfinished.discard(unit)
+
+    def mirror(self, step: Step, unit: str, slot: str) -> None:
+        """The weights of an update on the device to the host: it waits no longer."""
+        self._transfer.mirror(unit, slot)
+        waiting = self._server.waiting.get(unit)
+        if waiting is not None and waiting.renewed:
+            self._server.take_waiting(unit)
+
+    def borrow(self, step: Step, unit: str, piece: str, staging: str, place: str) -> None:
+        """Gradient, weights and state of a piece to the device."""
+        self._transfer.borrow(unit, self._piece(unit, piece), staging, place)
+
+    def rework(self, step: Step, unit: str, piece: str, place: str) -> None:
+        """The update of a borrowed piece."""
+        waiting, optimizer = self._server.waiting[unit], self._server.optimizer
+        assert waiting.numbers is not None
+        assert isinstance(optimizer, HostOptimizer)
+        numbers = waiting.numbers.to(self._device.torch_device, non_blocking=True)
+        if unit in step.finite:  # nobody has looked at the gradient yet
+            numbers = numbers.clone()
+            numbers[:, device_update.APPLY] *= step.finite[unit]
+        held, span = self._server.units[unit], self._piece(unit, piece)
+        lent = self._transfer.lent(place, held.part(span, waiting.gradient))
+        for row, owners in self._runs(waiting.step, unit):
+            first, last = (held.form.trained.span(owner) for owner in (owners[0], owners[-1]))
+            start, end = max(first.start, span.start), min(last.stop, span.stop)
+            if start < end:
+                part = lent.cut(start - span.start, end - span.start)
+                device_update.update(optimizer, part, numbers[row], compiled=self._compiled)
+
+    def lease(self, step: Step, unit: str, piece: str, place: str) -> None:
+        """State of a piece to the device."""
+        self._transfer.lease(unit, self._piece(unit, piece), place)
+
+    def redo(
+        self, step: Step, unit: str, piece: str, slot: str, gradient_slot: str, place: str
+    ) -> None:
+        """The update of a piece whose weights and gradients are on the device."""
+        if piece == "p0":
+            self._show_summed(step, unit, gradient_slot)
+            self._withdraw(step, unit)
+            norms = self._transfer.norms(
+                unit, gradient_slot, received=step.received.get(unit, set())
+            )
+            step.finite[unit] = norms.isfinite().all()
+        self._transfer.join(unit, self._piece(unit, piece), slot, gradient_slot, place)
+        self.rework(step, unit, piece, place)
+
+    def _withdraw(self, step: Step, name: str) -> None:
+        """Take back what was assigned to parameters that got no gradient: hardly ever any."""
+        unit, waiting = self._server.units[name], self._server.waiting[name]
+        names = unit.form.trained.names
+        without = [owner for owner in names if owner not in step.received.get(name, ())]
+        if not without:
+            return
+        waiting.drained.synchronize()
+        assert waiting.numbers is not None
+        if waiting.order() is not None:
+            for owner in without:
+                unit.steps[owner] -= 1
+                waiting.numbers[names.index(owner), device_update.APPLY] = 0.0
+
+    def repay(self, step: Step, unit: str, piece: str, place: str) -> None:
+        """Weights and state of a piece to the host; after the last the update waits no longer."""
+        self._server.unfinished.add(unit)
+        self._transfer.repay(unit, self._piece(unit, piece), place)
+        if piece == f"p{self.num_pieces - 1}":  # of a small unit the last pieces are empty
+            self._server.waiting.pop(unit, None)
+            self._server.unfinished.discard(unit)
+
+    def _piece(self, unit: str, piece: str) -> slice:
+        return self._server.units[unit].form.piece(int(piece[1:]), self.num_pieces)
+
+    def _apply(self, step: Step, name: str, slot: str, gradient_slot: str, numbers: Tensor) -> None:
+        """Update a unit with the gradients of a step."""
+        unit, optimizer = self._server.units[name], self._server.optimizer
+        assert isinstance(optimizer, HostOptimizer)
+        weights = self._transfer.slot(slot)
+        gradients = self._transfer.gradient_slot(gradient_slot)
+        for row, run in self._runs(step, name):
+            device_update.update(
+                optimizer,
+                unit.flat(run, weights=weights, gradients=gradients),
+                numbers[row],
+                compiled=self._compiled,
+            )
+
+    def _runs(self, step: Step, name: str) -> list[tuple[int, tuple[str, ...]]]:
+        """A unit's parameters, together if their update is the same, each with its row of numbers.
+
+        A long run is one kernel; parameter by parameter the launches would take longer.
+        """
+        unit, settings = self._server.units[name], step.settings
+        names = unit.form.trained.names
+        assert settings is not None
+        received = step.received.get(name, set())
+        # What lies between parameters is not zero, and would count in the units of their blocks.
+        blocks = any(kind.per_block for kind in unit.form.state_kinds.values())
+        together = (
+            unit.form.is_one_run
+            and all(owner in received for owner in names)
+            and all(settings[owner] == settings[names[0]] for owner in names)
+            and len({unit.steps[owner] for owner in names}) == 1
+            and not (blocks and unit.form.trained.padded_numel > unit.form.trained.numel)
+        )
+        return [(0, names)] if together else [(row, (one,)) for row, one in enumerate(names)]
+
+    def _renew_now(self, waiting: WaitingUpdate) -> None:
+        """The same, at once, for whoever needs the weights on the host."""
+        name = waiting.unit
+        if waiting.numbers is None:
+            trained = self._server.units[name].form.trained.names
+            waiting.numbers = torch.zeros(len(trained), device_update.NUM_NUMBERS)
+        self._write_numbers(waiting, waiting.numbers)
+        if not waiting.renewed:
+            numbers = waiting.numbers.to(self._device.torch_device)
+            self._apply(waiting.step, name, f"S{name}", f"G{name}", numbers)
+            waiting.renewed = True
+        self._transfer.mirror(name, f"S{name}")
+        self._device.record(Lane.COMPUTE).synchronize()
+
+    # ----------------------------------------------------------------------------------------------
+
+    def revise(self, step: Step, unit: str, slot: str, gradient_slot: str) -> None:
+        """Update a unit on the device, in its slot ([Note: device updates])."""
+        optimizer, settings = self._server.optimizer, step.settings
+        assert isinstance(optimizer, Adafactor)
+        assert settings is not None
+        weights = self._transfer.weights(unit, slot)
+        gradients = self._transfer.gradients(unit, gradient_slot)
+        loss, weight = step.device_losses.sum(0)
+        finite = (loss / weight if step.divide_by_weight else loss).isfinite()
+        self._show_summed(step, unit, gradient_slot)
+        if step.witness is not None:
+            return
+        reduced = step.reduced.pop(unit, None)
+        norms = self._note_norms(step, unit, gradient_slot, reduced)
+        finite = finite & norms.isfinite().all()
+        generator = torch.Generator(self._device.torch_device)
+        generator.manual_seed(mix_seed(self.seed, step.number, position(unit), REVISE_SEED))
+        for row, owner in enumerate(self._server.units[unit].form.trained.names):
+            if reduced is None and owner not in step.received.get(unit, ()):
+                continue
+            applies = finite if reduced is None else finite & (reduced[1, row] > 0)
+            gradient = gradients[owner]
+            if step.divide_by_weight:
+                gradient.div_(weight)
+            shape = tuple(weights[owner].shape)
+            state: dict[str, Any] = {
+                n: weights[state_name(owner, n)] for n in optimizer.state_shapes(shape)
+            }
+            optimizer.revise(
+                weights[owner],
+                gradient,
+                state,
+                settings=settings[owner],
+                finite=applies,
+                generator=generator,
+            )
+
+
+def position(unit: str) -> int:
+    """A number for a unit, in the place of a layer's."""
+    if unit.startswith("L"):
+        return int(unit[1:])
+    return TABLE_SEED - int(unit[1:]) if unit.startswith("T") else PROLOGUE_SEED

@@ -1,0 +1,49 @@
+"""A training run: from settings to a trained model, through any number of interruptions.
+
+    folder/
+      run.toml            the settings in force; `l2l train folder` goes on with them
+      metrics.jsonl       what happened (progress.py)
+      events/             the same for TensorBoard
+      checkpoints/        the last ones (checkpoint.py); it goes on with the last of them
+      model/              the trained model, for `from_pretrained`
+
+[Note: resuming] Everything that a step depends on is in the checkpoint, or is a function of the
+settings and the step's number: its batch, its learning rate, its dropout. So a run that goes on
+from a checkpoint is the run that was never interrupted. What is checked before it goes on: that
+model and data are those that it was begun with. Other settings may have changed; those that change
+the result are named, and hold from there on.
+
+A run is stopped between two steps: `Training.stop` may be called at any time, by a signal too.
+
+    folder       where everything is
+    parts        tokenizer, model and engine, as the settings say
+    disk         whether it takes what will be written
+    evaluation   the metrics of a task
+    run          the steps, and what is between them
+"""
+
+from l2l.train.evaluation import BEST, evaluate
+from l2l.train.folder import RunFolder, TrainingError
+from l2l.train.parts import export_checkpoint
+from l2l.train.progress import Display, Record, format_seconds, open_display, read_metrics
+from l2l.train.run import Training
+from l2l.train.settings import Flag, Settings, SettingsError, help_text, key_of
+
+__all__ = [
+    "BEST",
+    "Display",
+    "Flag",
+    "Record",
+    "RunFolder",
+    "Settings",
+    "SettingsError",
+    "Training",
+    "TrainingError",
+    "evaluate",
+    "export_checkpoint",
+    "format_seconds",
+    "help_text",
+    "key_of",
+    "open_display",
+    "read_metrics",
+]

@@ -1,0 +1,5 @@
+"""The trial: what a model does, found by trying two rows."""
+
+from l2l.trial.trial import LARGE_UNIT_BYTES, Trial, Usage, outer_units, usage_of
+
+__all__ = ["LARGE_UNIT_BYTES", "Trial", "Usage", "outer_units", "usage_of"]
