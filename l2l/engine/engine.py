@@ -903,7 +903,6 @@ class Engine:
                 device=self._device,
                 transfer=self._transfer,
                 rows=self._rows,
-                seed=seed,
                 compiled=self._compiler.is_on,
             ),
             compiler=self._compiler,
@@ -1268,7 +1267,7 @@ class Engine:
         self._outer.piece_tokens = decisions.piece_tokens
         self._outer.part_tokens = decisions.part_tokens
         self._outer.compiled = self._compiler.is_on
-        self._relay.follow(decisions.keep, num_pieces=decisions.num_pieces)
+        self._relay.follow(decisions.keep)
         shape = self._shape(1, training=True)
         for layer in shape.shared:
             self._server.register(f"L{layer}", self._device)

@@ -47,8 +47,8 @@ BUSY_HOST = 0.74  # of the optimizer's rate while passes are launched and the li
 BUSY_CORES = 0.85  # the same where arithmetic bounds it, with 8-bit moments
 BUSY_MEMORY = 0.95  # of the optimizer's rate, that these reach together with the link
 BUSY_LINK = 0.85  # of the link's rates while the host updates
-HALVES = {"advance": 0.72, "refresh": 0.72, "complete": 0.7}  # of an exact update's seconds
-EIGHT_BIT_HALVES = {"advance": 0.74, "refresh": 0.74, "complete": 0.7}
+HALVES = {"weights": 0.72, "moments": 0.7}  # of an exact update's seconds
+EIGHT_BIT_HALVES = {"weights": 0.74, "moments": 0.7}
 SPARED = ((0.0, 0.0), (0.07, 0.37), (0.3, 0.5), (1.0, 1.0))
 """What a share of the results, the best of them, spares of the time to recompute all of them."""
 PART_SECONDS = 5e-3  # that the host needs to submit a part of the epilogue
@@ -56,15 +56,15 @@ NUM_HEAD_VALUES = 8  # hidden states that an epilogue makes besides its logits
 NUM_NORM_VALUES = 12  # those of 16 bits that its norm makes in its backward pass, in float32
 
 COPIED: Final[Mapping[str, tuple[Literal["in", "out"], tuple[str, ...]]]] = {
-    "fetch": ("in", ("weight",)),
-    "drain": ("out", ("staging",)),
-    "mirror": ("out", ("weight",)),
-    "return": ("out", ("weight",)),
-    "borrow": ("in", ("weight", "staging", "state")),
-    "repay": ("out", ("weight", "state")),
-    "lease": ("in", ("state",)),
+    "fetch U": ("in", ("weight",)),
+    "fetch U.state:p": ("in", ("state",)),
+    "fetch U.all:p": ("in", ("weight", "staging", "state")),
+    "drain U": ("out", ("weight",)),
+    "drain U free": ("out", ("weight",)),
+    "drain U.grad": ("out", ("staging",)),
+    "drain U.all:p": ("out", ("weight", "state")),
 }
-"""Which way a line copies a unit, and what of it."""
+"""Which way a kind of line copies a unit, and what of it."""
 
 
 def _spared(keep: float) -> float:
@@ -395,7 +395,7 @@ class CostModel:
 
         Args:
             num_parameters: to update.
-            half: what of the update, if not all of it: a verb.
+            half: what of the update, if not all of it: "weights" or "moments".
             beside: bytes that the link reads and writes in host memory meanwhile; an update is
                 bound by that memory, so they come on top.
         """
@@ -439,7 +439,7 @@ class CostModel:
         shared = decisions.shared_layers(len(problem.layers))
         lent = sum(self.lent_bytes(streamed[index]) for index in shared)
         back = tail[: len(tail) - decisions.num_device_states]
-        half = "advance" if decisions.halves else None
+        half = "weights" if decisions.halves else None
         host, later = self._host_seconds(decisions, rows)
         rows_first = 0.0 if decisions.outer_state else self._rows_seconds(half=half)
         weights = cut.streamed_weights
@@ -474,15 +474,15 @@ class CostModel:
         if problem.policy is UpdatePolicy.JUST_IN_TIME:
             num_on_host = len(streamed) - len(shared)
             beside = num_on_host * self.beside_forward(decisions, rows)
-            half = "advance" if decisions.halves else None
-            later = self.update_seconds(in_two, half="complete") if half else 0.0
+            half = "weights" if decisions.halves else None
+            later = self.update_seconds(in_two, half="moments") if half else 0.0
             return at_once + self.update_seconds(in_two, half=half, beside=beside), later
         beside = 2.0 * sum(self.lent_bytes(streamed[index]) for index in shared)
         if not decisions.halves:
             return at_once + self.update_seconds(in_two, beside=beside), 0.0
         late = min(1.0, decisions.num_late / max(1, len(streamed)))  # only these are done in two
         weights, moments = (
-            self.update_seconds(late * in_two, half=half) for half in ("advance", "complete")
+            self.update_seconds(late * in_two, half=half) for half in ("weights", "moments")
         )
         number = self.num_microbatches(rows)
         middle = number * self.epilogue_seconds(decisions, problem.num_rows / number)
@@ -589,16 +589,14 @@ class _Costs:
 
     def __call__(self, action: Action) -> Cost:
         if action.lane in (Lane.STASH, Lane.UNSTASH):
-            nbytes = int(self._scale * self._value_bytes(action.operands[0]))
+            nbytes = int(self._scale * self._value_bytes(action.value))
             return Cost(link="out" if action.lane is Lane.STASH else "in", nbytes=nbytes)
-        size = self._sizes.get(action.operands[0]) if action.operands else None
-        if size is not None and action.verb in COPIED:
-            way, parts = COPIED[action.verb]
+        size = self._sizes.get(action.unit)
+        if size is not None and action.kind in COPIED:
+            way, parts = COPIED[action.kind]
             nbytes = sum(getattr(size, f"{part}_bytes") for part in parts)
             nbytes //= self._model.problem.together.num_shares
-            pieces = (
-                self._decisions.num_pieces if action.verb in ("borrow", "lease", "repay") else 1
-            )
+            pieces = 1 if action.piece is None else self._decisions.num_pieces
             return Cost(link=way, nbytes=nbytes // pieces)
         if action.lane is Lane.UPDATE:
             return Cost(self._host_seconds(action, size))
@@ -608,20 +606,18 @@ class _Costs:
 
     def _device_seconds(self, action: Action, size: UnitSize | None) -> float:
         model, verb = self._model, action.verb
-        if verb in ("epilogue", "score"):
+        if verb == "loss":
             return self._scale * model.epilogue_seconds(self._decisions, self._mean)
-        if verb in ("prologue", "regress"):
+        if verb in ("forward", "backward") and size is None:
             return self._scale * PROLOGUE_SECONDS
         if verb == "forward":
-            layer = int(action.operands[0][1:])
-            return self._scale * model.pass_seconds(layer, "forward", self._mean)
+            return self._scale * model.pass_seconds(action.layer, "forward", self._mean)
         if verb == "backward":
-            layer = int(action.operands[0][1:])
-            return self._scale * model.backward_seconds(layer, self._decisions, self._mean)
-        if size is not None and verb in ("renew", "revise", "rework", "redo"):
-            each = REVISE_BYTES if verb == "revise" else DEVICE_UPDATE_BYTES
+            return self._scale * model.backward_seconds(action.layer, self._decisions, self._mean)
+        if size is not None and verb == "update":
+            each = REVISE_BYTES if action.kind == "update U device" else DEVICE_UPDATE_BYTES
             moved = size.num_trained * each / model.hardware.memory_rate
-            return moved / self._decisions.num_pieces if verb in ("rework", "redo") else moved
+            return moved if action.piece is None else moved / self._decisions.num_pieces
         return 0.0
 
     def _collective_seconds(self, action: Action, size: UnitSize | None) -> float:
@@ -639,20 +635,17 @@ class _Costs:
         if size is None:
             return 0.0
         share = min(1.0, problem.num_rows * problem.looked_up_bytes / max(1, size.weight_bytes))
-        if verb == "refresh":
-            rows = size.num_trained * share * 0.8
-            in_two = self._decisions.halves and not self._decisions.whole_tables
-            half = "refresh" if in_two else None
-            whole = model.update_seconds(rows, half=half)
-            return self._scale * whole / model.num_microbatches(self._rows)
         if verb == "collect":
             return self._scale * 2 * self._mean * problem.looked_up_bytes / HOST_COPY_RATE
-        if verb in ("update", "settle", "advance", "complete"):
-            half = verb if verb in ("advance", "complete") else None
-            is_streamed = action.operands[0] in self._streamed
-            beside = self._beside if is_streamed and verb in ("settle", "advance") else 0.0
-            return model.update_seconds(size.num_trained, half=half, beside=beside)
-        return 0.0
+        if verb != "update":
+            return 0.0
+        half = next((half for half in HALVES if action.kind.endswith(half)), None)
+        if action.microbatch is not None:  # the rows that it looks up
+            whole = model.update_seconds(size.num_trained * share * 0.8, half=half)
+            return self._scale * whole / model.num_microbatches(self._rows)
+        is_before_forward = "late" in action.kind and half != "moments"
+        beside = self._beside if is_before_forward and action.unit in self._streamed else 0.0
+        return model.update_seconds(size.num_trained, half=half, beside=beside)
 
     def _value_bytes(self, value: str) -> float:
         problem = self._model.problem
@@ -660,6 +653,6 @@ class _Costs:
             return self._model.kept_bytes_of(self._decisions, self._rows)
         if value.startswith("r"):
             return problem.recorded_bytes * self._mean
-        if value in ("e", "x"):
+        if value.startswith(("e", "x")):
             return problem.looked_up_bytes * self._mean
         return problem.hidden_bytes * self._mean

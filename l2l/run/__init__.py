@@ -2,13 +2,15 @@
 
 from l2l.run.lookup import HostRows, TableLookup
 from l2l.run.outer_pass import OuterFacts, OuterPass, Piece, with_shifted_labels
-from l2l.run.relay import Relay, Scaler
+from l2l.run.relay import Relay
 from l2l.run.report import StepReport
+from l2l.run.scaler import Scaler
+from l2l.run.seeds import PROLOGUE_SEED, mix_seed
 from l2l.run.skips import Skips
 from l2l.run.stash import Stash, parse_policy
 from l2l.run.step import Step
 from l2l.run.transfer import Transfer
-from l2l.run.updates import PROLOGUE_SEED, Updates, mix_seed
+from l2l.run.updates import Updates
 
 __all__ = [
     "PROLOGUE_SEED",

@@ -1,18 +1,8 @@
 """Where gradients become updates: on the host, on the device, at once or in the next step.
 
-The schedule says when; the parameter server owns what is changed. Here is what happens in a line:
-
-    drain, measure       a unit's gradient leaves, or its norm alone
-    update               on the host, in its own step
-    settle, refresh      on the host, an update that the step before has left; the latter only the
-                         rows of a table that this step looks up
-    advance, complete    the same in two: weights before they are needed, moments afterwards
-    collect              gradients of looked-up rows join the table's
-    order, renew         an update on the device that the step before has left: its numbers, from
-                         the host, and the update itself
-    borrow, rework,      the same with gradient and state brought from the host and back
-    repay
-    revise               an update on the device in its own step (Adafactor)
+The schedule says when; the parameter server owns what is changed. Here is what happens in lines
+about gradients, updates and looked-up rows (`Updates.lines`), and in those in which the host goes
+on with what the step before has left (`Updates.prepared`).
 """
 
 from __future__ import annotations
@@ -36,24 +26,10 @@ from l2l.parameter_server import (
     state_name,
 )
 from l2l.run.lookup import HostRows, RowSet
+from l2l.run.seeds import DEVICE_UPDATE_SEED, mix_seed, position
 from l2l.run.step import Step
 from l2l.run.transfer import Transfer
-from l2l.schedule import Lane, Schedule, late_staging
-
-PROLOGUE_SEED = -1  # in the place of a layer's number
-TABLE_SEED = -16  # the same, of the first table
-REVISE_SEED = -2  # in the place of a microbatch's number
-
-
-def mix_seed(*numbers: int) -> int:
-    """A 63-bit seed that depends on all the numbers (splitmix64, folded)."""
-    state = 0
-    for number in numbers:
-        state = (state ^ (number & (2**64 - 1))) + 0x9E3779B97F4A7C15 & (2**64 - 1)
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & (2**64 - 1)
-        state ^= state >> 31
-    return state >> 1
+from l2l.schedule import Action, Lane, Schedule, late_staging
 
 
 @final
@@ -67,17 +43,50 @@ class Updates:
         device: Device,
         transfer: Transfer,
         rows: HostRows,
-        seed: int,
         compiled: bool,
     ) -> None:
         self._server = server
         self._device = device
         self._transfer = transfer
         self._rows = rows
-        self.seed = seed
         self._compiled = compiled
-        self.num_pieces = 1  # in which state is lent; the engine sets it
         self.taken: list[WaitingUpdate] = []  # of the step before, by the step that runs
+
+    @property
+    def lines(self) -> dict[str, Callable[[Step, Action], None]]:
+        """What is done in lines about gradients, updates and rows, by their kind."""
+        return {
+            "lookup m": self.lookup,
+            "collect U m": self.collect,
+            "reduce U": self.reduce,
+            "reduce loss": self.reduce_losses,
+            "drain U.grad": self.drain,
+            "drain U.norm": self.drain_norms,
+            "update U host": self.update,
+            # on the device, at once
+            "update U device": self.update_in_slot,
+            "fetch U.state:p": self.fetch_state,
+            "update U:p device": self.update_piece,
+            # on the device, left by the step before
+            "update U device late": self.update_device_state,
+            "drain U": self.drain_weights,
+            "fetch U.all:p": self.fetch_all,
+            "update U:p device late": self.update_lent_piece,
+            "drain U.all:p": self.drain_all,
+        }
+
+    @property
+    def prepared(self) -> dict[str, Callable[[Step, Action], Work]]:
+        """The work of lines that take what was left when they are submitted, by their kind."""
+        return {
+            "update U host late": self.update_late,
+            "update U host late weights": self.update_late_weights,
+            "update U host late moments": self.update_late,
+            "update U:m host late": self.update_late_rows,
+            "update U:m host late weights": self.update_late_rows,
+            "order U": self.order,
+            "order U late": self.order_late,
+        }
 
     def accumulate(
         self,
@@ -92,14 +101,14 @@ class Updates:
         if gradients:
             self._transfer.accumulate(unit, slot, gradients, received=received, add=add)
 
-    def drain(self, step: Step, unit: str, slot: str, staging: str) -> None:
+    def drain(self, step: Step, action: Action) -> None:
         """A unit's gradient, and its norms, to the host."""
-        self._transfer.drain(unit, slot, staging)
-        self.measure(step, unit, slot)
+        self._transfer.drain(action.unit, *action.places)
+        self.drain_norms(step, action)
 
-    def measure(self, step: Step, unit: str, slot: str) -> None:
+    def drain_norms(self, step: Step, action: Action) -> None:
         """A unit's norms to the host; of several ranks also what got a gradient on any."""
-        self._note_norms(step, unit, slot, step.reduced.pop(unit, None))
+        self._note_norms(step, action.unit, action.places[0], step.reduced.pop(action.unit, None))
 
     def _note_norms(self, step: Step, unit: str, slot: str, reduced: Tensor | None) -> Tensor:
         if reduced is None:
@@ -110,32 +119,34 @@ class Updates:
         step.norms[unit][: norms.numel()].copy_(norms, non_blocking=True)
         return norms
 
-    def reduce(self, step: Step, unit: str, slot: str) -> None:
+    def reduce(self, step: Step, action: Action) -> None:
         """A unit's gradients, summed over all ranks."""
-        step.reduced[unit] = self._transfer.reduce(
-            unit,
-            slot,
-            received=step.received.get(unit, set()),
+        step.reduced[action.unit] = self._transfer.reduce(
+            action.unit,
+            *action.places,
+            received=step.received.get(action.unit, set()),
             all_of_it=isinstance(self._server.optimizer, Adafactor),
         )
 
-    def pool(self, step: Step) -> None:
+    def reduce_losses(self, step: Step, _: Action) -> None:
         """Losses, summed over all ranks."""
         self._server.world.pool(step.device_losses)
 
-    def update(self, step: Step, unit: str, staging: str) -> None:
+    def update(self, step: Step, action: Action) -> None:
         """A unit's update, on the host."""
-        self._show_staged(step, unit, self._transfer.staging[staging])
-        order = step.order(unit)
+        staging = self._transfer.staging[action.places[0]]
+        self._show_staged(step, action.unit, staging)
+        order = step.order(action.unit)
         if order is not None:
-            self._server.update(unit, self._transfer.staging[staging], order)
+            self._server.update(action.unit, staging, order)
 
-    def collect(self, step: Step, unit: str, microbatch: str, staging: str) -> None:
+    def collect(self, step: Step, action: Action) -> None:
         """Add the gradients of looked-up rows to a table's."""
+        unit, number = action.unit, action.microbatch
         assert step.rows is not None
-        memory = self._transfer.staging[staging]
+        assert number is not None
+        memory = self._transfer.staging[action.places[0]]
         looked_up = {one.owner for one in self._rows.lookups if one.unit == unit}
-        number = int(microbatch[1:])
         if unit in step.received:  # the epilogue had it; what it gave no gradient is not drained
             layout = self._server.units[unit].form.staging_layout
             for owner in looked_up - step.received[unit]:
@@ -144,10 +155,11 @@ class Updates:
         step.grown[unit] = step.grown.get(unit, 0.0) + grown
         step.received.setdefault(unit, set()).update(looked_up)
 
-    def gather(self, step: Step, microbatch: str) -> None:
+    def lookup(self, step: Step, action: Action) -> None:
         """Gather a microbatch's rows from their tables."""
         assert step.rows is not None
-        self._rows.gather(step.rows.microbatches[int(microbatch[1:])])
+        assert action.microbatch is not None
+        self._rows.gather(step.rows.microbatches[action.microbatch])
 
     def _show(self, step: Step, unit: str, gradients: Mapping[str, Tensor]) -> None:
         """Show a unit's gradients to the step's witness."""
@@ -200,14 +212,6 @@ class Updates:
                     waiting.finish = partial(self._clear, step.rows)
             self._server.leave(waiting)
 
-    def take_waiting(self, unit: str) -> WaitingUpdate:
-        """The update left for a unit; the update lane holds until its gradient has arrived."""
-        waiting = self._server.waiting[unit]
-        self.taken.append(waiting)
-        self._server.take_waiting(unit)
-        self._device.wait(Lane.UPDATE, waiting.drained)
-        return waiting
-
     def put_back(self) -> None:
         """Let updates wait again that a step has taken, which failed before they were done.
 
@@ -218,37 +222,41 @@ class Updates:
                 self._server.leave(waiting)
         self.taken = []
 
-    def settle(self, unit: str) -> Work:
-        """The work of a settle line."""
-        return partial(self._server.perform, self.take_waiting(unit))
+    def update_late(self, _: Step, action: Action) -> Work:
+        """An update that was left, or what an earlier line has left of it."""
+        waiting = self._server.waiting[action.unit]
+        self.taken.append(waiting)
+        self._server.take_waiting(action.unit)
+        return partial(self._server.perform, waiting)
 
-    def advance(self, unit: str) -> Work:
-        """The work of an advance line: the update stays, its weights done, for `complete`."""
-        waiting = self._server.waiting[unit]
-        self._device.wait(Lane.UPDATE, waiting.drained)
-        return partial(self._server.advance, waiting)
+    def update_late_weights(self, _: Step, action: Action) -> Work:
+        """The weights of an update that was left; it stays, for its moments."""
+        return partial(self._server.advance, self._server.waiting[action.unit])
 
-    def refresh(self, step: Step, unit: str, microbatch: str, *, halves: bool) -> Work:
-        """The work of a refresh line: the update stays, its rows done, for what follows."""
-        waiting = self._server.waiting[unit]
-        self._device.wait(Lane.UPDATE, waiting.drained)
+    def update_late_rows(self, step: Step, action: Action) -> Work:
+        """An update that was left, of the rows that a microbatch looks up; the rest stays."""
         rows = step.rows
         assert rows is not None
-        own = rows.first_used[unit][int(microbatch[1:])]
-        return partial(self._server.refresh, waiting, own, halves=halves, refresher=rows)
+        assert action.microbatch is not None
+        own = rows.first_used[action.unit][action.microbatch]
+        return partial(
+            self._server.refresh,
+            self._server.waiting[action.unit],
+            own,
+            halves="weights" in action.kind,
+            refresher=rows,
+        )
 
     def _clear(self, rows: RowSet, waiting: WaitingUpdate) -> None:
         assert waiting.gradient is not None
         self._rows.clear(waiting.unit, rows, waiting.gradient)
 
-    def order(self, step: Step, unit: str) -> Work:
-        """The work of an order line: the numbers of an update on the device, into host memory.
+    def order_late(self, _: Step, action: Action) -> Work:
+        """The numbers of an update on the device that was left, into host memory.
 
-        The update waits until `mirror`: it must not be lost if the step fails before.
+        The update waits until its weights are drained: if the step fails before, it is not lost.
         """
-        waiting = self._server.waiting[unit]
-        self._device.wait(Lane.UPDATE, waiting.drained)
-        return self._numbers(waiting)
+        return self._numbers(self._server.waiting[action.unit])
 
     def _numbers(self, waiting: WaitingUpdate) -> Work:
         if waiting.numbers is None:
@@ -257,19 +265,20 @@ class Updates:
             waiting.numbers = record.zero_()  # which changes nothing, if they are never written
         return partial(self._write_numbers, waiting, waiting.numbers)
 
-    def assign(self, step: Step, unit: str) -> Work:
-        """The work of an assign line: the same, for an update under this step's backward passes.
+    def order(self, step: Step, action: Action) -> Work:
+        """The same, for an update under this step's backward passes.
 
-        Which parameters get gradients is not known yet: all, until `redo` knows better.
+        Which parameters get gradients is not known yet: all, until `update_piece` knows better.
         """
+        unit = action.unit
         assert step.reported is not None
         names = frozenset(self._server.units[unit].form.trained.names)
 
-        def order() -> UpdateOrder | None:
+        def numbers() -> UpdateOrder | None:
             found = step.order(unit)
             return None if found is None else replace(found, received=names)
 
-        waiting = WaitingUpdate(unit=unit, order=order, drained=step.reported, step=step)
+        waiting = WaitingUpdate(unit=unit, order=numbers, drained=step.reported, step=step)
         self._server.leave(waiting)
         return self._numbers(waiting)
 
@@ -297,8 +306,9 @@ class Updates:
         record.copy_(torch.tensor(rows))
         waiting.ordered = True
 
-    def renew(self, step: Step, unit: str, slot: str, gradient_slot: str) -> None:
+    def update_device_state(self, _: Step, action: Action) -> None:
         """An update on the device, with the numbers that the host has written."""
+        unit, (slot, gradient_slot) = action.unit, action.places
         waiting = self._server.waiting[unit]
         if waiting.renewed:
             return
@@ -309,19 +319,20 @@ class Updates:
         waiting.renewed = True
         self._server.unfinished.discard(unit)
 
-    def mirror(self, step: Step, unit: str, slot: str) -> None:
+    def drain_weights(self, _: Step, action: Action) -> None:
         """The weights of an update on the device to the host: it waits no longer."""
-        self._transfer.mirror(unit, slot)
-        waiting = self._server.waiting.get(unit)
+        self._transfer.mirror(action.unit, *action.places)
+        waiting = self._server.waiting.get(action.unit)
         if waiting is not None and waiting.renewed:
-            self._server.take_waiting(unit)
+            self._server.take_waiting(action.unit)
 
-    def borrow(self, step: Step, unit: str, piece: str, staging: str, place: str) -> None:
+    def fetch_all(self, step: Step, action: Action) -> None:
         """Gradient, weights and state of a piece to the device."""
-        self._transfer.borrow(unit, self._piece(unit, piece), staging, place)
+        self._transfer.borrow(action.unit, self._piece(step, action), *action.places)
 
-    def rework(self, step: Step, unit: str, piece: str, place: str) -> None:
-        """The update of a borrowed piece."""
+    def update_lent_piece(self, step: Step, action: Action) -> None:
+        """The update of a piece that was brought with its gradient and its state."""
+        unit, place = action.unit, action.places[-1]
         waiting, optimizer = self._server.waiting[unit], self._server.optimizer
         assert waiting.numbers is not None
         assert isinstance(optimizer, HostOptimizer)
@@ -329,7 +340,7 @@ class Updates:
         if unit in step.finite:  # nobody has looked at the gradient yet
             numbers = numbers.clone()
             numbers[:, device_update.APPLY] *= step.finite[unit]
-        held, span = self._server.units[unit], self._piece(unit, piece)
+        held, span = self._server.units[unit], self._piece(step, action)
         lent = self._transfer.lent(place, held.part(span, waiting.gradient))
         for row, owners in self._runs(waiting.step, unit):
             first, last = (held.form.trained.span(owner) for owner in (owners[0], owners[-1]))
@@ -338,23 +349,22 @@ class Updates:
                 part = lent.cut(start - span.start, end - span.start)
                 device_update.update(optimizer, part, numbers[row], compiled=self._compiled)
 
-    def lease(self, step: Step, unit: str, piece: str, place: str) -> None:
+    def fetch_state(self, step: Step, action: Action) -> None:
         """State of a piece to the device."""
-        self._transfer.lease(unit, self._piece(unit, piece), place)
+        self._transfer.lease(action.unit, self._piece(step, action), *action.places)
 
-    def redo(
-        self, step: Step, unit: str, piece: str, slot: str, gradient_slot: str, place: str
-    ) -> None:
+    def update_piece(self, step: Step, action: Action) -> None:
         """The update of a piece whose weights and gradients are on the device."""
-        if piece == "p0":
+        unit, (slot, gradient_slot, place) = action.unit, action.places
+        if action.piece == 0:
             self._show_summed(step, unit, gradient_slot)
             self._withdraw(step, unit)
             norms = self._transfer.norms(
                 unit, gradient_slot, received=step.received.get(unit, set())
             )
             step.finite[unit] = norms.isfinite().all()
-        self._transfer.join(unit, self._piece(unit, piece), slot, gradient_slot, place)
-        self.rework(step, unit, piece, place)
+        self._transfer.join(unit, self._piece(step, action), slot, gradient_slot, place)
+        self.update_lent_piece(step, action)
 
     def _withdraw(self, step: Step, name: str) -> None:
         """Take back what was assigned to parameters that got no gradient: hardly ever any."""
@@ -370,16 +380,20 @@ class Updates:
                 unit.steps[owner] -= 1
                 waiting.numbers[names.index(owner), device_update.APPLY] = 0.0
 
-    def repay(self, step: Step, unit: str, piece: str, place: str) -> None:
+    def drain_all(self, step: Step, action: Action) -> None:
         """Weights and state of a piece to the host; after the last the update waits no longer."""
+        unit = action.unit
         self._server.unfinished.add(unit)
-        self._transfer.repay(unit, self._piece(unit, piece), place)
-        if piece == f"p{self.num_pieces - 1}":  # of a small unit the last pieces are empty
+        self._transfer.repay(unit, self._piece(step, action), *action.places)
+        # Of a small unit the last pieces are empty.
+        if action.piece == step.running.shape.num_pieces - 1:
             self._server.waiting.pop(unit, None)
             self._server.unfinished.discard(unit)
 
-    def _piece(self, unit: str, piece: str) -> slice:
-        return self._server.units[unit].form.piece(int(piece[1:]), self.num_pieces)
+    def _piece(self, step: Step, action: Action) -> slice:
+        assert action.piece is not None
+        form = self._server.units[action.unit].form
+        return form.piece(action.piece, step.running.shape.num_pieces)
 
     def _apply(self, step: Step, name: str, slot: str, gradient_slot: str, numbers: Tensor) -> None:
         """Update a unit with the gradients of a step."""
@@ -431,8 +445,9 @@ class Updates:
 
     # ----------------------------------------------------------------------------------------------
 
-    def revise(self, step: Step, unit: str, slot: str, gradient_slot: str) -> None:
+    def update_in_slot(self, step: Step, action: Action) -> None:
         """Update a unit on the device, in its slot ([Note: device updates])."""
+        unit, (slot, gradient_slot) = action.unit, action.places
         optimizer, settings = self._server.optimizer, step.settings
         assert isinstance(optimizer, Adafactor)
         assert settings is not None
@@ -447,7 +462,9 @@ class Updates:
         norms = self._note_norms(step, unit, gradient_slot, reduced)
         finite = finite & norms.isfinite().all()
         generator = torch.Generator(self._device.torch_device)
-        generator.manual_seed(mix_seed(self.seed, step.number, position(unit), REVISE_SEED))
+        generator.manual_seed(
+            mix_seed(step.running.seed, step.number, position(unit), DEVICE_UPDATE_SEED)
+        )
         for row, owner in enumerate(self._server.units[unit].form.trained.names):
             if reduced is None and owner not in step.received.get(unit, ()):
                 continue
@@ -467,10 +484,3 @@ class Updates:
                 finite=applies,
                 generator=generator,
             )
-
-
-def position(unit: str) -> int:
-    """A number for a unit, in the place of a layer's."""
-    if unit.startswith("L"):
-        return int(unit[1:])
-    return TABLE_SEED - int(unit[1:]) if unit.startswith("T") else PROLOGUE_SEED

@@ -1,16 +1,35 @@
-"""The vocabulary of schedules: lanes, verbs, and the two kinds of line, as text and as data."""
+"""The language of schedules: thirteen verbs, what each kind of line touches, and lines as data.
+
+There are only copies, passes, collectives, work on rows and updates:
+
+    take P                  release [unit] P        a place has memory from here on, or is free
+    fetch X P               drain X P               copies to the device, and to the host
+    gather L0 S0            reduce L0 G0 | loss     over ranks: weights; gradients or losses
+    forward L3|Pro m0 ..    backward L3|Pro m0 ..   a microbatch through a layer, or the prologue
+    loss m0 ..                                      the tail, the epilogue and their backward pass
+    lookup m0               collect T0 m0 H         rows of tables on the host, and their gradients
+    order L3 [late]                                 the coefficients of an update on the device
+    update L3 host H | device ..  [late] [weights | moments]
+
+What is copied (X) is a unit's weights `L0`, its gradient `L0.grad`, the norm of that `L0.norm`, its
+optimizer state `L0.state`, or all of it `L0.all`, perhaps a piece `:p3`; a boundary tensor `h1 m0`;
+or the losses, `loss`. `-` is no place. What a line does follows from its *kind*, which is the line
+without numbers and places; `KINDS` says for each on which lane it runs, what it reads and writes.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
 OUTER: Final = "O"
+PROLOGUE: Final = "Pro"
 NOTHING: Final = "-"
-MOST_REMEMBERED: Final = 2**14  # actions, by what they touch
+MAX_REMEMBERED: Final = 2**16  # lines
 
 
 class Lane(enum.Enum):
@@ -42,108 +61,115 @@ class Lane(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verb:
-    """Lane and operands of a kind of line.
+class Kind:
+    """What all lines of a kind have in common.
 
-    `operands` has one word per operand: the leading letters it may have, then `<` if the line reads
-    that place, `>` if it writes it, nothing if the operand is only a name. An operand may be some
-    places, parted by commas. `also` lists the places the line touches without naming them.
+    `places` has one word for each place that a line names: the letters it may begin with, then `<`
+    if the line reads it or `>` if it writes it; a line may name several there, parted by commas.
+    `also` lists what a line touches without naming the place: `{unit}` is its unit, `{value}` its
+    boundary tensor, `{m}` its microbatch.
     """
 
     lane: Lane
-    operands: tuple[str, ...]
+    units: str = ""
+    """Letters that the unit may begin with."""
+    places: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
 
 
-VERBS: Final[Mapping[str, Verb]] = {
-    "take": Verb(lane=Lane.COMPUTE, operands=("SGW>",)),
-    "drop": Verb(lane=Lane.COMPUTE, operands=("SGW>",)),
-    "fetch": Verb(lane=Lane.FETCH, operands=("LOT", "S>")),
-    "gather": Verb(lane=Lane.GATHER, operands=("LOT", "S>")),
-    "release": Verb(lane=Lane.COMPUTE, operands=("LOT", "S>")),
-    "refresh": Verb(lane=Lane.UPDATE, operands=("T", "m", "H<")),
-    "lookup": Verb(lane=Lane.UPDATE, operands=("m",)),
-    "prologue": Verb(lane=Lane.COMPUTE, operands=("m", "S<", "R>", "C<", "C>")),
-    "forward": Verb(lane=Lane.COMPUTE, operands=("L", "m", "S<", "R<", "C<", "C>", "K>")),
-    "score": Verb(lane=Lane.COMPUTE, operands=("m", "S<", "R<", "C<"), also=("loss>",)),
-    "epilogue": Verb(
-        lane=Lane.COMPUTE, operands=("m", "S<", "G>", "R<", "C<", "C>"), also=("loss>",)
-    ),
-    "backward": Verb(
-        lane=Lane.COMPUTE, operands=("L", "m", "S<", "G>", "R<", "C<", "K<", "C<", "C>")
-    ),
-    "regress": Verb(lane=Lane.COMPUTE, operands=("m", "S<", "G>", "C<", "C<", "C>")),
-    "pool": Verb(lane=Lane.REDUCE, operands=(), also=("loss>",)),
-    "reduce": Verb(lane=Lane.REDUCE, operands=("LOT", "G>")),
-    "report": Verb(lane=Lane.DRAIN, operands=(), also=("loss<", "host loss>")),
-    "drain": Verb(lane=Lane.DRAIN, operands=("LOT", "G<", "H>")),
-    "measure": Verb(lane=Lane.DRAIN, operands=("LOT", "G<")),
-    "collect": Verb(lane=Lane.UPDATE, operands=("T", "m", "H>")),
-    "update": Verb(lane=Lane.UPDATE, operands=("LOT", "H<"), also=("host loss<",)),
-    "settle": Verb(lane=Lane.UPDATE, operands=("LOT", "H<")),
-    "advance": Verb(lane=Lane.UPDATE, operands=("LOT", "H<")),
-    "complete": Verb(lane=Lane.UPDATE, operands=("LOT", "H<")),
-    "order": Verb(lane=Lane.UPDATE, operands=("LOT",)),
-    "assign": Verb(lane=Lane.UPDATE, operands=("L",), also=("host loss<",)),
-    "lease": Verb(lane=Lane.FETCH, operands=("L", "p", "W>")),
-    "redo": Verb(lane=Lane.REWORK, operands=("L", "p", "S<", "G<", "W>")),
-    "renew": Verb(lane=Lane.COMPUTE, operands=("LOT", "S>", "G<")),
-    "borrow": Verb(lane=Lane.LEND, operands=("L", "p", "H<", "W>")),
-    "rework": Verb(lane=Lane.REWORK, operands=("L", "p", "W>")),
-    "repay": Verb(lane=Lane.DRAIN, operands=("L", "p", "W<")),
-    "revise": Verb(lane=Lane.COMPUTE, operands=("LOT", "S>", "G<"), also=("loss<",)),
-    "mirror": Verb(lane=Lane.DRAIN, operands=("LOT", "S<")),
-    "return": Verb(lane=Lane.DRAIN, operands=("LOT", "S>")),
-    "stash": Verb(lane=Lane.STASH, operands=("rhgkx", "m", "CRK<")),
-    "unstash": Verb(lane=Lane.UNSTASH, operands=("rhgke", "m", "CRK>")),
+def _kind(lane: Lane, units: str = "", places: str = "", also: str = "") -> Kind:
+    listed = tuple(also.split(", ")) if also else ()
+    return Kind(lane=lane, units=units, places=tuple(places.split()), also=listed)
+
+
+ANY: Final = "LTO"
+WEIGHTS: Final = "weights {unit}"  # on the host
+NUMBERS: Final = "numbers {unit}"  # of an update on the device, on the host
+PASS_BACK: Final = "S< G> R< C< K< C< C>"
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "take": _kind(Lane.COMPUTE, "", "SGW>"),
+    "release": _kind(Lane.COMPUTE, "", "SGW>"),
+    "release U": _kind(Lane.COMPUTE, ANY, "S>"),
+    # copies to the device
+    "fetch U": _kind(Lane.FETCH, ANY, "S>", f"{WEIGHTS}<"),
+    "fetch U.state:p": _kind(Lane.FETCH, "L", "W>"),
+    "fetch U.all:p": _kind(Lane.LEND, "L", "H< W>"),
+    "fetch v m": _kind(Lane.UNSTASH, "", "CRK>", "{value}<"),
+    # copies to the host
+    "drain U": _kind(Lane.DRAIN, ANY, "S<", f"{WEIGHTS}>"),
+    "drain U free": _kind(Lane.DRAIN, ANY, "S>", f"{WEIGHTS}>"),
+    "drain U.grad": _kind(Lane.DRAIN, ANY, "G< H>"),
+    "drain U.norm": _kind(Lane.DRAIN, ANY, "G<"),
+    "drain U.all:p": _kind(Lane.DRAIN, "L", "W<", f"{WEIGHTS}>"),
+    "drain v m": _kind(Lane.STASH, "", "CRK<", "{value}>"),
+    "drain loss": _kind(Lane.DRAIN, also="loss<, host loss>"),
+    # collectives
+    "gather U": _kind(Lane.GATHER, ANY, "S>"),
+    "reduce U": _kind(Lane.REDUCE, ANY, "G>"),
+    "reduce loss": _kind(Lane.REDUCE, also="loss>"),
+    # passes: weights, gradient sums, recorded arguments, input, (kept,) gradient or output
+    "forward Pro m": _kind(Lane.COMPUTE, "P", "S< R> C< C>"),
+    "forward U m": _kind(Lane.COMPUTE, "L", "S< R< C< C> K>"),
+    "loss m": _kind(Lane.COMPUTE, "", "S< G> R< C< C>", "loss>"),
+    "backward U m": _kind(Lane.COMPUTE, "L", PASS_BACK),
+    "backward Pro m": _kind(Lane.COMPUTE, "P", PASS_BACK),
+    # rows of tables
+    "lookup m": _kind(Lane.UPDATE, also="e {m}>"),
+    "collect U m": _kind(Lane.UPDATE, "T", "H>"),
+    # updates on the host; late ones were left by the step before
+    "update U host": _kind(Lane.UPDATE, ANY, "H<", f"host loss<, {WEIGHTS}>"),
+    "update U host late": _kind(Lane.UPDATE, ANY, "H<", f"{WEIGHTS}>"),
+    "update U host late weights": _kind(Lane.UPDATE, ANY, "H<", f"{WEIGHTS}>"),
+    "update U host late moments": _kind(Lane.UPDATE, ANY, "H<"),
+    "update U:m host late": _kind(Lane.UPDATE, "T", "H<"),
+    "update U:m host late weights": _kind(Lane.UPDATE, "T", "H<"),
+    # updates on the device
+    "order U": _kind(Lane.UPDATE, "L", "", f"host loss<, {NUMBERS}>"),
+    "order U late": _kind(Lane.UPDATE, ANY, "", f"{NUMBERS}>"),
+    "update U device": _kind(Lane.COMPUTE, ANY, "S> G<", "loss<"),
+    "update U device late": _kind(Lane.COMPUTE, ANY, "S> G<", f"{NUMBERS}<"),
+    "update U:p device": _kind(Lane.REWORK, "L", "S< G< W>", f"{NUMBERS}<"),
+    "update U:p device late": _kind(Lane.REWORK, "L", "W>", f"{NUMBERS}<"),
 }
+VERBS: Final = tuple(dict.fromkeys(kind.split()[0] for kind in KINDS))
+LEFT: Final = frozenset(k for k in KINDS if "late" in k and KINDS[k].lane is Lane.UPDATE)
+"""Kinds of lines in which the host goes on with what the step before has left."""
+FLAGS: Final = ("late", "weights", "moments", "free")
+UNIT: Final = re.compile(r"(Pro|O|[LT]\d+)(\.[a-z]+)?(?::([pm]\d+))?$")
+VALUE: Final = re.compile(r"[hgk](?:\d+|E)$|[rex]$")
+MICROBATCH: Final = re.compile(r"m\d+$")
+PLACE: Final = re.compile(r"(?:[SGHWCRK]\w+)(?:,[SGHWCRK]\w+)*$|-$")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One line that does something."""
+    """One line that does something; equal to another that reads the same."""
 
-    verb: str
-    operands: tuple[str, ...] = ()
+    text: str
+    verb: str = field(compare=False)
+    kind: str = field(compare=False)
+    """The line without numbers and places, a key of `KINDS`."""
+    lane: Lane = field(compare=False)
+    places: tuple[str, ...] = field(compare=False)
+    """As the kind lists them; `-` is none."""
+    accesses: tuple[tuple[str, bool], ...] = field(compare=False)
+    """What it touches, each with whether it writes ([Note: places])."""
+    unit: str = field(default="", compare=False)
+    """`L3`, `T0`, `O` or `Pro`; empty where it is about no unit."""
+    piece: int | None = field(default=None, compare=False)
+    microbatch: int | None = field(default=None, compare=False)
+    value: str = field(default="", compare=False)
+    """A boundary tensor with its microbatch, such as `h1 m0`."""
 
     def __str__(self) -> str:
-        return " ".join((self.verb, *self.operands))
+        return self.text
 
     @property
-    def lane(self) -> Lane:
-        """The lane the action runs on."""
-        return VERBS[self.verb].lane
-
-    def accesses(self) -> tuple[tuple[str, bool], ...]:
-        """Places the action touches, each with whether it writes ([Note: places])."""
-        return _accesses(self.verb, self.operands)
-
-
-@lru_cache(maxsize=MOST_REMEMBERED)
-def _accesses(verb: str, operands: tuple[str, ...]) -> tuple[tuple[str, bool], ...]:
-    """`Action.accesses`, which is asked for over and over, in one schedule after the other."""
-    return tuple(_find_accesses(verb, operands))
-
-
-def _find_accesses(verb: str, operands: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
-    kinds, also = VERBS[verb].operands, VERBS[verb].also
-    for operand, kind in zip(operands, kinds, strict=True):
-        if kind[-1] in "<>" and operand != NOTHING:
-            for place in operand.split(","):
-                yield place, kind[-1] == ">"
-    for place in also:
-        yield place[:-1], place[-1] == ">"
-    if verb in ("stash", "unstash"):
-        yield " ".join(operands[:2]), verb == "stash"
-    elif verb == "collect":  # what earlier microbatches have left to this one, too
-        for number in range(int(operands[1][1:]) + 1):
-            yield f"x m{number}", False
-    elif verb == "lookup":
-        yield f"e {operands[0]}", True
-    elif verb in ("order", "assign", "renew", "rework", "redo"):
-        yield f"numbers {operands[0]}", verb in ("order", "assign")
-    elif verb in ("fetch", "update", "settle", "advance", "return", "mirror", "repay"):
-        yield f"weights {operands[0]}", verb != "fetch"
+    def layer(self) -> int:
+        """The number of the layer that it is about."""
+        assert self.unit.startswith("L")
+        return int(self.unit[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,31 +183,137 @@ class Wait:
         return f"{self.lane.value} waits {self.action}"
 
 
-Line = Action | Wait
+@dataclass(frozen=True, slots=True)
+class WaitLast:
+    """A lane goes on only when what earlier steps did to something is done ([Note: steps])."""
+
+    lane: Lane
+    what: str
+    """A unit: its last update on the host. Staging: the last update that read it. `drain`: all."""
+
+    def __str__(self) -> str:
+        return f"{self.lane.value} waits last {self.what}"
+
+
+Line = Action | Wait | WaitLast
+
+
+@dataclass(slots=True)
+class _Words:
+    """A line's words, sorted by what they are."""
+
+    kind: list[str]  # the verb and what follows it, without numbers
+    places: list[str] = field(default_factory=list)
+    unit: str = ""
+    piece: int | None = None
+    microbatch: int | None = None
+    value: str = ""
+
+    def take(self, word: str) -> None:
+        """Sort in the next one."""
+        if (found := UNIT.match(word)) is not None:
+            self.unit, part, of = found[1], found[2] or "", found[3] or ""
+            of_what = PROLOGUE if self.unit == PROLOGUE else "U"
+            self.kind.append(f"{of_what}{part}" + (f":{of[0]}" if of else ""))
+            if of.startswith("p"):
+                self.piece = int(of[1:])
+            elif of:
+                self.microbatch = int(of[1:])
+        elif MICROBATCH.match(word):
+            self.microbatch = int(word[1:])
+            self.kind.append("m")
+        elif VALUE.match(word):
+            self.value = word
+            self.kind.append("v")
+        elif PLACE.match(word):
+            self.places.append(word)
+        else:
+            self.kind.append(word)
+
+    def fit(self, kind: Kind) -> bool:
+        """Whether unit and places are such as the kind takes."""
+        return (
+            len(self.places) == len(kind.places)
+            and (not kind.units or self.unit[0] in kind.units)
+            and all(
+                one == NOTHING or all(place[0] in letters for place in one.split(","))
+                for one, letters in zip(self.places, kind.places, strict=True)
+            )
+        )
+
+    def accesses(self, kind: Kind) -> list[tuple[str, bool]]:
+        """What a line with these words touches, each with whether it writes."""
+        m = f"m{self.microbatch}"
+        touched = [
+            (place, letters[-1] == ">")
+            for one, letters in zip(self.places, kind.places, strict=True)
+            for place in ([] if one == NOTHING else one.split(","))
+        ]
+        for also in kind.also:
+            word = also[:-1].format(unit=self.unit, value=f"{self.value} {m}", m=m)
+            touched.append((word, also[-1] == ">"))
+        if self.kind[0] == "collect":  # what earlier microbatches have left to this one, too
+            touched += [(f"x m{number}", False) for number in range((self.microbatch or 0) + 1)]
+        return touched
+
+
+@lru_cache(maxsize=MAX_REMEMBERED)
+def action(text: str) -> Action:
+    """The line that reads so; there is one object for each.
+
+    Raises:
+        ValueError: it is no line of this language.
+    """
+    verb, *rest = text.split() or [""]
+    if verb not in VERBS:
+        raise ValueError(f"{text!r}: unknown verb; verbs are {', '.join(VERBS)}")
+    words = _Words([verb])
+    for word in rest:
+        words.take(word)
+    name = " ".join(words.kind)
+    kind = KINDS.get(name)
+    if kind is None:
+        kinds = [other for other in KINDS if other.split()[0] == verb]
+        raise ValueError(f"{text!r}: found {name!r}; expected one of {', '.join(kinds)}")
+    if not words.fit(kind) or _in_order(rest, words.places) != rest:
+        wanted = " ".join((kind.units, *kind.places)).strip()
+        raise ValueError(f"{text!r}: {name!r} takes {wanted!r}, in this order")
+    return Action(
+        " ".join((verb, *rest)),
+        verb=verb,
+        kind=name,
+        lane=kind.lane,
+        places=tuple(words.places),
+        accesses=tuple(words.accesses(kind)),
+        unit=words.unit,
+        piece=words.piece,
+        microbatch=words.microbatch,
+        value=f"{words.value} m{words.microbatch}" if words.value else "",
+    )
+
+
+def _in_order(words: list[str], places: list[str]) -> list[str]:
+    """The same words with the places behind what they are of, before the flags."""
+    others = [word for word in words if not PLACE.match(word)]
+    flags = [word for word in others if word in FLAGS]
+    return [*(word for word in others if word not in FLAGS), *places, *flags]
 
 
 def parse_line(text: str) -> Line:
     """The line that prints as `text`.
 
     Raises:
-        ValueError: unknown verb or lane, or operands that do not fit the verb.
+        ValueError: unknown verb or lane, or words that do not fit the verb.
     """
     words = text.split()
-    if len(words) > 2 and words[1] == "waits":
-        lanes = {lane.value: lane for lane in Lane}
-        if words[0] not in lanes:
-            raise ValueError(f"{text!r}: no lane {words[0]!r}; lanes are {', '.join(lanes)}")
-        action = parse_line(" ".join(words[2:]))
-        if not isinstance(action, Action):
-            raise ValueError(f"{text!r}: a wait names an action, not another wait")
-        return Wait(lanes[words[0]], action)
-    if not words or words[0] not in VERBS:
-        raise ValueError(f"{text!r}: unknown verb; verbs are {', '.join(VERBS)}")
-    kinds, operands = VERBS[words[0]].operands, tuple(words[1:])
-    fits = len(kinds) == len(operands) and all(
-        operand[0] in kind or operand == NOTHING
-        for kind, operand in zip(kinds, operands, strict=True)
-    )
-    if not fits:
-        raise ValueError(f"{text!r}: {words[0]!r} takes operands like {' '.join(kinds)!r}")
-    return Action(words[0], operands)
+    if len(words) <= 2 or words[1] != "waits":
+        return action(text)
+    lanes = {lane.value: lane for lane in Lane}
+    if words[0] not in lanes:
+        raise ValueError(f"{text!r}: no lane {words[0]!r}; lanes are {', '.join(lanes)}")
+    if words[2] == "last" and len(words) == 4:
+        return WaitLast(lanes[words[0]], words[3])
+    awaited = parse_line(" ".join(words[2:]))
+    if not isinstance(awaited, Action):
+        raise ValueError(f"{text!r}: a wait names an action, not another wait")
+    return Wait(lanes[words[0]], awaited)

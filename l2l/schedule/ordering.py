@@ -1,4 +1,16 @@
-"""Which line must come before which: happens-before over lanes, and the waits that make it so."""
+"""Which line must come before which: happens-before over lanes, and the waits that make it so.
+
+[Note: steps] A step begins when the one before has ended on every lane but the update lane, which
+goes on in the order of its lines. So of earlier steps only three things need a wait, and these are
+lines as well:
+
+    fetch waits last L0       the host may still update the layer that is fetched
+    drain waits last H0       the host may still read the staging that is written
+    update waits last drain   gradients, and their norms, that late updates are made of
+
+An earlier step may have had other layers or another number of microbatches. So nothing is assumed
+of it: a lane knows what the host did in earlier steps once it knows of any line of that lane.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +19,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from l2l.schedule.lines import Action, Lane, Line, Wait
+from l2l.schedule.lines import LEFT, Action, Lane, Line, Wait, WaitLast
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +31,8 @@ class Done:
     position: int  # on its lane, from 1
     clock: tuple[int, ...]
     """For each lane, the last position that was known to be done by then."""
+    earlier: frozenset[str]
+    """What of earlier steps was known to be done by then."""
 
 
 NOBODY: Final[Mapping[int, Done]] = MappingProxyType({})
@@ -28,7 +42,10 @@ NOBODY: Final[Mapping[int, Done]] = MappingProxyType({})
 class Orders:
     """Which line of each lane every lane knows to be done: happens-before, as vector clocks."""
 
+    updated: frozenset[str]
+    """Units that the host may have updated in an earlier step."""
     known: list[list[int]] = field(default_factory=lambda: [[0] * len(Lane) for _ in Lane])
+    earlier: list[frozenset[str]] = field(default_factory=lambda: [frozenset[str]() for _ in Lane])
     done: dict[Action, Done] = field(default_factory=dict)
     writer: dict[str, Done] = field(default_factory=dict)
     readers: dict[str, dict[int, Done]] = field(default_factory=dict)
@@ -41,7 +58,7 @@ class Orders:
         """
         mine = self.known[action.lane.number]
         unknown: list[Done] = []
-        for place, writes in action.accesses():
+        for place, writes in action.accesses:
             one = self.writer.get(place)
             if one is not None and one.position > mine[one.lane] and one not in unknown:
                 unknown.append(one)
@@ -55,18 +72,39 @@ class Orders:
             if not any(b.clock[one.lane] >= one.position for b in unknown if b is not one)
         ]
 
-    def wait(self, wait: Wait) -> None:
+    def missing_last(self, action: Action) -> str | None:
+        """What of earlier steps must be done before this one and is not known to be."""
+        lane, update = action.lane.number, Lane.UPDATE.number
+        if action.kind in LEFT:
+            # Whatever other lanes do in this step, they do after all drains of earlier ones.
+            others = (number for one, number in enumerate(self.known[lane]) if one != update)
+            what, is_known = "drain", any(others)
+        elif action.kind == "fetch U" and action.unit in self.updated:
+            what, is_known = action.unit, self.known[lane][update] > 0
+        elif action.kind == "drain U.grad":
+            what, is_known = action.places[1], self.known[lane][update] > 0
+        else:
+            return None
+        return None if is_known or what in self.earlier[lane] else what
+
+    def wait(self, wait: Wait | WaitLast) -> None:
         """A lane learns what the action it waits for knew when it was done."""
         number = wait.lane.number
-        self.known[number] = list(map(max, self.known[number], self.done[wait.action].clock))
+        if isinstance(wait, WaitLast):
+            self.earlier[number] |= {wait.what}
+            return
+        done = self.done[wait.action]
+        self.known[number] = list(map(max, self.known[number], done.clock))
+        self.earlier[number] |= done.earlier
 
     def perform(self, action: Action) -> None:
         """An action is done on its lane."""
         lane = action.lane.number
         clock = self.known[lane]
         clock[lane] += 1
-        done = self.done[action] = Done(action, lane, clock[lane], tuple(clock))
-        for place, writes in action.accesses():
+        done = Done(action, lane, clock[lane], tuple(clock), self.earlier[lane])
+        self.done[action] = done
+        for place, writes in action.accesses:
             if writes:
                 self.writer[place] = done
                 self.readers.pop(place, None)
@@ -76,14 +114,24 @@ class Orders:
                 readers[lane] = done
 
 
-def add_waits(actions: Sequence[Action]) -> list[Line]:
-    """Insert the waits that order conflicting lines, none that another already implies."""
-    orders, lines = Orders(), list[Line]()
+def add_waits(actions: Sequence[Action], *, updated: frozenset[str]) -> list[Line]:
+    """Insert the waits that order conflicting lines, none that another already implies.
+
+    Args:
+        actions: the lines.
+        updated: units that the host may have updated in an earlier step.
+    """
+    orders, lines = Orders(updated), list[Line]()
+
+    def wait(one: Wait | WaitLast) -> None:
+        orders.wait(one)
+        lines.append(one)
+
     for action in actions:
         for earlier in orders.missing(action):
-            wait = Wait(action.lane, earlier)
-            orders.wait(wait)
-            lines.append(wait)
+            wait(Wait(action.lane, earlier))
+        if (last := orders.missing_last(action)) is not None:
+            wait(WaitLast(action.lane, last))
         orders.perform(action)
         lines.append(action)
     return lines

@@ -8,12 +8,10 @@ The same steps over and over, as the relay submits them, from event to event:
   which they became ready. While both directions are busy, both are slower ([Note: link]);
 - a step begins when the one before has ended on every lane but the update lane, as between
   `Device.finish` and `Device.begin`. The update lane goes on in the order of its lines;
-- what the step before has left on the host (`settle`, and whatever else of the update lane reads
-  staging that its own step has not written yet) waits for the last drain of that step;
-- the fetch of a unit waits for the unit's last line on the update lane, of its own step or of the
-  one before.
+- a wait for what earlier steps did (`fetch waits last L0`) holds its lane until the last line of
+  the step before that did so is done.
 
-Nothing else is known of verbs: lines have lanes, and `cost` says the rest.
+Nothing else is known of lines: they have lanes, and `cost` says the rest.
 
 [Note: link] So it is in traces of an H200, whatever the priorities of the streams: lent state of
 eight layers, with an update of its own for each piece, was copied in one go, and weights that were
@@ -32,14 +30,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from l2l.schedule.lines import Action, Lane, Line, Wait
+from l2l.schedule.lines import Action, Lane, Line, Wait, WaitLast
 from l2l.schedule.schedule import Schedule
 from l2l.schedule.trace import Span, Trace
 
 Direction = Literal["in", "out"]
 BOUNDS: Final = ("compute", "link", "host")
 LANES: Final = tuple(Lane)
-STAGING: Final = "H"
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,46 +326,34 @@ class _Run:
 def _programs(schedule: Schedule) -> Iterator[tuple[Lane, int, int | None]]:
     """What lanes do in a step, lane by lane as `_Program.items` has it."""
     number_of: dict[Action, int] = {}
-    last_of_unit: dict[str, int] = {}  # on the update lane
-    last_drain: int | None = None
+    last = last_lines(schedule)
     for number, line in enumerate(schedule.lines):
-        if isinstance(line, Action):
-            if line.lane is Lane.UPDATE and line.operands and line.verb != "complete":
-                last_of_unit[line.operands[0]] = number
-            if line.verb == "drain":
-                last_drain = number
-    unit_so_far: dict[str, int] = {}
-    written: set[str] = set()  # staging
-    for number, line in enumerate(schedule.lines):
-        if isinstance(line, Wait):
+        if isinstance(line, WaitLast):
+            if line.what in last:
+                yield line.lane, last[line.what], 1
+        elif isinstance(line, Wait):
             if line.action not in number_of:
                 raise ValueError(f"'{line}' waits for a line that was not given before it")
             yield line.lane, number_of[line.action], 0
-            continue
-        number_of[line] = number
-        unit = line.operands[0] if line.operands else ""
-        if line.lane is Lane.UPDATE:
-            if last_drain is not None and _is_left(line, written):
-                yield Lane.UPDATE, last_drain, 1
-            if line.verb != "complete":  # which changes no weights
-                unit_so_far[unit] = number
-        elif line.verb == "fetch" and unit in last_of_unit:
-            in_this_step = unit in unit_so_far
-            last = unit_so_far if in_this_step else last_of_unit
-            yield line.lane, last[unit], 0 if in_this_step else 1
-        written.update(_written_staging(line))
-        yield line.lane, number, None
+        else:
+            number_of[line] = number
+            yield line.lane, number, None
 
 
-def _written_staging(action: Action) -> list[str]:
-    if not any(operand.startswith(STAGING) for operand in action.operands):
-        return []  # as nearly all: they need not be looked at closely
-    return [place for place, writes in action.accesses() if writes and place.startswith(STAGING)]
+def last_lines(schedule: Schedule) -> dict[str, int]:
+    """For all that the next step may wait for, the last line that does so ([Note: steps])."""
+    found: dict[str, int] = {}
+    for number, line in enumerate(schedule.lines):
+        if isinstance(line, Action):
+            found |= dict.fromkeys(carried(line), number)
+    return found
 
 
-def _is_left(action: Action, written: set[str]) -> bool:
-    """Whether an action of the update lane does what the step before has left."""
-    return action.verb == "settle" or any(
-        place.startswith(STAGING) and not writes and place not in written
-        for place, writes in action.accesses()
-    )
+def carried(action: Action) -> list[str]:
+    """What the next step may have to wait for, if it comes to that ([Note: steps])."""
+    if action.kind in ("drain U.grad", "drain U.norm"):
+        return ["drain"]
+    if action.lane is not Lane.UPDATE or not action.kind.startswith("update"):
+        return []
+    changes_weights = "moments" not in action.kind
+    return [*([action.unit] if changes_weights else []), *action.places]

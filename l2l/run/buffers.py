@@ -1,0 +1,84 @@
+"""Buffers that training changes, such as running statistics: each pass finds them as it should.
+
+A pass that is recomputed must find the buffers that its forward pass found, and a step that fails
+must leave them as it found them. So they are noted before a step, and before each pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import final
+
+from torch import Tensor
+
+from l2l.model import Partition
+from l2l.run.outer_pass import OuterPass
+from l2l.run.seeds import PROLOGUE_SEED
+from l2l.run.step import Step
+
+
+@final
+class ChangingBuffers:
+    """Owner of the layers' buffers that training changes; those around them are the skeleton's."""
+
+    def __init__(self, *, partition: Partition, outer: OuterPass) -> None:
+        self._partition = partition
+        self._outer = outer
+        self.of_layers: dict[int, dict[str, Tensor]] = {}
+
+    def note_all(self, step: Step) -> None:
+        """Keep all of them as they are before the step."""
+        if step.training:
+            outer = self._partition.skeleton.buffers() if self._outer.facts.changing else {}
+            step.outer_at_first = {
+                name: (outer[name], outer[name].clone()) for name in self._outer.facts.changing
+            }
+            step.buffers_at_first = {
+                index: {owner: buffer.clone() for owner, buffer in buffers.items()}
+                for index, buffers in self.of_layers.items()
+            }
+
+    def put_back(self, step: Step) -> None:
+        """Let them be what they were before a step that failed."""
+        for name, (buffer, before) in step.outer_at_first.items():
+            buffer.copy_(before)
+            self._partition.skeleton.bind({name: buffer})
+        self.of_layers.update(step.buffers_at_first)
+
+    def enter_layer(self, step: Step, index: int, m: int) -> Mapping[str, Tensor]:
+        """A layer's buffers, noted as its forward pass finds them."""
+        changing = self.of_layers.get(index, {})
+        self._note(step, index, m, changing)
+        return changing
+
+    def leave_layer(self, index: int) -> None:
+        """Keep the buffers that a layer's forward pass has put in the place of those it had."""
+        kept = self.of_layers.get(index)
+        if kept:
+            for owner, buffer in self._partition.layers[index].assigned(kept).items():
+                kept[owner] = buffer.detach().clone()  # what a graph has used stays as it was
+
+    def enter_prologue(self, step: Step, m: int) -> None:
+        """Note the buffers around the layers as the prologue finds them."""
+        buffers = self._partition.skeleton.buffers()
+        self._note(step, PROLOGUE_SEED, m, {n: buffers[n] for n in self._outer.facts.changing})
+
+    @staticmethod
+    def _note(step: Step, part: int, m: int, changing: Mapping[str, Tensor]) -> None:
+        if changing and step.training:
+            step.buffers_before[part, m] = {name: b.clone() for name, b in changing.items()}
+
+    def rewind(self, step: Step, m: int) -> dict[str, Tensor]:
+        """Put those around the layers back to what the prologue found; returns what is now."""
+        before = step.buffers_before.get((PROLOGUE_SEED, m), {})
+        buffers = self._partition.skeleton.buffers() if before else {}
+        after = {name: buffers[name].clone() for name in before}
+        for name, value in before.items():
+            buffers[name].copy_(value)
+        return after
+
+    def restore(self, after: Mapping[str, Tensor]) -> None:
+        """Undo `rewind`."""
+        buffers = self._partition.skeleton.buffers() if after else {}
+        for name, value in after.items():
+            buffers[name].copy_(value)

@@ -1,0 +1,361 @@
+"""How weights come and gradients leave: slots, fetches, drains and updates around the passes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from l2l.schedule.lines import NOTHING, Action, action
+from l2l.schedule.passes import Pass
+from l2l.schedule.shape import OuterUnit, Shape, late_staging
+
+NUM_LENT = 4  # pieces of optimizer state that are on the device at once
+LENDING_AHEAD = 6  # layers by which such lines come before the layer is needed, at least
+
+Draft = list[tuple[Pass, str, str] | Action]
+"""Passes with their weight slots and gradient slots, and the actions between them."""
+
+
+@dataclass(slots=True)
+class _Slots:
+    """Which layer is in which weight slot while a draft is written."""
+
+    free: list[str]
+    resident: dict[int, str] = field(default_factory=dict)
+
+    def keep_next(self, upcoming: Sequence[int], num_slots: int) -> Iterator[Action]:
+        """Release what is not among the next layers, fetch what is missing of them."""
+        wanted = list(dict.fromkeys(upcoming))[:num_slots]
+        for layer in [layer for layer in self.resident if layer not in wanted]:
+            slot = self.resident.pop(layer)
+            self.free.append(slot)
+            yield action(f"release L{layer} {slot}")
+        for layer in wanted:
+            if layer not in self.resident:
+                self.resident[layer] = self.free.pop(0)
+                yield action(f"fetch L{layer} {self.resident[layer]}")
+
+
+def add_transfers(passes: Sequence[Pass], shape: Shape) -> Draft:
+    """Fetch each unit before its passes, drain and update after its last, with the slots given.
+
+    The next `num_slots` distinct layers are kept or fetched as soon as a slot is free; the others
+    are released. Layers at the turn from forward to backward therefore stay, and a step fetches
+    2 x layers - slots times.
+    """
+    draft = _Transfers(shape, passes).draft
+    if shape.parallel:
+        draft = list(_with_collectives(draft))
+    return [*_host_lines(draft, shape), *draft]
+
+
+def _part(run: list[Pass]) -> tuple[str, int | None]:
+    """What the passes of a run have in common."""
+    return run[0].verb, run[0].layer
+
+
+def _with_collectives(draft: Draft) -> Iterator[tuple[Pass, str, str] | Action]:
+    """What ranks say to each other: weights after a fetch, gradients before they leave."""
+    for item in draft:
+        if isinstance(item, Action) and item.kind in ("drain U.grad", "update U device"):
+            gradient = item.places[0 if item.verb == "drain" else 1]
+            yield action(f"reduce {item.unit} {gradient}")
+        elif isinstance(item, Action) and item.kind == "drain loss":
+            yield action("reduce loss")
+        yield item
+        if isinstance(item, Action) and item.kind == "fetch U":
+            yield action(f"gather {item.unit} {item.places[0]}")
+
+
+class _Transfers:
+    """Writes the draft of `add_transfers`, run by run."""
+
+    def __init__(self, shape: Shape, passes: Sequence[Pass]) -> None:
+        self._shape = shape
+        self._slots = _Slots([f"S{index}" for index in range(shape.num_slots)])
+        self._num_drained = 0
+        self._num_staged = 0
+        self.draft: Draft = []
+        runs = [list(run) for _, run in groupby(passes, key=lambda one: (one.verb, one.layer))]
+        self._order = [run[0].layer for run in runs if run[0].layer is not None]
+        if shape.shares_memory and shape.training:
+            self.draft += [action(f"release {name}") for name in self._gradient_slots()]
+        self.draft += [action(f"take {place}") for place in self._lent_places(shape.reworked)]
+        self._redone = frozenset(shape.redone)
+        self._late = frozenset(shape.late_units)
+        self._lent = deque(shape.reworked)
+        self._num_lent = 0
+        self._rework(before=0)
+        self._fetch(u for u in shape.outer if u.in_prologue or u.name in shape.on_device)
+        self._renew([unit.name for unit in shape.outer if unit.device_state])
+        self.draft += self._slots.keep_next(self._order, shape.num_slots)
+        for index, run in enumerate(runs):
+            following = _part(runs[index + 1]) if index + 1 < len(runs) else None
+            if following == ("loss", None):
+                self._prepare_loss()
+            elif following == ("backward", None):
+                again = (u for u in shape.outer if u.in_prologue and not u.stays)
+                self._fetch(again)
+            self._write(run)
+            if run[0].layer is not None:
+                self._order = self._order[1:]
+                self.draft += self._slots.keep_next(self._order, shape.num_slots)
+        self._release(unit for unit in shape.outer if unit.stays)
+        self.draft += [action(f"release {place}") for place in self._lent_places(self._redone)]
+
+    def _write(self, run: list[Pass]) -> None:
+        """The passes of one part of the model, and what goes with them."""
+        verb, layer = _part(run)
+        if verb == "loss":
+            self._loss(run)
+        elif layer is None:
+            (self._prologue if verb == "forward" else self._prologue_backward)(run)
+        elif verb == "forward":
+            self._rework(before=layer)
+            self.draft += [(one, self._slots.resident[layer], NOTHING) for one in run]
+        else:
+            self._backward(run)
+
+    def _prologue(self, run: list[Pass]) -> None:
+        before = [unit for unit in self._shape.outer if unit.in_prologue]
+        self.draft += [(one, _places("S", before), NOTHING) for one in run]
+        if run[-1].microbatch == self._shape.num_microbatches - 1:
+            self._release(unit for unit in before if not unit.stays)
+
+    def _rework(self, *, before: int) -> None:
+        """Updates that the step before has left to the device, piece by piece.
+
+        All of them at the beginning would be submitted before the first pass, and fill the queues.
+        """
+        shape, ahead = self._shape, max(LENDING_AHEAD, self._shape.num_slots + 1)
+        last = shape.streamed[: bisect_left(shape.streamed, before) + ahead + 1][-1:]
+        while self._lent and int(self._lent[0][1:]) <= last[0]:
+            unit = self._lent.popleft()
+            for piece in range(shape.num_pieces):
+                place = f"W{self._num_lent % NUM_LENT}"
+                self._num_lent += 1
+                self.draft += [
+                    action(f"fetch {unit}.all:p{piece} {late_staging(unit)} {place}"),
+                    action(f"update {unit}:p{piece} device {place} late"),
+                    action(f"drain {unit}.all:p{piece} {place}"),
+                ]
+
+    def _lent_places(self, units: Collection[str]) -> list[str]:
+        """Places for lent state of units that the schedule takes itself."""
+        shape = self._shape
+        number = min(NUM_LENT, shape.num_pieces * len(units)) if shape.shares_memory else 0
+        return [f"W{index}" for index in range(number)]
+
+    def _prepare_loss(self) -> None:
+        """Bring what the loss needs; it arrives under the passes before."""
+        shape = self._shape
+        passing = [unit for unit in shape.outer if unit.passes]
+        self.draft += [action(f"release {place}") for place in self._lent_places(shape.reworked)]
+        if shape.shares_memory:
+            self.draft += [action(f"take S{unit.name}") for unit in passing]
+        self.draft += [
+            action(f"fetch L{layer} SL{layer}")
+            for layer in shape.tail
+            if f"L{layer}" not in shape.held
+        ]
+        self._fetch(passing)
+
+    def _gradient_slots(self) -> list[str]:
+        trained = [i for i in self._shape.backward_layers if i not in self._shape.frozen_layers]
+        return [f"G{i}" for i in range(min(self._shape.num_gradient_slots, len(trained)))]
+
+    def _renew(self, units: Iterable[str]) -> None:
+        """Updates on the device that the step before has left."""
+        for unit in units:
+            if unit in self._shape.on_device and unit in self._shape.pending:
+                self.draft.append(action(f"update {unit} device S{unit} G{unit} late"))
+                self.draft.append(action(f"drain {unit} S{unit}"))
+
+    def _loss(self, run: list[Pass]) -> None:
+        shape = self._shape
+        self._renew(f"L{layer}" for layer in shape.tail)
+        units = [unit for unit in shape.outer if unit.in_epilogue]
+        trained = [unit for unit in units if unit.trained]
+        tail = [f"L{layer}" for layer in shape.tail]
+        trained_tail = [f"L{layer}" for layer in shape.tail if layer not in shape.frozen_layers]
+        slots = _join([*(f"S{unit.name}" for unit in units), *(f"S{name}" for name in tail)])
+        gradients = _join(
+            [*(f"G{unit.name}" for unit in trained), *(f"G{name}" for name in trained_tail)]
+        )
+        passing = [unit for unit in units if unit.passes]
+        if shape.training and shape.shares_memory:
+            self.draft += [action(f"take G{unit.name}") for unit in passing if unit.trained]
+        gradients = gradients if shape.training else NOTHING
+        self.draft += [(one, slots, gradients) for one in run]
+        self.draft.append(action("drain loss"))
+        self.draft += [action(f"order {unit}") for unit in shape.redone]
+        for unit in passing:
+            if shape.training and unit.trained:
+                self._leave(unit.name, f"S{unit.name}", f"G{unit.name}")
+            if not (shape.training and shape.device_updates and unit.trained):
+                self._release([unit])
+        for layer in shape.tail[::-1]:
+            self._leave_tail(layer)
+        for unit in trained:
+            if unit.device_state and not unit.in_prologue and shape.training:
+                self.draft.append(action(f"drain {unit.name}.norm G{unit.name}"))
+        if shape.shares_memory:
+            names = [f"S{unit.name}" for unit in passing]
+            if shape.training:
+                names += [f"G{unit.name}" for unit in passing if unit.trained]
+            self.draft += [action(f"release {name}") for name in names]
+            if shape.training:
+                lent = self._lent_places(self._redone)
+                self.draft += [action(f"take {name}") for name in self._gradient_slots() + lent]
+
+    def _leave_tail(self, layer: int) -> None:
+        shape, unit, slot, gradient = self._shape, f"L{layer}", f"SL{layer}", f"GL{layer}"
+        trains = shape.training and layer not in shape.frozen_layers
+        if layer in shape.device_state:
+            if trains:
+                self.draft.append(action(f"drain {unit}.norm {gradient}"))
+            return
+        if trains:
+            self._leave(unit, slot, gradient)
+        if not (trains and shape.device_updates) and unit not in shape.held:
+            self.draft.append(action(f"release {unit} {slot}"))
+
+    def _backward(self, run: list[Pass]) -> None:
+        shape, layer = self._shape, run[0].layer
+        assert layer is not None
+        trains = layer not in shape.frozen_layers
+        gradient = f"G{self._num_drained % shape.num_gradient_slots}" if trains else NOTHING
+        slot = self._slots.resident[layer]
+        unit = f"L{layer}"
+        if unit in self._redone:
+            self._redo(run, slot, gradient)
+        else:
+            self.draft += [(one, slot, gradient) for one in run]
+            if trains:
+                self._leave(unit, slot, gradient)
+        if trains and shape.device_updates:
+            self._slots.free.append(self._slots.resident.pop(layer))
+        self._num_drained += trains
+
+    def _redo(self, run: list[Pass], slot: str, gradient: str) -> None:
+        """Backward passes, and the update on the device: its state arrives under them."""
+        unit, number = f"L{run[0].layer}", self._shape.num_pieces
+        pieces = [(f"p{index}", f"W{index % NUM_LENT}") for index in range(number)]
+        leases = [action(f"fetch {unit}.state:{piece} {place}") for piece, place in pieces]
+        self.draft += leases[:NUM_LENT]
+        self.draft += [(one, slot, gradient) for one in run]
+        self.draft.append(action(f"drain {unit}.norm {gradient}"))
+        for index, (piece, place) in enumerate(pieces):
+            if index >= NUM_LENT:  # its place was another piece's before
+                self.draft.append(leases[index])
+            update = f"update {unit}:{piece} device {slot} {gradient} {place}"
+            self.draft += [action(update), action(f"drain {unit}.all:{piece} {place}")]
+
+    def _prologue_backward(self, run: list[Pass]) -> None:
+        shape = self._shape
+        before = [unit for unit in shape.outer if unit.in_prologue]
+        trained = [unit for unit in before if unit.trained]
+        slots, gradients = _places("S", before), _places("G", trained)
+        collected = [unit.name for unit in shape.outer if unit.looked_up and unit.trained]
+        for one in run:
+            self.draft.append((one, slots, gradients))
+            self.draft += [
+                action(f"collect {unit} m{one.microbatch} {late_staging(unit)}")
+                for unit in collected
+            ]
+        for unit in trained:
+            if unit.device_state:
+                self.draft.append(action(f"drain {unit.name}.norm G{unit.name}"))
+            else:
+                self._leave(unit.name, f"S{unit.name}", f"G{unit.name}")
+        returned = {unit.name for unit in trained} if shape.device_updates else set()
+        self._release(u for u in before if not u.stays and u.name not in returned)
+
+    def _leave(self, unit: str, slot: str, gradient: str) -> None:
+        """What happens to a unit's gradient once it is complete."""
+        shape = self._shape
+        if shape.device_updates:
+            self.draft += [
+                action(f"update {unit} device {slot} {gradient}"),
+                action(f"drain {unit} {slot} free"),
+            ]
+        elif unit in self._late:
+            self.draft.append(action(f"drain {unit}.grad {gradient} {late_staging(unit)}"))
+        else:
+            own = unit.startswith("L")
+            staging = f"H{self._num_staged % shape.num_staging}" if own else late_staging(unit)
+            self._num_staged += own
+            self.draft += [
+                action(f"drain {unit}.grad {gradient} {staging}"),
+                action(f"update {unit} host {staging}"),
+            ]
+
+    def _fetch(self, units: Iterable[OuterUnit]) -> None:
+        self.draft += [
+            action(f"fetch {unit.name} S{unit.name}")
+            for unit in units
+            if unit.name not in self._shape.held
+        ]
+
+    def _release(self, units: Iterable[OuterUnit]) -> None:
+        shape = self._shape
+        returned = shape.training and shape.device_updates
+        self.draft += [
+            action(f"release {unit.name} S{unit.name}")
+            for unit in units
+            if not unit.device_state and not (unit.stays and unit.trained and returned)
+        ]
+
+
+def _host_lines(draft: Draft, shape: Shape) -> list[Action]:
+    """What the host does first: updates that were left, in the order of need, and lookups."""
+    looked_up = [unit.name for unit in shape.outer if unit.looked_up]
+    on_device = [*shape.on_device, *shape.reworked]
+    lines = [action(f"order {unit} late") for unit in on_device if unit in shape.pending]
+    fetched = [line.unit for line in _actions(draft) if line.kind == "fetch U"]
+    needed = [unit for unit in dict.fromkeys([*fetched, *shape.pending]) if unit in shape.pending]
+    own = [unit for unit in needed if unit not in on_device]
+    halved = _halved(own, shape) if shape.halves and shape.training else frozenset()
+    settled = [action(_late(unit, "weights" if unit in halved else "")) for unit in own]
+    drained = {unit: index for index, unit in enumerate(shape.drained_units)}
+    own.sort(key=lambda unit: drained.get(unit, -1))  # tables leave first: with the epilogue
+    completed = [action(_late(unit, "moments")) for unit in own if unit in halved]
+    rows = "weights" if shape.halves and shape.training and not shape.whole_tables else ""
+    for m in range(shape.num_microbatches if looked_up else 0):
+        lines += [
+            action(f"update {unit}:m{m} host {late_staging(unit)} late {rows}".rstrip())
+            for unit in looked_up
+            if unit in shape.pending
+        ]
+        lines.append(action(f"lookup m{m}"))
+        if m == 0 and settled and settled[0].unit.startswith("L"):
+            lines.append(settled.pop(0))  # what the first microbatch needs next
+    return lines + settled + completed
+
+
+def _late(unit: str, half: str) -> str:
+    """A host update that the step before has left: all of it, its weights or its moments."""
+    return f"update {unit} host {late_staging(unit)} late {half}".rstrip()
+
+
+def _halved(needed: Sequence[str], shape: Shape) -> frozenset[str]:
+    """Units, in the order of need, whose late update is done in two."""
+    layers = [unit for unit in needed if unit.startswith("L")]
+    whole = layers[max(0, len(layers) - shape.num_whole) :]
+    tables = [unit.name for unit in shape.outer if unit.looked_up] if shape.whole_tables else []
+    return frozenset(needed) - frozenset(whole) - frozenset(tables)
+
+
+def _actions(draft: Draft) -> Iterator[Action]:
+    return (item for item in draft if isinstance(item, Action))
+
+
+def _join(places: Sequence[str]) -> str:
+    return ",".join(places) or NOTHING
+
+
+def _places(kind: str, units: Iterable[OuterUnit]) -> str:
+    return _join([f"{kind}{unit.name}" for unit in units])
