@@ -10,12 +10,17 @@ those of the schedule. The last line is JSON.
 
 import argparse
 import json
+import sys
 import time
+from pathlib import Path
 
 import torch
 
 import l2l
 from l2l.bench.workload import SHAPES, Workload
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import inside
 
 
 def spread(number: int, num_layers: int) -> list[int]:
@@ -37,7 +42,7 @@ def measure(
         engine.step(batch, layers=layers)
     words = [span.text.split()[:2] for span in trace.spans]
     fetched = [unit for verb, unit in (one for one in words if len(one) == 2) if verb == "fetch"]
-    schedule = engine._schedules[next(reversed(engine._schedules))]
+    schedule = inside.schedules(engine)[next(reversed(inside.schedules(engine)))]
     asked = [one.operands[0] for one in schedule.actions if one.verb == "fetch"]
     return {
         "layers": len(layers),

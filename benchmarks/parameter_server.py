@@ -15,6 +15,7 @@ import argparse
 import gc
 import json
 import re
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import l2l
 from l2l.parameter_server import HostKernel, HostOptimizer
 from l2l.parameter_server.optimizer import Settings, StateKind, Update
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import inside
 
 LENGTH, ROWS = 1024, 8
 ALL_STREAMED = {"num_tail": 0, "num_device_states": 0, "num_shared": 0, "outer_state": False}
@@ -89,7 +93,7 @@ def measure(
         losses.append(engine.step(batch).loss)  # the loss of a step comes after its forward
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - mark) / 3
-    stash = engine._arena.bytes_by_name["stash"]
+    stash = inside.arena(engine).bytes_by_name["stash"]
     growth = resident_bytes() - before - stash
     peak = engine.device.peak_bytes()
     with engine.trace() as trace:

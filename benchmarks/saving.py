@@ -12,6 +12,7 @@ last line is JSON.
 import argparse
 import json
 import shutil
+import sys
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,9 @@ import torch
 import l2l
 from l2l.bench.workload import SHAPES, Workload
 from l2l.checkpoint.checkpoint import Checkpoint
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import inside
 
 NUM_THREADS = 8
 
@@ -43,11 +47,11 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def held(engine: l2l.Engine) -> dict[str, int]:
     """Checksums of all tensors the engine has now."""
-    engine._server.settle_all()
+    inside.server(engine).settle_all()
     tensors = {
         f"{unit} {name}": tensor
-        for unit in engine._server.units
-        for name, tensor in engine._server.image(unit).tensors.items()
+        for unit in inside.server(engine).units
+        for name, tensor in inside.server(engine).image(unit).tensors.items()
     }
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         return dict(zip(tensors, pool.map(checksum, tensors.values()), strict=True))
@@ -112,7 +116,7 @@ def is_of_one_step(engine: l2l.Engine, batch: dict[str, torch.Tensor], folder: P
     for _ in range(2):
         engine.step(batch)
     saving.wait()
-    return written(folder, list(engine._server.units)) == expected
+    return written(folder, list(inside.server(engine).units)) == expected
 
 
 def main() -> None:
@@ -151,7 +155,7 @@ def main() -> None:
         timed_steps(engine, batch, 3)
         engine.prepare_saving()
         began = time.perf_counter()
-        engine._server.spare.wait()
+        inside.server(engine).spare.wait()
         print(f"spare memory was ready after {time.perf_counter() - began:.1f} s", flush=True)
         usual = timed_steps(engine, batch, options.steps)
         print(f"without saving: {usual:.3f} s a step", flush=True)
@@ -159,7 +163,7 @@ def main() -> None:
             if options.only not in (None, name):
                 continue
             if name == "without":
-                engine._persistence._spare_bytes = lambda: 0
+                inside.persistence(engine)._spare_bytes = lambda: 0
             folder = options.folder / "saved"
             results[name] = save(engine, batch, folder, usual)
             print(f"{name}: {results[name]}", flush=True)

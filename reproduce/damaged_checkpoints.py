@@ -35,6 +35,9 @@ from torch import Tensor, nn
 import l2l
 from l2l.checkpoint.manifest import checksum_of
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import inside
+
 LIMIT_SECONDS = 30.0  # of a try
 SAVED, OLDER = 3, 2  # steps of the checkpoints
 WORDS, LENGTH, ROWS = 11, 2, 3
@@ -171,24 +174,24 @@ def own_engine(name: str) -> Iterator[l2l.Engine]:
 
 def contents(engine: l2l.Engine) -> dict[str, Any]:
     """All there is of an engine; updates that wait are left to wait."""
-    engine._finish_step()
-    server, model = engine._server, engine._model
+    inside.finish_step(engine)
+    server, model = inside.server(engine), inside.model(engine)
     found: dict[str, Any] = {
         "step": engine.step_number,
-        "seed": engine._seed,
-        "state": engine._state,
+        "seed": inside.seed(engine),
+        "state": inside.state(engine),
         "groups": engine.optimizer.numbers(),
         "layers": engine.layers.state(),
         "waiting": sorted(server.waiting),
         "units": list(server.units),
         "modules": [id(module) for module in model.modules()],
         "flags": [(name, p.requires_grad) for name, p in model.named_parameters()],
-        "decisions": engine._planning.decisions,
-        "scale": None if engine._scaler is None else asdict(engine._scaler.scale),
+        "decisions": inside.planning(engine).decisions,
+        "scale": None if inside.scaler(engine) is None else asdict(inside.scaler(engine).scale),
     }
     for name, buffer in model.named_buffers():
         found[f"the model's {name}"] = buffer.clone()
-    for name, buffer in engine._trial.present_buffers().items():
+    for name, buffer in inside.trial(engine).present_buffers().items():
         found[f"buffer {name}"] = buffer.clone()
     for unit in server.units:
         image = server.image(unit)
@@ -217,38 +220,38 @@ def wrongly_loaded(engine: l2l.Engine, folder: Path) -> list[str]:
     """What an engine has otherwise than the files that it has loaded."""
     manifest = json.loads((folder / "manifest.json").read_text())
     state, wrong = manifest["state"], list[str]()
-    engine._finish_step()
+    inside.finish_step(engine)
 
     def compare(what: str, found: object, expected: object) -> None:
         if not same(found, expected):
             wrong.append(what)
 
     compare("step", engine.step_number, manifest["step"])
-    compare("seed", engine._seed, state["seed"])
-    compare("waiting", list(engine._server.waiting), [])
+    compare("seed", inside.seed(engine), state["seed"])
+    compare("waiting", list(inside.server(engine).waiting), [])
     compare("origins", list(engine.layers.origins), state["layers"]["origins"])
     compare("frozen", list(engine.layers.frozen), state["layers"]["frozen"])
     groups = json.loads(json.dumps(engine.optimizer.numbers()))
     if [set(one) for one in groups] == [set(one) for one in state["groups"]]:
         compare("groups", groups, state["groups"])
-    if engine._scaler is not None:
-        compare("scale", asdict(engine._scaler.scale), state["loss_scale"])
-    decisions = engine._planning.decisions
+    if inside.scaler(engine) is not None:
+        compare("scale", asdict(inside.scaler(engine).scale), state["loss_scale"])
+    decisions = inside.planning(engine).decisions
     for name in ("piece_tokens", *PLACED):
         if name in state["choices"] and state["choices"].get("device_memory") is None:
             compare(name, getattr(decisions, name), state["choices"][name])
-    present = engine._trial.present_buffers()
+    present = inside.trial(engine).present_buffers()
     buffers = load_file(folder / "buffers.safetensors")
-    own = dict(engine._model.named_buffers())
+    own = dict(inside.model(engine).named_buffers())
     for name, value in buffers.items():
         compare(f"buffer {name}", present.get(name, own[name]), value)
     units = [name for name in manifest["files"] if name != "buffers"]
-    compare("units", set(engine._server.units), set(units))
+    compare("units", set(inside.server(engine).units), set(units))
     for unit in units:
-        image = engine._server.image(unit)
+        image = inside.server(engine).image(unit)
         tensors, steps = load_file(folder / f"{unit}.safetensors"), manifest["files"][unit]["steps"]
         found, expected = dict(image.tensors), dict(tensors)
-        if state["link"] != str(engine._precision.link).removeprefix("torch."):
+        if state["link"] != str(inside.link(engine)).removeprefix("torch."):
             found, expected = (in_float32(one, image.steps) for one in (found, tensors))
             expected = {k: v.to(found[k].dtype) if k in found else v for k, v in expected.items()}
         compare(f"{unit} names", set(found), set(expected))
@@ -697,8 +700,8 @@ class Tries:
     @staticmethod
     def _after_a_step(engine: l2l.Engine) -> dict[str, Any]:
         loss = engine.step(batch(11)).loss
-        engine._finish_step()
-        engine._server.settle_all()
+        inside.finish_step(engine)
+        inside.server(engine).settle_all()
         found = contents(engine)
         del found["modules"]
         return {**found, "loss": loss}

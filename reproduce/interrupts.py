@@ -33,6 +33,9 @@ from torch import Tensor, nn
 
 import l2l
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import inside
+
 LAYERS, WIDTH, WORDS, ROWS, LENGTH = 4, 16, 40, 4, 6
 SETTINGS: dict[str, dict[str, Any]] = {
     "eager": {},
@@ -114,15 +117,14 @@ class Row:
 
 def state_of(engine: l2l.Engine) -> dict[str, Tensor]:
     """Everything that the next steps depend on, once all updates are done."""
-    server = engine._server
-    if engine._running is not None:
-        engine._refuse_if_unusable()
+    server = inside.server(engine)
+    inside.clean_up(engine)
     server.settle_all()
     found = {"step": torch.tensor(engine.step_number)}
     for name, unit in server.units.items():
         found |= {f"{name} {key}": t.clone() for key, t in server.image(name).tensors.items()}
         found[f"{name} steps"] = torch.tensor(list(unit.steps.values()))
-    for name, buffer in engine._trial.present_buffers().items():
+    for name, buffer in inside.trial(engine).present_buffers().items():
         found[f"buffer {name}"] = buffer.clone()
     return found
 
@@ -183,7 +185,7 @@ class Campaign:
         self.engine = l2l.Engine(Model(), layers="layers", **{**settings, **SETTINGS[setting]})
         self.checkpoint, self.beside = folder / f"{setting}-0", folder / f"{setting}-1"
         if setting == "float16":
-            self.engine._scaler.scale.value = 1024.0
+            inside.scaler(self.engine).scale.value = 1024.0
         for number in range(2):
             self.engine.step(batch(number))
         self.engine.save(self.checkpoint)

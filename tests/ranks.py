@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import inside
 import torch
 import torch._dynamo
 import torch.distributed as dist
@@ -74,10 +75,10 @@ def gradients(rank: Rank, name: str, **settings: Any) -> dict[str, Any]:
     with rank.engine(family, family.build(), optimizer=recorder, **settings) as engine:
         report = engine.step(rank.rows(family.batch(ROWS)))
         loss, norm = report.loss, report.gradient_norm
-        world = engine._world
+        world = inside.world(engine)
         starts = {
             owner: unit.form.trained.piece(owner, world.share).start
-            for unit in engine._server.units.values()
+            for unit in inside.server(engine).units.values()
             for owner in unit.form.trained.names
         }
     pieces = {owner: (starts[owner], value) for owner, value in recorder.gradients.items()}
@@ -95,7 +96,7 @@ def trained(
         batches = [family.batch(ROWS, seed=number) for number in range(STEPS)]
         losses = [engine.step(rank.rows(batch, sizes)).loss for batch in batches]
         evaluated = engine.evaluate(rank.rows(family.batch(ROWS, seed=99), sizes))
-        host_bytes = dict(engine._arena.bytes_by_name)
+        host_bytes = dict(inside.arena(engine).bytes_by_name)
         peak = engine.device.peak_bytes()
     found = {"losses": losses, "evaluated": evaluated, "host": host_bytes, "peak": peak}
     return {**found, "state": model.state_dict()}
@@ -289,7 +290,7 @@ def refused(rank: Rank) -> Any:
         found["predicted"] = (predicted.logits.isfinite().all(), predicted.loss.isnan())
         found["state"] = engine.state_dict()
         try:
-            engine._model.state_dict()
+            inside.model(engine).state_dict()
         except RuntimeError as error:
             found["alone"] = str(error)
     torch.manual_seed(0)

@@ -22,6 +22,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,6 @@ from l2l.checkpoint.checkpoint import (
 )
 from l2l.checkpoint.manifest import checksum_of
 from l2l.device import CheckingDevice, UpdateFailedError
-from l2l.engine.engine import PLACED
 from l2l.files import tensor_file
 from l2l.parameter_server import Image, ParameterServer, Snapshot
 from l2l.planner.hardware import H200
@@ -207,25 +207,25 @@ def train(engine: l2l.Engine, kind: Kind | str = "eager", *, to: int) -> list[An
     reports = []
     for number in range(engine.step_number, to):
         if number in kind.scales:
-            engine._scaler.observe()
-            engine._scaler.scale.value = kind.scales[number]
-            engine._scaler.scale.growth_interval = 2
+            inside.scaler(engine).observe()
+            inside.scaler(engine).scale.value = kind.scales[number]
+            inside.scaler(engine).scale.growth_interval = 2
         reports.append(engine.step(batch(number)))
     return reports
 
 
 def state_of(engine: l2l.Engine) -> State:
     """All there is of an engine after its last step, copied."""
-    engine._finish_step()
-    engine._server.settle_all()
+    inside.finish_step(engine)
+    inside.server(engine).settle_all()
     return contents_of(engine)
 
 
 def contents_of(engine: l2l.Engine) -> State:
     """The same, with updates left as they are."""
-    server = engine._server
-    found: State = {"step": engine.step_number, "seed": engine._seed}
-    buffers = engine._trial.present_buffers()
+    server = inside.server(engine)
+    found: State = {"step": engine.step_number, "seed": inside.seed(engine)}
+    buffers = inside.trial(engine).present_buffers()
     found |= {f"buffer {name}": buffer.clone() for name, buffer in buffers.items()}
     for unit in server.units:
         image = server.image(unit)
@@ -233,8 +233,8 @@ def contents_of(engine: l2l.Engine) -> State:
         found |= {f"{unit} {name}": tensor.clone() for name, tensor in tensors.items()}
         found |= {f"{unit} {name} updates": number for name, number in image.steps.items()}
     found |= {f"group {i}": group for i, group in enumerate(engine.optimizer.numbers())}
-    if engine._scaler is not None:
-        found["scale"] = dataclasses.asdict(engine._scaler.scale)
+    if inside.scaler(engine) is not None:
+        found["scale"] = dataclasses.asdict(inside.scaler(engine).scale)
     return found
 
 
@@ -253,7 +253,7 @@ def differences(found: State, expected: State) -> list[str]:
 
 
 def verbs_of(engine: l2l.Engine) -> set[str]:
-    schedules = engine._schedules.values()
+    schedules = inside.schedules(engine).values()
     return {action.verb for schedule in schedules for action in schedule.actions}
 
 
@@ -267,7 +267,7 @@ def undisturbed(kind: str) -> State:
     with make(kind) as engine:
         train(engine, kind, to=SAVED)
         if not KINDS[kind].alike:
-            engine._server.settle_all()
+            inside.server(engine).settle_all()
         train(engine, kind, to=LAST)
         return state_of(engine)
 
@@ -396,12 +396,12 @@ def test_a_model_given_back_has_what_was_loaded(tmp_path: Path):
     with make("changing buffers") as engine:
         train(engine, to=SAVED)
         engine.save(tmp_path / "saved")
-        model = engine._model
+        model = inside.model(engine)
     expected = model.state_dict()
     engine = make("changing buffers", seed=1)
     engine.load(tmp_path / "saved")
     engine.close()
-    found = engine._model.state_dict()
+    found = inside.model(engine).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
@@ -477,7 +477,7 @@ def test_nothing_in_a_checkpoint_is_pickled(tmp_path: Path):
     with make("everything") as engine:
         train(engine, "everything", to=1)
         saving = engine.save(tmp_path / "saved")
-        units = set(engine._server.units)
+        units = set(inside.server(engine).units)
     names = {path.name for path in (tmp_path / "saved").iterdir()}
     assert names == {f"{unit}.safetensors" for unit in units | {"buffers"}} | {"manifest.json"}
     files = (tmp_path / "saved").glob("*.safetensors")
@@ -558,7 +558,7 @@ def hold_until_a_change_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spare(engine: l2l.Engine, nbytes: int) -> None:
-    engine._persistence._spare_bytes = lambda: nbytes
+    inside.persistence(engine)._spare_bytes = lambda: nbytes
 
 
 @pytest.fixture(autouse=True)
@@ -610,7 +610,7 @@ def test_all_is_copied_if_writers_come_late_and_memory_is_there(
         with held_back(monkeypatch):
             saving = engine.save(tmp_path / "beside", background=True)
             train(engine, name, to=LAST)
-            engine._finish_step()
+            inside.finish_step(engine)
             assert seen.copies > 0
         saving.wait()
         assert not differences(state_of(engine), undisturbed(name))
@@ -650,7 +650,7 @@ def test_some_is_copied_and_the_rest_waits_if_little_memory_is_spare(
     seen.copies, seen.awaited = 0, False
     hold_until_a_change_waits(monkeypatch)
     with make(name) as engine:
-        spare(engine, int(units * engine._server.image("L0").nbytes))
+        spare(engine, int(units * inside.server(engine).image("L0").nbytes))
         train(engine, name, to=SAVED)
         saving = engine.save(tmp_path / "beside", background=True)
         train(engine, name, to=LAST)
@@ -665,7 +665,7 @@ def test_host_memory_without_room_for_copies_makes_updates_wait(
 ):
     with make("clipped") as engine:
         train(engine, "clipped", to=1)
-        needed = sum(engine._arena.bytes_by_name.values())
+        needed = sum(inside.arena(engine).bytes_by_name.values())
     with make("clipped", host_memory=needed + 1000) as engine, monkeypatch.context() as patched:
         hold_until_a_change_waits(patched)
         train(engine, "clipped", to=SAVED)
@@ -673,7 +673,9 @@ def test_host_memory_without_room_for_copies_makes_updates_wait(
         train(engine, "clipped", to=LAST)
         saving.wait()
         assert saving.stall_seconds > 0
-        total = sum(engine._server.image(name).nbytes for name in engine._server.units)
+        total = sum(
+            inside.server(engine).image(name).nbytes for name in inside.server(engine).units
+        )
     line = next(r for r in caplog.records if "training will wait" in r.getMessage())
     assert line.levelno == logging.WARNING
     caplog.clear()
@@ -689,7 +691,9 @@ def test_how_long_training_waits_is_said_before_and_how_to_avoid_it(
 ):
     monkeypatch.setattr("l2l.checkpoint.persistence.measure_disk", lambda _: 1e4)
     with make() as engine:
-        total = sum(engine._server.image(name).nbytes for name in engine._server.units)
+        total = sum(
+            inside.server(engine).image(name).nbytes for name in inside.server(engine).units
+        )
         spare(engine, total - (64 << 10))
         engine.save(tmp_path / "saved")
         assert not caplog.records  # training waits for all of it anyway
@@ -703,7 +707,7 @@ def test_waiting_brings_updates_that_are_still_to_come(tmp_path: Path, seen: See
     """Nothing would ever complete them, if no step followed."""
     with make("clipped") as engine:
         train(engine, "clipped", to=SAVED)
-        assert engine._server.waiting
+        assert inside.server(engine).waiting
         engine.save(tmp_path / "one", background=True).wait()
         assert seen.awaited
         train(engine, "clipped", to=LAST)
@@ -748,7 +752,7 @@ def test_a_snapshot_that_ends_while_an_update_looks_for_it_is_no_error():
 
     with make("clipped") as engine:
         train(engine, "clipped", to=1)
-        server = engine._server
+        server = inside.server(engine)
         kind = type("Forgetting", (), {"snapshot": Forgetful()})
         for call in (
             lambda it: ParameterServer.before_change(it, "L0"),
@@ -843,14 +847,14 @@ def test_what_is_damaged_is_named_and_nothing_has_changed(copies: Path, name: st
     damage(copies / "newer" / file)
     with make("bfloat16") as engine:
         train(engine, "bfloat16", to=1)
-        before, waiting = contents_of(engine), list(engine._server.waiting)
+        before, waiting = contents_of(engine), list(inside.server(engine).waiting)
         assert waiting
         with pytest.raises(CheckpointError) as caught:
             engine.load(copies / "newer")
         assert str(copies / "newer" / file) in str(caught.value)
         assert reason in str(caught.value)
         assert not differences(contents_of(engine), before)
-        assert list(engine._server.waiting) == waiting
+        assert list(inside.server(engine).waiting) == waiting
         train(engine, "bfloat16", to=SAVED)
         found = state_of(engine)
         engine.load(copies / "older")
@@ -1179,7 +1183,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
         assert failing.calls >= at
         assert str(tmp_path / "saved") in str(caught.value)
         assert os.strerror(code) in str(caught.value)
-        assert engine._server.snapshot is None
+        assert inside.server(engine).snapshot is None
         assert contents(tmp_path / "saved") == before
         assert os.listdir(tmp_path) == ["saved"]
         train(engine, "lookups", to=LAST)
@@ -1194,7 +1198,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_once(tmp_path: Path):
         train(engine, "clipped", to=1)
         with pytest.raises(CheckpointError, match=r"cannot make .*file/saved\.partial"):
             engine.save(tmp_path / "file" / "saved", background=True)
-        assert engine._server.snapshot is None
+        assert inside.server(engine).snapshot is None
         train(engine, "clipped", to=LAST)
         assert not differences(state_of(engine), undisturbed("clipped"))
 
@@ -1215,7 +1219,7 @@ def test_a_name_that_no_folder_can_have_leaves_the_engine_as_it_was(tmp_path: Pa
         for name in ("/", "."):
             with pytest.raises(ValueError, match=r"name|not a checkpoint"):
                 engine.save(name)
-        assert engine._server.snapshot is None
+        assert inside.server(engine).snapshot is None
 
 
 def test_what_is_not_a_checkpoint_is_not_replaced(tmp_path: Path):
@@ -1274,9 +1278,10 @@ def test_a_failure_beside_training_is_raised_by_close_after_weights_are_given_ba
     engine.close()
     with make("clipped") as expected:
         train(expected, "clipped", to=LAST)
-    found = engine._model.state_dict()
+    found = inside.model(engine).state_dict()
     assert all(
-        torch.equal(found[name], tensor) for name, tensor in expected._model.state_dict().items()
+        torch.equal(found[name], tensor)
+        for name, tensor in inside.model(expected).state_dict().items()
     )
 
 
@@ -1339,9 +1344,9 @@ def test_an_error_of_ours_in_a_writer_is_told_and_nobody_hangs(
 
 def plant(engine: l2l.Engine, verb: str) -> Callable[[], None]:
     """Let a line of the next step fail; returns what mends it."""
-    perform = engine._relay._perform[verb]
-    engine._relay._perform[verb] = lambda *_: (_ for _ in ()).throw(OSError("planted"))
-    return lambda: engine._relay._perform.__setitem__(verb, perform)
+    perform = inside.relay(engine)._perform[verb]
+    inside.relay(engine)._perform[verb] = lambda *_: (_ for _ in ()).throw(OSError("planted"))
+    return lambda: inside.relay(engine)._perform.__setitem__(verb, perform)
 
 
 @pytest.mark.parametrize("name", ["eager", "Adafactor", "some late"])
@@ -1420,7 +1425,7 @@ def test_an_update_that_fails_beside_a_save_leaves_nobody_waiting(
             engine.close()
     assert saving.is_done
     assert os.listdir(tmp_path) == ["older"]
-    assert all(parameter.isfinite().all() for parameter in engine._model.parameters())
+    assert all(parameter.isfinite().all() for parameter in inside.model(engine).parameters())
     with make("clipped") as fresh:
         fresh.load(tmp_path / "older")
 
@@ -1744,13 +1749,13 @@ def test_another_precision_takes_over_the_exact_masters_and_says_so(
     with make(kind, precision=found) as engine:
         train(engine, to=SAVED)
         engine.save(tmp_path / "saved")
-        expected, model = state_of(engine), engine._model
+        expected, model = state_of(engine), inside.model(engine)
     with make(kind, seed=1, precision=own) as engine:
         caplog.clear()
         engine.load(tmp_path / "saved")
         loaded = state_of(engine)
         for name, parameter in model.named_parameters():
-            assert torch.equal(engine._server.weight(name).float(), parameter), name
+            assert torch.equal(inside.server(engine).weight(name).float(), parameter), name
         kept = [name for name in expected if "|exp_avg" in name or name.endswith("updates")]
         assert len(kept) > 20
         assert not differences(
@@ -1766,11 +1771,11 @@ def test_adafactor_in_another_precision_takes_over_weights_and_state(tmp_path: P
     with make("Adafactor") as engine:
         train(engine, to=SAVED)
         engine.save(tmp_path / "saved")
-        model = engine._model
+        model = inside.model(engine)
     with make("Adafactor", seed=1, precision="float32") as engine:
         engine.load(tmp_path / "saved")
         for name, parameter in model.named_parameters():
-            assert torch.equal(engine._server.weight(name), parameter.float())
+            assert torch.equal(inside.server(engine).weight(name), parameter.float())
         train(engine, to=LAST)
 
 
@@ -1800,14 +1805,14 @@ def test_the_size_of_microbatches_is_that_of_the_checkpoint(tmp_path: Path):
         expected = state_of(engine)
     with make(microbatch_size=None, seed=1) as engine:
         engine.load(tmp_path / "saved")
-        assert engine._planning.decisions.microbatch_tokens == 2 * LENGTH
+        assert inside.planning(engine).decisions.microbatch_tokens == 2 * LENGTH
         train(engine, to=LAST)
         assert not differences(state_of(engine), expected)
     own = {"microbatch_size": None, "overrides": {"microbatch_tokens": 3 * LENGTH}}
     with make(Kind(own)) as engine:  # what the user says, holds
         engine.load(tmp_path / "saved")
         train(engine, to=LAST)
-        assert engine._planning.decisions.microbatch_tokens == 3 * LENGTH
+        assert inside.planning(engine).decisions.microbatch_tokens == 3 * LENGTH
 
 
 @pytest.mark.parametrize(
@@ -1862,11 +1867,11 @@ def test_choices_that_change_bits_are_adopted_in_another_budget(
         before = dict(engine.plan.choices)
     with budgeted(LARGE) as engine:
         engine.step(causal_batch(8, 5))
-        assert engine._planning.decisions.microbatch_tokens != 24
+        assert inside.planning(engine).decisions.microbatch_tokens != 24
         caplog.clear()
         engine.load(tmp_path / "saved")
         engine.step(causal_batch(8, 1))
-        choices, decisions = dict(engine.plan.choices), engine._planning.decisions
+        choices, decisions = dict(engine.plan.choices), inside.planning(engine).decisions
         assert (decisions.microbatch_tokens, decisions.piece_tokens) == (24, 12)
         assert choices["microbatch"] == before["microbatch"]
         assert choices["tail"] != before["tail"]  # what changes no bits follows the budget
@@ -1889,8 +1894,8 @@ def test_the_same_budget_on_another_machine_places_layers_alike(
             if loads:
                 engine.load(tmp_path / "saved")
             engine.step(causal_batch(8, 0))
-            decisions = engine._planning.decisions
-            placed.append({name: getattr(decisions, name) for name in PLACED})
+            decisions = inside.planning(engine).decisions
+            placed.append({name: getattr(decisions, name) for name in inside.PLACED})
             if hardware is H200:
                 engine.save(tmp_path / "saved")
     assert placed[0] == placed[1] != placed[2]
@@ -1907,8 +1912,8 @@ def test_another_budget_is_one_line_where_layers_are_compiled(
         train(engine, "eager", to=1)
         engine.save(tmp_path / "saved")
     with make("eager") as engine:
-        monkeypatch.setattr(type(engine._compiler), "is_on", property(lambda _: compiled))
-        engine._planning.given_budget = 1 << 30
+        monkeypatch.setattr(type(inside.compiler(engine)), "is_on", property(lambda _: compiled))
+        inside.planning(engine).given_budget = 1 << 30
         engine.load(tmp_path / "saved")
     told = [line for line in caplog.messages if "placed anew" in line]
     assert len(told) == compiled
@@ -1921,12 +1926,12 @@ def test_choices_that_do_not_fit_another_budget_are_made_anew_and_that_is_said(
     rows = {name: tensor.repeat(1, 8) for name, tensor in causal_batch(8).items()}
     with budgeted(LARGE) as engine:
         engine.step(rows)
-        tokens = engine._planning.decisions.microbatch_tokens
+        tokens = inside.planning(engine).decisions.microbatch_tokens
         engine.save(tmp_path / "saved")
     with budgeted("151MiB") as engine:
         engine.load(tmp_path / "saved")
         engine.step(rows)
-        assert engine._planning.decisions.microbatch_tokens < tokens
+        assert inside.planning(engine).decisions.microbatch_tokens < tokens
     assert "does not fit this budget and is chosen anew" in caplog.text
 
 
@@ -1938,7 +1943,7 @@ def test_masters_can_be_read_without_this_package(whole: Path):
     with make("bfloat16", seed=1) as engine:
         engine.load(whole / "newer")
         name = "layers.0.linear.weight"
-        master = engine._server.weight(name).clone()
+        master = inside.server(engine).weight(name).clone()
     found = load_file(whole / "newer" / "L0.safetensors")
     weight, remainder = found[name], found[f"{name}|remainders"]
     bits = (weight.view(torch.int16).int() << 16) + remainder.int()
@@ -1976,12 +1981,12 @@ def test_memory_for_copies_is_made_beforehand_and_used_again(tmp_path: Path):
     with l2l.Engine(family.build(), device="cpu", microbatch_size=2, clip_norm=1.0) as engine:
         engine.step(family.batch(4))
         engine.prepare_saving()
-        spare = engine._server.spare
+        spare = inside.server(engine).spare
         spare.wait()
         made = spare.free_bytes
         assert made >= sum(
-            engine._server.image(name).nbytes
-            for name, unit in engine._server.units.items()
+            inside.server(engine).image(name).nbytes
+            for name, unit in inside.server(engine).units.items()
             if unit.form.trained.names
         )
         for number in range(2):

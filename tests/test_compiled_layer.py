@@ -5,6 +5,7 @@ import math
 import random
 from typing import NoReturn
 
+import inside
 import pytest
 import torch
 from torch import Tensor
@@ -102,7 +103,7 @@ def test_any_number_of_lengths_takes_two_compilations(build, number: int, padded
     with l2l.Engine(build(3), device="cpu", compile=BACKEND) as engine:
         for number, length in enumerate(lengths):
             engine.step(batch(length, padded=padded, seed=number))
-        assert engine._compiler.num_programs == 1
+        assert inside.compiler(engine).num_programs == 1
     assert counters["stats"]["unique_graphs"] == 2
 
 
@@ -112,7 +113,7 @@ def test_depth_adds_no_compilation(num_layers: int) -> None:
     with l2l.Engine(llama(num_layers), device="cpu", **settings) as engine:
         for number in range(2):
             engine.step(batch(16, padded=False, seed=number))
-        assert engine._compiler.num_programs == 2  # of streamed layers, and of the tail
+        assert inside.compiler(engine).num_programs == 2  # of streamed layers, and of the tail
     assert counters["stats"]["unique_graphs"] == 2
 
 
@@ -148,7 +149,9 @@ def test_compiled_layers_repeat_their_random_numbers(keep: float) -> None:
             overrides={"num_tail": 0, "keep": keep, "num_kept_cells": 3 if keep else 0},
         ) as engine:
             losses.append([engine.step(one).loss for one in batches])
-            assert engine._compiler.compiles(engine._partition.structures[0]) is bool(backend)
+            assert inside.compiler(engine).compiles(inside.partition(engine).structures[0]) is bool(
+                backend
+            )
             assert not num_handed()
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
@@ -157,7 +160,9 @@ def test_what_was_handed_over_goes_with_its_last_owner() -> None:
     """Also if no backward pass has used it."""
     with l2l.Engine(llama(2), device="cpu", compile=BACKEND, precision="float32") as engine:
         engine.step(batch(16, padded=False, seed=0))
-        engine._compiler.program(engine._partition.structures[0], keep=0.0).is_trusted = False
+        inside.compiler(engine).program(
+            inside.partition(engine).structures[0], keep=0.0
+        ).is_trusted = False
         engine.step(batch(16, padded=False, seed=0))
         assert not num_handed()
 

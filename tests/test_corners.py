@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import threading
 
+import inside
 import pytest
 import torch
 from families import FAMILIES
@@ -499,12 +500,12 @@ def test_batches_of_many_lengths_share_the_memory_of_the_stash():
     with make(Small(*[Mixing] * 12)) as engine:
         for length in (96, 88, 80, 90, 72, 64, 95, 33, 17, 60):
             engine.step(batch_of(rows=12, length=length))
-        largest = engine._arena.bytes_by_name["stash"]
+        largest = inside.arena(engine).bytes_by_name["stash"]
         for length in (96, 50, 88, 20):
             engine.step(batch_of(rows=12, length=length))
-        assert engine._arena.bytes_by_name["stash"] == largest
+        assert inside.arena(engine).bytes_by_name["stash"] == largest
         engine.step(batch_of(rows=12, length=96))
-        assert engine._arena.bytes_by_name["stash"] == largest
+        assert inside.arena(engine).bytes_by_name["stash"] == largest
 
 
 def test_sizes_in_the_pool_waste_little():

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 from families import FAMILIES, Family
@@ -112,7 +113,7 @@ def test_steps_with_changing_layers_are_those_of_torch(plan: str):
     names = dict(plain.named_parameters())
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     with make(family, kernel="readable", **PLANS[plan]) as engine:
-        layers = engine._partition.list_name
+        layers = inside.partition(engine).list_name
         for number, chosen in enumerate(CHOICES):
             batch = family.batch(ROWS, seed=number)
             engine.step(batch, layers=chosen)
@@ -129,9 +130,12 @@ def test_steps_with_changing_layers_are_those_of_torch(plan: str):
                 torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        engine._server.settle_all()
-        steps = {index: max(engine._server.units[f"L{index}"].steps.values()) for index in range(3)}
-        model = engine._model
+        inside.server(engine).settle_all()
+        steps = {
+            index: max(inside.server(engine).units[f"L{index}"].steps.values())
+            for index in range(3)
+        }
+        model = inside.model(engine)
     assert steps == dict(Counter(itertools.chain(*CHOICES)))
     assert layers == "model.layers"
     exact = plan in ("eager", "some late", "tail")
@@ -200,13 +204,15 @@ def test_what_is_left_out_is_not_fetched_and_not_touched(plan: str):
         batch = family.batch(ROWS)
         for _ in range(2):
             engine.step(batch, layers=[0, 1, 2])
-        engine._server.settle_all()
-        before = {key: value.clone() for key, value in engine._server.image("L1").tensors.items()}
+        inside.server(engine).settle_all()
+        before = {
+            key: value.clone() for key, value in inside.server(engine).image("L1").tensors.items()
+        }
         with engine.trace() as trace:
             engine.step(batch, layers=[0, 2])
             engine.step(batch, layers=[0, 2])
-        engine._server.settle_all()
-        after = engine._server.image("L1").tensors
+        inside.server(engine).settle_all()
+        after = inside.server(engine).image("L1").tensors
         assert all(torch.equal(after[key], value) for key, value in before.items())
     words = [span.text.split() for span in trace.spans]
     assert not [one for one in words if "L1" in one]
@@ -219,7 +225,7 @@ def test_the_number_of_fetches_is_that_of_the_schedule():
     with make(family) as engine:
         for chosen, number in (((0, 1, 2), 4), ((0, 2), 2), ((1,), 1)):
             engine.step(family.batch(ROWS), layers=chosen)
-            schedule = engine._schedules[next(reversed(engine._schedules))]
+            schedule = inside.schedules(engine)[next(reversed(inside.schedules(engine)))]
             fetched = [a for a in schedule.actions if a.verb == "fetch" and "L" in a.operands[0]]
             assert schedule.shape.layers == chosen
             assert len(fetched) == number
@@ -230,7 +236,7 @@ def test_schedules_are_not_kept_for_ever():
     with make(family, depth=l2l.StochasticDepth(last=0.3)) as engine:
         for number in range(40):
             engine.step(family.batch(2 + 2 * (number % 5)))
-        assert len(engine._schedules) <= 32
+        assert len(inside.schedules(engine)) <= 32
 
 
 def test_a_resident_model_can_begin_to_leave_layers_out():
@@ -241,7 +247,7 @@ def test_a_resident_model_can_begin_to_leave_layers_out():
         losses = [
             engine.step(family.batch(ROWS, seed=n), layers=c).loss for n, c in enumerate(CHOICES)
         ]
-        assert not engine._server.units_on_device()
+        assert not inside.server(engine).units_on_device()
     with make(family, clip_norm=0.5) as engine:
         expected = [
             engine.step(family.batch(ROWS, seed=n), layers=c).loss for n, c in enumerate(CHOICES)
@@ -412,7 +418,7 @@ def test_the_report_has_the_norm_of_every_layer(plan: str):
     batch = family.batch(ROWS)
     with make(family, **{**PLANS[plan], "clip_norm": None, "optimizer": recorder}) as engine:
         found = engine.step(batch, layers=[0, 2]).layer_norms
-        engine._server.settle_all()
+        inside.server(engine).settle_all()
         for layer, norm in found.items():
             own = [v for k, v in recorder.gradients.items() if f"layers.{layer}." in k]
             expected = float(torch.cat([one.view(-1) for one in own]).norm())
@@ -428,12 +434,14 @@ def test_the_report_has_how_far_every_layer_was_moved(plan: str, kernel: str):
     with make(family, kernel=kernel, **PLANS[plan]) as engine:
 
         def weights(layer: int) -> Tensor:
-            owners = engine._server.units[f"L{layer}"].form.trained.names
-            return torch.cat([engine._server.weight(owner).clone().view(-1) for owner in owners])
+            owners = inside.server(engine).units[f"L{layer}"].form.trained.names
+            return torch.cat(
+                [inside.server(engine).weight(owner).clone().view(-1) for owner in owners]
+            )
 
         before = {layer: weights(layer) for layer in range(3)}
         report = engine.step(family.batch(ROWS), layers=[0, 2])
-        engine._server.settle_all()
+        inside.server(engine).settle_all()
         found = report.update_norms
         assert found.keys() == {0, 2}
         for layer, norm in found.items():

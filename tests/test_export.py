@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 import transformers
@@ -91,9 +92,9 @@ def test_masters_are_written_in_the_dtype_asked_for(
     model: Any = family.build().to(own)
     with engine_of(model, precision="bfloat16", optimizer=l2l.AdamW(lr=1e-4)) as engine:
         engine.step(family.batch(4))
-        engine._server.settle_all()
+        inside.server(engine).settle_all()
         masters = {
-            name: engine._server.weight(name).clone() for name, _ in model.named_parameters()
+            name: inside.server(engine).weight(name).clone() for name, _ in model.named_parameters()
         }
         engine.export(tmp_path / "export", dtype=dtype)
     expected = own if dtype is None else getattr(torch, dtype)
@@ -153,7 +154,7 @@ def test_updates_that_wait_are_done_first(tmp_path: Path) -> None:
     model: Any = family.build()
     with engine_of(model, clip_norm=0.1) as engine:  # so updates are left to the next step
         engine.step(family.batch(4))
-        assert engine._server.waiting
+        assert inside.server(engine).waiting
         engine.export(tmp_path / "export")
     found = tensors_of(tmp_path / "export")
     assert all(torch.equal(found[name], one) for name, one in model.named_parameters())
@@ -451,7 +452,7 @@ def test_arguments_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 def test_an_engine_without_whole_weights_does_not_export(tmp_path: Path) -> None:
     engine = engine_of(build_llama())
-    engine._state = "torn"
+    inside.tear(engine)
     with pytest.raises(RuntimeError, match="weights are of two steps"):
         engine.export(tmp_path / "export")
     with pytest.warns(UserWarning, match="two steps"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import inside
 import pytest
 import torch
 from families import FAMILIES, build_bert, causal_batch, classification_batch
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
 from l2l.distributed import Share
-from l2l.engine.engine import Engine
+from l2l.engine import Engine
 from l2l.model.held import KEY, is_held, lend, take_back
 from l2l.model.layer_list import CutError
 from l2l.parameter_server import ParameterServer, UnitForm
@@ -60,7 +61,7 @@ def opened(build: Callable[[], nn.Module], batch: Any, **settings: Any) -> Opene
 def make_llama() -> Iterator[Opened]:
     """With tied weights, and clipped: all updates of the last step wait when somebody reads."""
     engine, model, expected = opened(FAMILIES["llama_tied"].build, causal_batch, clip_norm=1.0)
-    assert len(engine._server.waiting) == len(engine._server.units)
+    assert len(inside.server(engine).waiting) == len(inside.server(engine).units)
     yield engine, model, expected
     assert same(model.state_dict(), expected)  # whatever was tried
     engine.close()
@@ -165,7 +166,7 @@ def test_questions_are_answered(llama: Opened) -> None:
         assert torch.equal(parameter, expected[name])
         assert not (parameter != expected[name]).any()
         assert parameter.norm().item() == expected[name].norm().item()
-    with engine._server.reader.running():  # also in a step
+    with inside.server(engine).reader.running():  # also in a step
         parameter = model.lm_head.weight
         assert parameter.new_zeros(3).tolist() == [0, 0, 0]
         assert torch.zeros_like(parameter).shape == parameter.shape
@@ -334,7 +335,7 @@ def test_other_optimizers_neither_crash_nor_change_anything() -> None:
         import tempfile
         import torch
         from families import FAMILIES, causal_batch
-        from l2l.engine.engine import Engine
+        from l2l.engine import Engine
         from transformers import Trainer, TrainingArguments
 
         def try_all(model):
@@ -379,7 +380,7 @@ def test_one_of_several_ranks_cannot_read_alone(monkeypatch: pytest.MonkeyPatch)
     with make_engine(model) as engine:
         together = SimpleNamespace(share=Share(index=0, number=2))
         with monkeypatch.context() as patch:
-            patch.setattr(engine._server, "world", together)
+            patch.setattr(inside.server(engine), "world", together)
             with pytest.raises(
                 RuntimeError, match=r"engine\.state_dict\(\).* on all ranks together"
             ):
@@ -545,7 +546,7 @@ def test_a_model_has_one_engine_at_a_time(llama: Opened) -> None:
 
 def test_a_dropped_engine_gives_the_weights_back() -> None:
     engine, model, expected = opened(FAMILIES["llama_tied"].build, causal_batch, clip_norm=1.0)
-    assert engine._server.waiting
+    assert inside.server(engine).waiting
     gc.collect()
     del engine
     with pytest.warns(UserWarning, match=r"dropped without engine\.close\(\); the weights were"):
@@ -561,7 +562,7 @@ def test_an_engine_that_cannot_give_back_says_so(monkeypatch: pytest.MonkeyPatch
     def fail(*_: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(type(engine._server), "give_back", fail)
+    monkeypatch.setattr(type(inside.server(engine)), "give_back", fail)
     del engine
     with pytest.warns(UserWarning, match=r"lost weights \(planted\): go on from a checkpoint"):
         gc.collect()

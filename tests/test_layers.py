@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 from families import FAMILIES, Family
@@ -133,13 +134,13 @@ def change(draw: random.Random, engine: l2l.Engine, shadow: Shadow) -> str:
 
 def assert_same(engine: l2l.Engine, shadow: Shadow, *, exact: bool) -> None:
     """Weights, moments and counts of steps; tied weights are one."""
-    engine._server.settle_all()
+    inside.server(engine).settle_all()
     assert len(engine.layers) == len(shadow.layers)
     for name, parameter in shadow.model.named_parameters():
         state = shadow.optimizer.state.get(parameter, {}) if parameter.requires_grad else {}
-        unit = engine._server._unit_of[name]
+        unit = inside.server(engine)._unit_of[name]
         assert (name in unit.form.trained.names) == parameter.requires_grad, name
-        pairs = [(engine._server.weight(name), parameter.detach())]
+        pairs = [(inside.server(engine).weight(name), parameter.detach())]
         if parameter.requires_grad:
             found = unit.state_of(name)
             nothing = torch.zeros_like(parameter)
@@ -153,7 +154,7 @@ def assert_same(engine: l2l.Engine, shadow: Shadow, *, exact: bool) -> None:
 
 def host_bytes(engine: l2l.Engine) -> dict[str, int]:
     kinds = ("weights", "exp_avg", "exp_avg_sq", "remainders", "masters")
-    return {k: v for k, v in engine._arena.bytes_by_name.items() if k in kinds and v}
+    return {k: v for k, v in inside.arena(engine).bytes_by_name.items() if k in kinds and v}
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
@@ -174,7 +175,9 @@ def test_any_changes_give_the_engine_that_would_have_been_made_so(plan: str, see
         assert host_bytes(engine) == host_bytes(fresh)
     engine.close()
     for name, value in shadow.model.state_dict().items():
-        assert torch.allclose(engine._model.state_dict()[name], value, rtol=1e-4, atol=1e-6), name
+        assert torch.allclose(
+            inside.model(engine).state_dict()[name], value, rtol=1e-4, atol=1e-6
+        ), name
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -223,7 +226,7 @@ def test_copies_have_everything_of_what_they_are_copied_from(kind: str):
             engine.step(family.batch(ROWS, seed=number))
         engine.layers.grow(2)
         engine.layers.insert(0, copy_of=1, moments="fresh")
-        server = engine._server
+        server = inside.server(engine)
         for mine, theirs in ((4, 1), (5, 2), (6, 3)):
             one, other = (server.image(f"L{index}") for index in (mine, theirs))
             assert list(one.steps.values()) == list(other.steps.values())
@@ -249,7 +252,7 @@ def test_a_thousand_changes_leave_nothing_behind(rounds: int):
         engine.layers.insert(0, copy_of=0)
         engine.layers.remove(0)
         engine.step(family.batch(ROWS))
-        before = dict(engine._arena.bytes_by_name)
+        before = dict(inside.arena(engine).bytes_by_name)
         gc.collect()
         objects, memory = len(gc.get_objects()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for number in range(rounds):
@@ -259,7 +262,7 @@ def test_a_thousand_changes_leave_nothing_behind(rounds: int):
             engine.layers.remove(number % 4)
         engine.step(family.batch(ROWS))
         gc.collect()
-        assert dict(engine._arena.bytes_by_name) == before
+        assert dict(inside.arena(engine).bytes_by_name) == before
         assert len(gc.get_objects()) < objects + 3000
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
         assert grown < 64 * 1024  # KiB
@@ -367,13 +370,13 @@ def test_a_checkpoint_of_another_model_is_refused_before_layers_follow_it(
     model = family.build()
     with make(family, model) as engine:
         losses = train(engine, family, [0])
-        modules, units = list(model.modules()), dict(engine._server.units)
+        modules, units = list(model.modules()), dict(inside.server(engine).units)
         state, flags = engine.layers.state(), [p.requires_grad for p in model.parameters()]
         with pytest.raises(l2l.CheckpointError, match=r"L\d\.safetensors: .*another model"):
             engine.load(tmp_path / "saved")
         assert list(model.modules()) == modules
-        assert engine._server.units == units
-        assert all(engine._server.units[name] is unit for name, unit in units.items())
+        assert inside.server(engine).units == units
+        assert all(inside.server(engine).units[name] is unit for name, unit in units.items())
         assert engine.layers.state() == state
         assert [p.requires_grad for p in model.parameters()] == flags
         assert model.config.num_hidden_layers == 3
@@ -387,7 +390,7 @@ def test_layers_follow_by_origin_where_their_number_is_the_same(tmp_path: Path):
         train(engine, family, [0])
         engine.layers.remove(0)
         engine.save(tmp_path / "saved")
-        types, losses = list(engine._model.config.layer_types), train(engine, family, [1])
+        types, losses = list(inside.model(engine).config.layer_types), train(engine, family, [1])
     assert types[0] != types[1]
     with make(family) as engine:
         engine.layers.remove(2)  # 0 1: as many, but layer 2 is gone
@@ -401,7 +404,7 @@ def test_layers_follow_by_origin_where_their_number_is_the_same(tmp_path: Path):
         assert engine.layers.origins == (2, 1)
         engine.load(tmp_path / "saved")
         assert engine.layers.origins == (1, 2)
-        assert list(engine._model.config.layer_types) == types
+        assert list(inside.model(engine).config.layer_types) == types
         assert train(engine, family, [1]) == losses
 
 
@@ -416,7 +419,7 @@ def test_exports_have_the_present_depth(tmp_path: Path):
         engine.step(batch)
         expected = engine.predict(batch).logits
         engine.export(tmp_path / "model")
-        types = list(engine._model.config.layer_types)
+        types = list(inside.model(engine).config.layer_types)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert loaded.config.num_hidden_layers == len(types) == 6
     assert types == list(itertools.islice(itertools.cycle(types[:3]), 6))
@@ -558,7 +561,7 @@ ERRORS: dict[str, tuple[Callable[[l2l.Engine], None], str]] = {
         r"Odd.forward takes \(hidden_states, picture",
     ),
     "twice": (
-        lambda e: e.layers.insert(1, layers_of(e._model)[0]),
+        lambda e: e.layers.insert(1, layers_of(inside.model(e))[0]),
         "the module is in the model already",
     ),
     "meta": (lambda e: e.layers.insert(1, Narrow(32, 32).to("meta")), "on the meta device"),
@@ -577,7 +580,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(name: str):
                 with pytest.raises(ValueError, match=words):
                     act(engine)
                 assert len(engine.layers) == 3
-                assert engine._model.config.num_hidden_layers == 3
+                assert inside.model(engine).config.num_hidden_layers == 3
             losses.append(engine.step(family.batch(ROWS)).loss)
     assert losses[0] == losses[1]
 
@@ -599,5 +602,5 @@ def test_a_change_for_which_the_host_has_no_room_is_refused():
         with pytest.raises(ValueError, match="of host memory"):
             engine.layers.grow(8)
         assert len(engine.layers) == 3
-        assert engine._model.config.num_hidden_layers == 3
+        assert inside.model(engine).config.num_hidden_layers == 3
         assert math.isfinite(engine.step(family.batch(ROWS)).loss)

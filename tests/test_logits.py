@@ -6,6 +6,7 @@ Accelerators do this by themselves; here it is switched on.
 from collections.abc import Callable
 from typing import Any
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -72,9 +73,9 @@ def trained(
         overrides={"piece_tokens": PIECE},
         **settings,
     ) as engine:
-        engine._outer.may_put_off = puts_off
+        inside.outer(engine).may_put_off = puts_off
         losses = [engine.step(family.batch(ROWS, seed=1)).loss]
-        assert engine._outer.facts.puts_off == puts_off
+        assert inside.outer(engine).facts.puts_off == puts_off
         with LogitsMade() as made:
             losses.append(engine.step(family.batch(ROWS, seed=2)).loss)
             losses.append(engine.evaluate(family.batch(ROWS, seed=3)))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 import l2l
 from l2l.device import CheckingDevice, QueuedEvent
-from l2l.engine.engine import Engine
+from l2l.engine import Engine
 from l2l.model.compiled_layer import Compiler
 from l2l.run.stash import Stash
 from l2l.schedule import Lane, Schedule, Shape, Wait, make_schedule, validate
@@ -222,7 +223,7 @@ def scheduled(make: MakeSchedule) -> Iterator[list[Shape]]:
         shapes.append(shape)
         return make(shape)
 
-    with mock.patch("l2l.engine.engine.make_schedule", make_and_note):
+    with mock.patch(inside.MAKE_SCHEDULE, make_and_note):
         yield shapes
 
 
@@ -245,7 +246,7 @@ def engine_result(
         losses = [report.loss for report in reports]
         norms = torch.tensor([report.gradient_norm for report in reports])
         # What the host would have if the engine had to be left now.
-        units = engine._server.units
+        units = inside.server(engine).units
         mirrored = {f"{unit} mirrored": units[unit].weights for unit in shapes[-1].on_device}
         mirrored = {name: weights.clone() for name, weights in mirrored.items()}
         engine.close()
@@ -615,7 +616,7 @@ def test_a_step_that_keeps_results_fails_when_any_wait_is_deleted(
 ) -> None:
     monkeypatch.setattr("l2l.model.compiled_layer.SMALL_BYTES", 0)  # the tensors here are all small
     compiler = Compiler(backend=KEPT.settings["compile"])
-    monkeypatch.setattr("l2l.engine.engine.Compiler", lambda **_: compiler)  # compiles once for all
+    monkeypatch.setattr(inside.COMPILER, lambda **_: compiler)  # compiles once for all
     kept: list[int] = []
     put = Stash.put
 
@@ -773,8 +774,8 @@ def test_the_device_updates_at_once_only_what_got_a_gradient(first: Lane | None)
     with make_engine(case.build(), first, **case.settings) as engine:
         for seed in range(case.num_steps):
             engine.step(case.batch(seed))
-        engine._server.settle_all()
-        steps = engine._server.units["L1"].steps
+        inside.server(engine).settle_all()
+        steps = inside.server(engine).units["L1"].steps
         assert {name.rpartition(".")[2]: number for name, number in steps.items()} == {
             "weight": 3,
             "bias": 3,
@@ -862,7 +863,7 @@ def test_memory_is_nan_until_it_is_written(first: Lane | None, dtype: torch.dtyp
 def test_released_slots_are_nan(first: Lane | None) -> None:
     with make_engine(build(), first) as engine:
         engine.step(make_batch(0))
-        slots = engine._transfer._slots
+        slots = inside.transfer(engine)._slots
         assert set(slots) == {"S0", "S1", "SO"}
         for slot in slots.values():
             assert slot.view(torch.float32).isnan().all()
@@ -873,21 +874,21 @@ def test_slots_of_units_with_state_stay_and_shared_places_go(first: Lane | None)
     case = LATER["tail with state"]
     with make_engine(case.build(), first, **case.settings) as engine:
         engine.step(case.batch(0))
-        slots = engine._transfer._slots
+        slots = inside.transfer(engine)._slots
         assert set(slots) == {"S0", "S1", "SL2", "SO"}
         held = {name for name, slot in slots.items() if not slot.view(torch.float32).isnan().all()}
         assert held == {"SL2"}
     case = LATER["shared memory"]
     with make_engine(case.build(), first, **case.settings) as engine:
         engine.step(case.batch(0))
-        assert set(engine._transfer._slots) == {"S0", "S1", "ST0"}
-        assert set(engine._transfer._gradients) == {"G0", "G1", "GT0"}
+        assert set(inside.transfer(engine)._slots) == {"S0", "S1", "ST0"}
+        assert set(inside.transfer(engine)._gradients) == {"G0", "G1", "GT0"}
 
 
 def test_values_kept_outside_cells_are_nan_after_the_step() -> None:
     with scheduled(golden_schedule), make_engine(build(), None) as engine:
         engine.step(make_batch(0))
-        pooled = [buffer for buffers in engine._stash._pool.values() for buffer in buffers]
+        pooled = [buffer for buffers in inside.stash(engine)._pool.values() for buffer in buffers]
         assert len(pooled) > 10
         for buffer in pooled:
             assert buffer.view(torch.float32).isnan().all()

@@ -11,6 +11,7 @@ prologue and gets one sum of gradients from all decoder layers.
 from collections.abc import Callable
 from typing import Any
 
+import inside
 import pytest
 import torch
 from families import (
@@ -478,9 +479,9 @@ def test_a_recomputed_layer_gives_the_bits_of_its_forward(build: Callable[[], nn
     model = build()
     batch = classification_batch(6) if "Classification" in type(model).__name__ else causal_batch(6)
     with make_engine(model, microbatch_size=2, seed=1) as engine:
-        outputs: list[list[Tensor]] = [[] for _ in engine._partition.layers]
+        outputs: list[list[Tensor]] = [[] for _ in inside.partition(engine).layers]
         engine.step(batch)  # the first step has its trial, too
-        for part, kept in zip(engine._partition.layers, outputs, strict=True):
+        for part, kept in zip(inside.partition(engine).layers, outputs, strict=True):
             part.module.register_forward_hook(
                 lambda _module, _inputs, value, kept=kept: kept.append(
                     (value[0] if isinstance(value, tuple) else value).detach().clone()

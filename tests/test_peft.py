@@ -1,5 +1,6 @@
 """LoRA models of peft train as they are: equal to plain PyTorch, and cheap."""
 
+import inside
 import pytest
 import torch
 from families import FAMILIES
@@ -62,7 +63,7 @@ def test_only_adapters_change_and_only_they_have_state() -> None:
     ) as engine:
         for seed in range(3):
             engine.step(FAMILIES["llama_tied"].batch(ROWS, seed=seed))
-        held = dict(engine._arena.bytes_by_name)
+        held = dict(inside.arena(engine).bytes_by_name)
     after = model.state_dict()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     adapters = {key: parameter for key, parameter in model.named_parameters() if "lora" in key}
@@ -79,5 +80,5 @@ def test_frozen_weights_take_two_bytes_each_in_bfloat16() -> None:
     model.to(torch.bfloat16)
     with l2l.Engine(model, optimizer=l2l.AdamW(lr=1e-2), device="cpu") as engine:
         engine.step(FAMILIES["llama_tied"].batch(ROWS))
-        held = dict(engine._arena.bytes_by_name)
+        held = dict(inside.arena(engine).bytes_by_name)
     assert held["weights"] < 2.2 * numel + 20_000

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import inside
 import pytest
 import torch
 from families import (
@@ -307,13 +308,13 @@ def test_an_epilogue_in_pieces(name: str, tokens: int):
     with make_engine(family.build(), family, **settings) as engine:
         engine.step(batch)  # the first step has its trial, too
         shapes: list[tuple[int, ...]] = []
-        run = engine._outer.run_epilogue
+        run = inside.outer(engine).run_epilogue
 
         def watch(inputs: Batch, hidden: Tensor, **more: Any) -> Any:
             shapes.append(tuple(hidden.shape[:2]))
             return run(inputs, hidden, **more)
 
-        engine._outer.run_epilogue = watch
+        inside.outer(engine).run_epilogue = watch
         loss = engine.step(batch).loss
         num_training = len(shapes)
         assert engine.evaluate(batch) == pytest.approx(loss, rel=TOLERANCE)
@@ -397,7 +398,7 @@ def test_targets_that_are_ignored_but_not_counted_are_not_cut():
     settings = {"optimizer": recorder, "microbatch_size": ROWS, "overrides": {"piece_tokens": 24}}
     with make_engine(family.build(), family, **settings) as engine:
         report = engine.step(renamed)
-        assert engine._trial.rule is Rule.ROWS
+        assert inside.trial(engine).rule is Rule.ROWS
     assert_gradients((report.loss, recorder.gradients), expected, tolerant=set())
 
 
@@ -421,13 +422,13 @@ def test_compiled_layers_that_keep_results(name: str, keep: float, monkeypatch: 
     settings = {"optimizer": recorder, "compile": BACKEND, "overrides": overrides, "prove": False}
     with make_engine(family.build(), family, **settings) as engine:
         kept: list[int] = []
-        put = engine._stash.put
+        put = inside.stash(engine).put
 
         def watch(cell: str, value: str, tensors: list[Tensor]) -> None:
             kept.extend([sum(one.nbytes for one in tensors)] if value.startswith("k") else [])
             put(cell, value, tensors)
 
-        engine._stash.put = watch
+        inside.stash(engine).put = watch
         with engine.trace() as trace:
             loss = engine.step(family.batch(EVEN)).loss
     assert_gradients((loss, recorder.gradients), plain_step(name, rows=EVEN))
@@ -675,11 +676,13 @@ def test_a_step_that_fails_loses_no_update(then: str):
         with make_engine(model, family, **settings) as engine:
             engine.step(family.batch(ROWS))
             for verb in ("prologue", "epilogue") if fails else ():
-                perform = engine._relay._perform[verb]
-                engine._relay._perform[verb] = lambda *_: (_ for _ in ()).throw(OSError("planted"))
+                perform = inside.relay(engine)._perform[verb]
+                inside.relay(engine)._perform[verb] = lambda *_: (_ for _ in ()).throw(
+                    OSError("planted")
+                )
                 with pytest.raises(OSError, match="planted"):
                     engine.step(family.batch(ROWS, seed=1))
-                engine._relay._perform[verb] = perform
+                inside.relay(engine)._perform[verb] = perform
             if then == "look":
                 look(engine, family, 0)
             if then != "close":
@@ -690,7 +693,7 @@ def test_a_step_that_fails_loses_no_update(then: str):
 
 def verbs_of(engine: l2l.Engine) -> set[str]:
     """What the schedules have in them that the engine has run so far."""
-    schedules = engine._schedules.values()
+    schedules = inside.schedules(engine).values()
     return {action.verb for schedule in schedules for action in schedule.actions}
 
 
@@ -717,8 +720,8 @@ def test_updates_in_halves_give_the_same_bits(
     def trained(*, halves: bool) -> dict[str, Tensor]:
         model, overrides, seen, reports = family.build(), {"halves": halves}, {}, []
         with make_engine(model, family, overrides=overrides, **ON_HOST, **settings) as engine:
-            refresh, refreshed = engine._server.refresh, set[bool]()
-            engine._server.refresh = lambda waiting, rows, **more: (
+            refresh, refreshed = inside.server(engine).refresh, set[bool]()
+            inside.server(engine).refresh = lambda waiting, rows, **more: (
                 refreshed.add(more["halves"]),
                 refresh(waiting, rows, **more),
             )
@@ -764,11 +767,13 @@ def test_a_step_in_halves_that_fails_loses_no_update(settings: dict, then: str):
         with make_engine(model, family, **chosen) as engine:
             engine.step(family.batch(ROWS))
             for verb in ("forward", "epilogue") if fails else ():
-                perform = engine._relay._perform[verb]
-                engine._relay._perform[verb] = lambda *_: (_ for _ in ()).throw(OSError("planted"))
+                perform = inside.relay(engine)._perform[verb]
+                inside.relay(engine)._perform[verb] = lambda *_: (_ for _ in ()).throw(
+                    OSError("planted")
+                )
                 with pytest.raises(OSError, match="planted"):
                     engine.step(family.batch(ROWS, seed=1))
-                engine._relay._perform[verb] = perform
+                inside.relay(engine)._perform[verb] = perform
             if then == "look":
                 look(engine, family, 0)
             if then != "close":
@@ -795,12 +800,14 @@ def test_a_step_that_is_interrupted_between_the_halves_loses_no_update(settings:
         with make_engine(model, family, **chosen) as engine:
             engine.step(family.batch(ROWS))
             if interrupted:
-                settle = engine._relay._updates.settle
-                engine._relay._updates.settle = lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
+                settle = inside.relay(engine)._updates.settle
+                inside.relay(engine)._updates.settle = lambda _: (_ for _ in ()).throw(
+                    KeyboardInterrupt
+                )
                 with pytest.raises(KeyboardInterrupt):
                     engine.step(family.batch(ROWS, seed=1))
-                engine._relay._updates.settle = settle
-                assert engine._server.waiting
+                inside.relay(engine)._updates.settle = settle
+                assert inside.server(engine).waiting
             if then == "evaluate":
                 engine.evaluate(family.batch(5, seed=20))
             if then != "close":
@@ -871,9 +878,9 @@ def test_rows_of_whole_blocks_are_updated_apart(tied: bool, optimizer: str, kern
     rows: list[int] = []
 
     def watch(engine: l2l.Engine, family: Family, number: int) -> None:
-        refresh = engine._server.refresh
+        refresh = inside.server(engine).refresh
         if number == 0:
-            engine._server.refresh = lambda waiting, ids, **more: (
+            inside.server(engine).refresh = lambda waiting, ids, **more: (
                 rows.append(len(ids)),
                 refresh(waiting, ids, **more),
             )
@@ -945,9 +952,9 @@ def test_what_is_read_before_and_after_the_layers(name: str):
     family = FAMILIES[name]
     with make_engine(family.build(), family, optimizer=l2l.RecordGradients(), **ON_HOST) as engine:
         engine.step(family.batch(ROWS))
-        assert engine._trial.alone
-        assert engine._trial.usage == USAGE[name]
-        units = {unit.name: unit for unit in engine._placed}
+        assert inside.trial(engine).alone
+        assert inside.trial(engine).usage == USAGE[name]
+        units = {unit.name: unit for unit in inside.outer_units(engine)}
         assert units["T0"].looked_up
         assert not units["T0"].in_prologue
         assert not any(unit.looked_up for unit in units.values() if unit.name != "T0")
@@ -971,9 +978,9 @@ def test_an_epilogue_that_uses_the_embedding_is_not_alone(gate: float, size: int
         family.build(), family, optimizer=recorder, microbatch_size=size, **settings
     ) as engine:
         loss = engine.step(batch).loss
-        assert not engine._trial.alone
-        assert not engine._trial.usage
-        assert not any(unit.looked_up for unit in engine._placed)
+        assert not inside.trial(engine).alone
+        assert not inside.trial(engine).usage
+        assert not any(unit.looked_up for unit in inside.outer_units(engine))
     found = (loss, recorder.gradients)
     assert_gradients(found, plain_gradients(family, batch, size), tolerant={"words.weight"})
     assert bool(recorder.gradients["gate"].abs() > 0)
@@ -1079,8 +1086,8 @@ def test_one_program_serves_any_depth(depth: int):
     with make_engine(family.build(), family, **settings) as engine:
         loss = engine.step(batch).loss
         engine.evaluate(batch)
-        assert engine._compiler.num_programs == 1
-        assert all(map(engine._compiler.compiles, engine._partition.structures))
+        assert inside.compiler(engine).num_programs == 1
+        assert all(map(inside.compiler(engine).compiles, inside.partition(engine).structures))
     assert_gradients((loss, recorder.gradients), plain_gradients(family, batch))
 
 
@@ -1093,9 +1100,9 @@ def test_compiled_layers_take_any_length():
         for length in (12, 7, 9, 12):
             batch = {key: value[:, :length] for key, value in family.batch(EVEN).items()}
             loss = engine.step(batch).loss
-            engine._server.settle_all()
+            inside.server(engine).settle_all()
             assert_gradients((loss, recorder.gradients), plain_gradients(family, batch))
-        assert engine._compiler.num_programs == 2  # streamed, and in the tail
+        assert inside.compiler(engine).num_programs == 2  # streamed, and in the tail
 
 
 @compiling
@@ -1113,10 +1120,10 @@ def test_a_layer_whose_number_counts(which: str):
     with make_engine(family.build(), family, **settings) as engine:
         for _ in range(2):
             loss = engine.step(batch).loss
-            engine._server.settle_all()
+            inside.server(engine).settle_all()
             assert_gradients((loss, recorder.gradients), expected)
             assert engine.evaluate(batch) == pytest.approx(expected[0], rel=TOLERANCE)
-        assert all(map(engine._compiler.compiles, engine._partition.structures))
+        assert all(map(inside.compiler(engine).compiles, inside.partition(engine).structures))
 
 
 @compiling
@@ -1188,7 +1195,7 @@ def test_compiled_dropout_draws_what_the_layers_own_code_draws(name: str, overri
     settings = {"seed": 5, "compile": BACKEND, "overrides": overrides}
     with make_engine(family.build(), family, optimizer=recorder, **settings) as engine:
         loss = engine.step(batch).loss
-        assert all(map(engine._compiler.compiles, engine._partition.structures))
+        assert all(map(inside.compiler(engine).compiles, inside.partition(engine).structures))
     assert_gradients((loss, recorder.gradients), expected)
     assert engine_gradients(family, batch, seed=6)[0] != expected[0]
 

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
+import inside
 import pytest
 import torch
 from families import build_llama
@@ -555,19 +556,19 @@ def test_an_engine_takes_the_host_memory_of_its_plan(num_late: int) -> None:
     settings["prove"] = False  # whose small microbatches have a stash of their own
     with l2l.Engine(build(), **settings) as engine:
         engine.step({"input_ids": ids, "labels": ids})
-        planned = engine._planning._candidate
+        planned = inside.planning(engine)._candidate
         assert planned is not None
         taken = sum(line.nbytes for line in engine.plan.ledger if line.place == "host")
     assert 0.99 * host_bytes(planned) < taken <= host_bytes(planned)
     with l2l.Engine(build(), **settings, host_memory=host_bytes(planned)) as engine:
         engine.step({"input_ids": ids, "labels": ids})
-        planned, decisions = engine.plan, engine._planning.decisions
+        planned, decisions = engine.plan, inside.planning(engine).decisions
         longer = torch.randint(0, 512, (8, 256))
         with pytest.raises(
             ValueError, match=r"the step needs .* of host memory \(parameter server"
         ):
             engine.step({"input_ids": longer, "labels": longer})
-        assert engine._planning.decisions == decisions
+        assert inside.planning(engine).decisions == decisions
         engine.step({"input_ids": ids, "labels": ids})  # goes on as before
         assert engine.plan.choices == planned.choices
 

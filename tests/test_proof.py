@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import inside
 import pytest
 import test_causes as causes
 import torch
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import l2l
-import l2l.engine.engine
 from l2l.device import CheckingDevice
 from l2l.model.partition import HIDDEN, Part, RecordedTensor, Recording, Stub
 from l2l.model.partition import Call as RecordedCall
@@ -41,7 +41,7 @@ WORDS, WIDTH, LENGTH = 40, 16, 6
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(l2l.engine.engine, "PROVEN", ProofMemory(None))
+    monkeypatch.setattr(inside.PROVEN, ProofMemory(None))
 
 
 class Layer(nn.Module):
@@ -122,14 +122,14 @@ def words_for(settings: dict[str, Any]) -> Words:
 
 def state_of(engine: l2l.Engine) -> dict[str, Tensor]:
     """All that an engine holds, copied."""
-    server = engine._server
+    server = inside.server(engine)
     server.settle_all()
     found: dict[str, Tensor] = {}
     for name in server.units:
         image = server.image(name)
         found |= {f"{name} {key}": tensor.clone() for key, tensor in image.tensors.items()}
         found[f"{name} steps"] = torch.tensor(list(image.steps.values()))
-    present = engine._trial.present_buffers()
+    present = inside.trial(engine).present_buffers()
     return found | {key: tensor.clone() for key, tensor in present.items()}
 
 
@@ -142,8 +142,8 @@ def test_what_is_exact_is_proven_and_leaves_no_trace(settings: dict[str, Any]) -
     found, expected = state_of(proven), state_of(given)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    assert len(proven._proof._done) == 1
-    assert not given._proof._done
+    assert len(inside.proof(proven)._done) == 1
+    assert not inside.proof(given)._done
     proven.close()
     given.close()
 
@@ -158,7 +158,7 @@ def test_every_kind_of_update_shows_its_gradients(
     )
     with engine_of(words_for(settings), **settings) as engine:
         engine.step(batch())
-        names = {name for name, _ in engine._model.named_parameters()}
+        names = {name for name, _ in inside.model(engine).named_parameters()}
     mine, theirs = seen
     assert mine.gradients.keys() == theirs.gradients.keys() == names
     if has_statistics(settings):
@@ -311,8 +311,8 @@ def test_a_deleted_wait_is_refused_where_the_device_runs_into_it(first: Lane) ->
         expected = [engine.step(batch(seed=seed)).loss for seed in (0, 1)]
     while number < total:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(l2l.engine.engine, "make_schedule", without(number))
-            patch.setattr(l2l.engine.engine, "PROVEN", ProofMemory(None))
+            patch.setattr(inside.MAKE_SCHEDULE, without(number))
+            patch.setattr(inside.PROVEN, ProofMemory(None))
             engine = engine_of(Words(), device=CheckingDevice(first=first), microbatch_size=2)
             found: list[float] = []
             with contextlib.suppress(ProofError):
@@ -334,7 +334,7 @@ def test_a_proof_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of(Words(), prove=False) as engine:
         engine.step(batch())
         assert engine.step_number == 1
-        assert not engine._proof._done
+        assert not inside.proof(engine)._done
 
 
 @pytest.mark.parametrize("mutated", [False, True])
@@ -348,14 +348,14 @@ def test_the_models_own_code_may_run_on_the_host(
     engine = engine_of(Words())
     with pytest.raises(ProofError) if mutated else contextlib.nullcontext():
         engine.step(batch())
-    assert engine._proof.on_host
-    assert bool(engine._proof._done) is not mutated
+    assert inside.proof(engine).on_host
+    assert bool(inside.proof(engine)._done) is not mutated
     engine.close()
 
 
 def test_where_the_models_own_code_runs() -> None:
     with engine_of(Words()) as engine:
-        proof, least = engine._proof, engine._proof._least_bytes()
+        proof, least = inside.proof(engine), inside.proof(engine)._least_bytes()
         proof._device = SimpleNamespace(torch_device=torch.device("cuda"))
         assert proof._places(least) == (False, True)
         assert proof._places(least - 1) == (True,)
@@ -377,15 +377,15 @@ def test_a_model_that_cannot_run_a_few_rows_is_said(caplog: pytest.LogCaptureFix
 
 def test_what_was_proven_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
-    run = l2l.engine.engine.Engine._prove
+    run = inside.run_of_proof
 
     def counted(*args: Any) -> float:
         runs.append(1)
         return run(*args)
 
-    monkeypatch.setattr(l2l.engine.engine.Engine, "_prove", counted)
+    monkeypatch.setattr(inside.RUN_OF_PROOF, counted)
     for folder in (tmp_path / "one", tmp_path / "one", tmp_path / "two"):
-        monkeypatch.setattr(l2l.engine.engine, "PROVEN", ProofMemory(folder))
+        monkeypatch.setattr(inside.PROVEN, ProofMemory(folder))
         with engine_of(Words()) as engine:
             engine.step(batch())
             engine.step(batch())

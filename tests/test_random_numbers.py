@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import inside
 import pytest
 import torch
 from torch import Tensor, nn
@@ -509,8 +510,8 @@ def test_a_device_seeds_the_default_generators_only_if_it_must():
         model = Small(kind)
         with l2l.Engine(model, device="cpu", microbatch_size=2) as engine:
             engine.step({"ids": IDS, "labels": IDS})
-            assert engine._device.random_numbers.seeds_defaults is must
-            assert engine._compiler.draws_random_numbers
+            assert engine.device.random_numbers.seeds_defaults is must
+            assert inside.compiler(engine).draws_random_numbers
 
 
 @pytest.mark.parametrize("backend", [BACKEND, pytest.param("inductor", marks=pytest.mark.thorough)])

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import warnings
 
+import inside
 import pytest
 import torch
 from families import FAMILIES, Family
@@ -126,7 +127,7 @@ def test_evaluation_sees_the_updates_that_wait():
 
 
 def state_of(engine: l2l.Engine) -> dict[str, Tensor]:
-    server = engine._server
+    server = inside.server(engine)
     server.settle_all()
     found = {}
     for name, unit in server.units.items():
@@ -142,18 +143,18 @@ def test_a_float16_overflow_skips_the_whole_step_and_halves_the_scale():
     family = FAMILIES["llama_tied"]
     model = family.build()
     with make_engine(model, family, precision="float16", optimizer=l2l.AdamW(lr=1e-3)) as engine:
-        engine._scaler.scale.value = 1024.0
+        inside.scaler(engine).scale.value = 1024.0
         good = engine.step(family.batch(ROWS))
         assert not good.skipped
         before = state_of(engine)
-        engine._scaler.scale.value = 2.0**40  # planted: scaled gradients cannot fit float16
+        inside.scaler(engine).scale.value = 2.0**40  # planted: scaled gradients cannot fit float16
         bad = engine.step(family.batch(ROWS, seed=1))
         assert bad.skipped
         assert torch.isfinite(torch.tensor(bad.loss))
         assert_equal(state_of(engine), before)
         following = engine.step(family.batch(ROWS, seed=2))
         assert following.loss_scale == 2.0**39
-        engine._scaler.scale.value = 1024.0
+        inside.scaler(engine).scale.value = 1024.0
         assert not engine.step(family.batch(ROWS, seed=3)).skipped
         moved = state_of(engine)
     assert any(not torch.equal(moved[key], before[key]) for key in before)
@@ -162,7 +163,7 @@ def test_a_float16_overflow_skips_the_whole_step_and_halves_the_scale():
 def test_the_loss_scale_doubles_after_enough_good_steps():
     family = FAMILIES["llama_tied"]
     with make_engine(family.build(), family, precision="float16") as engine:
-        engine._scaler.scale.value, engine._scaler.scale.growth_interval = 8.0, 2
+        inside.scaler(engine).scale.value, inside.scaler(engine).scale.growth_interval = 8.0, 2
         found = [engine.step(family.batch(ROWS)).loss_scale for _ in range(5)]
     assert found == [8.0, 8.0, 16.0, 16.0, 32.0]
 
@@ -273,7 +274,7 @@ def test_adafactor_keeps_weights_and_state_when_the_loss_is_not_finite():
     with make_engine(family.build(), family, optimizer=l2l.Adafactor()) as engine:
         engine.step(family.batch(ROWS))
         before = state_of(engine)
-        engine._outer.loss_function = lambda outputs, batch: outputs.loss * torch.nan
+        inside.outer(engine).loss_function = lambda outputs, batch: outputs.loss * torch.nan
         assert engine.step(family.batch(ROWS)).skipped
         assert_equal(state_of(engine), before)
 
@@ -327,10 +328,10 @@ def test_the_optimizer_shows_its_state_under_the_names_of_torch():
                 assert found[index][state].shape == tensors[state].shape
                 assert torch.allclose(found[index][state], tensors[state], atol=1e-6)
             view = found[0][state]
-            engine._server.settle_all()
+            inside.server(engine).settle_all()
             assert view.untyped_storage().data_ptr() in {
                 buffer.untyped_storage().data_ptr()
-                for unit in engine._server.units.values()
+                for unit in inside.server(engine).units.values()
                 for buffer in unit.state.values()
             }
 
@@ -366,7 +367,7 @@ def test_a_host_too_small_is_refused_before_anything_is_taken():
 
 
 def test_a_kernel_that_was_not_built_is_one_warning_and_the_slow_path(monkeypatch):
-    monkeypatch.setattr("l2l.engine.engine.load_kernel", lambda: None)
+    monkeypatch.setattr(inside.LOAD_KERNEL, lambda: None)
     family = FAMILIES["llama_untied"]
     expected = train("llama_untied", steps=2, kernel="readable")
     model = family.build()
@@ -429,11 +430,11 @@ def test_a_step_that_fails_after_an_update_began_tears_the_engine(monkeypatch):
     family = FAMILIES["llama_untied"]
     engine = make_engine(family.build(), family)
     engine.step(family.batch(ROWS))
-    regress = engine._relay._perform["regress"]
-    engine._relay._perform["regress"] = lambda *_: (_ for _ in ()).throw(OSError("planted"))
+    regress = inside.relay(engine)._perform["regress"]
+    inside.relay(engine)._perform["regress"] = lambda *_: (_ for _ in ()).throw(OSError("planted"))
     with pytest.raises(OSError, match="planted"):
         engine.step(family.batch(ROWS))
-    engine._relay._perform["regress"] = regress
+    inside.relay(engine)._perform["regress"] = regress
     with pytest.raises(RuntimeError, match="two steps"):
         engine.step(family.batch(ROWS))
     with pytest.warns(UserWarning, match="two steps"):
@@ -446,11 +447,13 @@ def test_a_step_that_fails_before_any_update_leaves_everything_as_it_was():
     model = family.build()
     with make_engine(model, family, clip_norm=0.1) as engine:
         engine.step(family.batch(ROWS, seed=0))
-        regress = engine._relay._perform["regress"]
-        engine._relay._perform["regress"] = lambda *_: (_ for _ in ()).throw(OSError("planted"))
+        regress = inside.relay(engine)._perform["regress"]
+        inside.relay(engine)._perform["regress"] = lambda *_: (_ for _ in ()).throw(
+            OSError("planted")
+        )
         with pytest.raises(OSError, match="planted"):
             engine.step(family.batch(ROWS, seed=1))
-        engine._relay._perform["regress"] = regress
+        inside.relay(engine)._perform["regress"] = regress
         engine.step(family.batch(ROWS, seed=1))
     assert_equal(model.state_dict(), expected)
 
@@ -466,11 +469,11 @@ def test_some_updates_may_be_late_and_the_others_eager(num_late: int):
     family = FAMILIES["llama_untied"]
     model = family.build()
     with make_engine(model, family, update="eager") as engine:
-        plain_shape = engine._shape
-        engine._shape = lambda number, *, training: dataclasses.replace(
-            plain_shape(number, training=training), num_late=num_late if training else 0
+        inside.change_shape(
+            engine,
+            lambda shape: dataclasses.replace(shape, num_late=num_late if shape.training else 0),
         )
         for number in range(4):
             engine.step(family.batch(ROWS, seed=number))
-            assert list(engine._server.waiting) == ["L1", "L0", "T0"][-num_late:]
+            assert list(inside.server(engine).waiting) == ["L1", "L0", "T0"][-num_late:]
     assert_equal(model.state_dict(), expected)

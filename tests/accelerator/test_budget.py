@@ -3,6 +3,7 @@
 import gc
 from typing import Any
 
+import inside
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -183,7 +184,7 @@ def test_a_plan_whose_first_step_fails_leaves_nothing_on_the_device(
             if fails:
                 monkeypatch.setattr(CudaDevice, "submit", failing)
             losses = [engine.step(batch).loss for batch in batches(5)]
-            assert engine._planning.decisions.num_device_states == 0
+            assert inside.planning(engine).decisions.num_device_states == 0
         return losses
 
     found = losses_of(fails=True)

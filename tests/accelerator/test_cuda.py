@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 
+import inside
 import pytest
 import torch
 from families import FAMILIES, build_bert, masks
@@ -97,7 +98,7 @@ def test_a_recomputed_layer_gives_the_bits_of_its_forward():
     batch = FAMILIES["bert_classification"].batch(ROWS)
     engine.step(batch)
     outputs: list[list[torch.Tensor]] = []
-    for part in engine._partition.layers:
+    for part in inside.partition(engine).layers:
         outputs.append([])
         part.module.register_forward_hook(
             lambda _, __, value, kept=outputs[-1]: kept.append(value.detach().clone())
@@ -124,7 +125,7 @@ def test_the_callers_stream_is_the_current_one_again_whatever_happens():
         first = FAMILIES["bert_classification"].batch(ROWS, seed=0)
         assert engine.step(first).loss == expected
         assert torch.cuda.current_stream() == own
-        handle = engine._partition.layers[1].module.register_forward_hook(interrupt)
+        handle = inside.partition(engine).layers[1].module.register_forward_hook(interrupt)
         with pytest.raises(InterruptedError):
             engine.step(batch)
         assert torch.cuda.current_stream() == own
@@ -232,9 +233,9 @@ def test_float16_skips_an_overflow_and_goes_on():
     with make_engine(
         family.build(), device="cuda", precision="float16", microbatch_size=2
     ) as engine:
-        engine._scaler.scale.value = 2.0**40
+        inside.scaler(engine).scale.value = 2.0**40
         assert engine.step(family.batch(ROWS)).skipped
-        engine._scaler.scale.value = 256.0
+        inside.scaler(engine).scale.value = 256.0
         reports = [engine.step(family.batch(ROWS)) for _ in range(5)]
         assert not any(report.skipped for report in reports)
         assert reports[-1].loss < reports[0].loss
