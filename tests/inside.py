@@ -6,11 +6,12 @@ An engine that is arranged otherwise changes this file, and no test.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import l2l.engine.engine
+import l2l.engine.network
 from l2l.checkpoint import Persistence
 from l2l.distributed import World
-from l2l.engine.engine import PLACED as PLACED
-from l2l.engine.engine import Engine
+from l2l.engine import Engine
+from l2l.engine.checkpoints import PLACED as PLACED
+from l2l.engine.proving import Proving
 from l2l.model import Compiler, Partition
 from l2l.parameter_server import Arena, ParameterServer
 from l2l.planner import Planning
@@ -21,17 +22,17 @@ from l2l.trial import Trial
 
 # Names for `monkeypatch.setattr`.
 COMPILER = "l2l.engine.engine.Compiler"
-LOAD_KERNEL = "l2l.engine.engine.load_kernel"
-MAKE_SCHEDULE = "l2l.engine.engine.make_schedule"
-PROVEN = "l2l.engine.engine.PROVEN"
-RUN_OF_PROOF = "l2l.engine.engine.Engine._prove"
+LOAD_KERNEL = "l2l.engine.resources.load_kernel"
+MAKE_SCHEDULE = "l2l.engine.placement.make_schedule"
+PROVEN = "l2l.engine.network.PROVEN"
+RUN_OF_PROOF = "l2l.engine.proving.Proving.run"
 
-run_of_proof = Engine._prove
+run_of_proof = Proving.run
 
 
 def remember_proofs_in(memory: ProofMemory) -> None:
     """Let engines that are made from here on know, and note, what was proven."""
-    l2l.engine.engine.PROVEN = memory
+    l2l.engine.network.PROVEN = memory
 
 
 # --------------------------------------------------------------------------------------------------
@@ -39,40 +40,40 @@ def remember_proofs_in(memory: ProofMemory) -> None:
 
 
 def model(engine: Engine) -> Any:
-    return engine._model
+    return engine._resources.model
 
 
 def world(engine: Engine) -> World:
-    return engine._world
+    return engine._resources.world
 
 
 def link(engine: Engine) -> Any:
     """The type in which weights cross the link."""
-    return engine._precision.link
+    return engine._resources.precision.link
 
 
 def arena(engine: Engine) -> Arena:
-    return engine._arena
+    return engine._resources.arena
 
 
 def server(engine: Engine) -> ParameterServer:
-    return engine._server
+    return engine._resources.server
 
 
 def compiler(engine: Engine) -> Compiler:
-    return engine._compiler
+    return engine._resources.compiler
 
 
 def scaler(engine: Engine) -> Scaler | None:
-    return engine._scaler
+    return engine._resources.scaler
 
 
 def transfer(engine: Engine) -> Transfer:
-    return engine._transfer
+    return engine._resources.transfer
 
 
 def stash(engine: Engine) -> Stash:
-    return engine._stash
+    return engine._resources.stash
 
 
 def planning(engine: Engine) -> Planning:
@@ -84,27 +85,27 @@ def planning(engine: Engine) -> Planning:
 
 
 def partition(engine: Engine) -> Partition:
-    return engine._partition
+    return engine._network.partition
 
 
 def outer(engine: Engine) -> OuterPass:
-    return engine._outer
+    return engine._network.outer
 
 
 def relay(engine: Engine) -> Relay:
-    return engine._relay
+    return engine._network.relay
 
 
 def trial(engine: Engine) -> Trial:
-    return engine._trial
+    return engine._network.trial
 
 
 def persistence(engine: Engine) -> Persistence:
-    return engine._persistence
+    return engine._network.persistence
 
 
 def proof(engine: Engine) -> Proof:
-    return engine._proof
+    return engine._network.proof
 
 
 # --------------------------------------------------------------------------------------------------
@@ -113,18 +114,19 @@ def proof(engine: Engine) -> Proof:
 
 def outer_units(engine: Engine) -> tuple[OuterUnit, ...]:
     """Units around the layers, as they are placed."""
-    return engine._placed
+    return engine._placement.outer
 
 
 def schedules(engine: Engine) -> Mapping[Shape, Schedule]:
     """Those that are kept, the oldest first."""
-    return engine._schedules
+    return engine._placement.schedules
 
 
 def change_shape(engine: Engine, change: Callable[[Shape], Shape]) -> None:
     """Let every step have another shape than the plan says."""
-    shape = engine._shape
-    engine._shape = lambda number, *, training: change(shape(number, training=training))
+    placement = engine._placement
+    shape = placement.shape
+    placement.shape = lambda number, *, training: change(shape(number, training=training))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -132,30 +134,30 @@ def change_shape(engine: Engine, change: Callable[[Shape], Shape]) -> None:
 
 
 def seed(engine: Engine) -> int:
-    return engine._seed
+    return engine._condition.seed
 
 
 def count_a_step(engine: Engine) -> None:
     """Go on as if there had been one more."""
-    engine._step_number += 1
+    engine._condition.step_number += 1
 
 
 def tear(engine: Engine) -> None:
     """Let the engine be as after a step that has failed in its updates."""
-    engine._state = "torn"
+    engine._condition.tear()
 
 
 def state(engine: Engine) -> str:
     """Open, torn or closed, as it was noted."""
-    return engine._state
+    return engine._condition._state
 
 
 def finish_step(engine: Engine) -> None:
     """Wait until nothing runs."""
-    engine._finish_step()
+    engine._condition.finish_step()
 
 
 def clean_up(engine: Engine) -> None:
     """Give up a step that was interrupted, if there is one, as the next operation would."""
-    if engine._running is not None:
-        engine._refuse_if_unusable()
+    if engine._condition.running is not None:
+        engine._condition.refuse_if_unusable()

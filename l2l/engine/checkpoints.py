@@ -1,0 +1,201 @@
+"""Saving an engine and going on from what was saved, with the choices that matter to the bits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from l2l.checkpoint import Checkpoint, CheckpointError, Saving
+from l2l.engine.condition import Condition
+from l2l.engine.layers import Layers, Layout
+from l2l.engine.network import Network
+from l2l.engine.placement import Placement
+from l2l.engine.resources import Resources
+from l2l.engine.surgery import Surgery
+from l2l.planner import Planning
+
+logger = logging.getLogger("l2l")
+
+PLACED = ("num_tail", "num_device_states", "num_shared", "keep", "num_kept_cells", "outer_state")
+"""Choices by which a layer is computed, or updated, by other code: the same but for last bits."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Checkpoints:
+    """Saves an engine, and loads it: everything that is needed to go on exactly."""
+
+    resources: Resources
+    network: Network
+    condition: Condition
+    planning: Planning
+    placement: Placement
+    layers: Layers
+    surgery: Surgery
+
+    @property
+    def num_bytes(self) -> int:
+        """What a checkpoint takes on the disk, but for its headers."""
+        buffers = self.network.trial.present_buffers().values()
+        return self.network.persistence.num_bytes + sum(buffer.nbytes for buffer in buffers)
+
+    def prepare(self) -> None:
+        """Take the memory that saving in the background needs."""
+        self.condition.refuse_if_unusable()
+        self.network.persistence.prepare(self.placement.order_of_change())
+
+    def save(
+        self,
+        folder: Path,
+        extra: Mapping[str, Any] | None,
+        then: Callable[[], None] | None,
+        *,
+        background: bool,
+    ) -> Saving:
+        """Begin to write a checkpoint: the state as it is now.
+
+        Raises:
+            CheckpointError: that cannot begin, or an earlier one could not be written.
+        """
+        condition, persistence = self.condition, self.network.persistence
+        condition.refuse_if_unusable()
+        persistence.finish()
+        condition.finish_step()
+        saving = persistence.save(
+            folder,
+            step=condition.step_number,
+            state={
+                "seed": condition.seed,
+                "choices": self._choices(),
+                "layers": self.layers.state(),
+            },
+            buffers=self.network.trial.present_buffers(),
+            order=self.placement.order_of_change(),
+            at_once=self.placement.updated_on_device(),
+            extra=extra or {},
+            then=then,
+            step_seconds=self.planning.step_seconds(),
+            background=background,
+        )
+        if not background:  # whoever waits does not do it, with signals that are not held
+            self.resources.server.settle_all()
+        return saving
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Go on from a checkpoint; returns the `extra` it was saved with.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model or optimizer; nothing has changed.
+        """
+        self.condition.refuse_if_closed()
+        self.condition.clean_up()
+        try:
+            self.network.persistence.finish()
+        except CheckpointError as error:
+            logger.warning("%s", error)
+        # Everything that can be wrong with it is looked for before anything changes.
+        checkpoint = Checkpoint(folder)
+        self.network.persistence.check_files(checkpoint)
+        layout = self._checked_layout(checkpoint)
+        if layout is not None:
+            self._follow_layers(layout, checkpoint)
+        self.condition.begin_anew()
+        self.placement.leave()
+        persistence = self.network.persistence
+        try:
+            persistence.load(checkpoint)
+            persistence.load_buffers(checkpoint, self.network.trial.present_buffers())
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} Some of it was loaded already: load this checkpoint again, or another."
+            ) from error
+        self._adopt(checkpoint.manifest.state)
+        self.condition.go_on_from(checkpoint.manifest.step)
+        self.resources.server.reader.forget()
+        return dict(checkpoint.manifest.extra)
+
+    # ----------------------------------------------------------------------------------------------
+    # Layers
+
+    def _checked_layout(self, checkpoint: Checkpoint) -> Layout | None:
+        """The layers to have before a checkpoint is loaded; None: as they are. Changes nothing.
+
+        Raises:
+            CheckpointError: the engine would not be one that it fits.
+        """
+        found = checkpoint.manifest.state.get("layers")
+        if self.condition.state != "open":
+            found = None
+        try:
+            layout = None if found is None else self.layers.layout_of(found)
+            expected = self.surgery.expected(layout, link=checkpoint.manifest.state["link"])
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+        self.network.persistence.check(checkpoint, expected)
+        return layout
+
+    def _follow_layers(self, layout: Layout, checkpoint: Checkpoint) -> None:
+        """Have the layers that a checkpoint has."""
+        units = self.resources.server.units
+        try:
+            self.surgery.change(layout)
+        except BaseException as error:
+            if self.resources.server.units is not units:
+                self.condition.tear()
+            if isinstance(error, ValueError):
+                raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+            raise
+        logger.info("%s: the engine now has %s.", checkpoint.folder, self.layers)
+
+    # ----------------------------------------------------------------------------------------------
+    # Choices
+
+    def _choices(self) -> dict[str, Any]:
+        """Choices that change the last bits of results."""
+        has, decisions = self.resources, self.planning.decisions
+        return {
+            "microbatch_size": has.microbatch_size,
+            "microbatch_tokens": decisions.microbatch_tokens,
+            "piece_tokens": decisions.piece_tokens,
+            "compiled": has.compiler.is_on,
+            "looked_up": sorted({lookup.unit for lookup in has.rows.lookups}),
+            "device_memory": self.planning.given_budget,
+            "depth": repr(self.network.depth),
+            **{name: getattr(decisions, name) for name in PLACED},
+        }
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        """Go on with the choices of a checkpoint, and say where that is not possible."""
+        choices, own, has = state["choices"], self._choices(), self.resources
+        self.condition.seed = state["seed"]
+        self.network.reseed(self.condition.seed)
+        has.server.seed = self.condition.seed & 0xFFFFFFFF
+        for name in ("microbatch_size", "compiled"):
+            if choices[name] != own[name]:
+                logger.warning(
+                    "the checkpoint was made with %s=%s, this engine has %s: results may differ "
+                    "in their last bits.",
+                    name,
+                    choices[name],
+                    own[name],
+                )
+        if choices.get("depth", own["depth"]) != own["depth"]:
+            logger.warning(
+                "the checkpoint was made with depth=%s, this engine has %s.",
+                choices["depth"],
+                own["depth"],
+            )
+        names = ["piece_tokens"] if has.microbatch_size else ["microbatch_tokens", "piece_tokens"]
+        if choices.get("device_memory") == own["device_memory"]:
+            names += [name for name in PLACED if name in choices]
+        elif has.compiler.is_on:
+            logger.warning(
+                "the checkpoint was made with device_memory=%s, this engine has %s. Layers are "
+                "placed anew, so results may differ in their last bits.",
+                choices.get("device_memory"),
+                own["device_memory"],
+            )
+        self.planning.adopt({name: choices[name] for name in names})
