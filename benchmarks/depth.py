@@ -18,6 +18,7 @@ import torch
 
 import l2l
 from l2l.bench.workload import SHAPES, Workload
+from l2l.schedule import Action, parse_line
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import inside
@@ -40,10 +41,10 @@ def measure(
     seconds = (time.perf_counter() - began) / steps
     with engine.trace() as trace:
         engine.step(batch, layers=layers)
-    words = [span.text.split()[:2] for span in trace.spans]
-    fetched = [unit for verb, unit in (one for one in words if len(one) == 2) if verb == "fetch"]
+    lines = [parse_line(span.text) for span in trace.spans]
+    fetched = [one.unit for one in lines if isinstance(one, Action) and one.kind == "fetch U"]
     schedule = inside.schedules(engine)[next(reversed(inside.schedules(engine)))]
-    asked = [one.operands[0] for one in schedule.actions if one.verb == "fetch"]
+    asked = [one.unit for one in schedule.actions if one.kind == "fetch U"]
     return {
         "layers": len(layers),
         "seconds": seconds,

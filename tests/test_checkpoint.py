@@ -104,7 +104,7 @@ class Kind:
 
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    verbs: frozenset[str] = frozenset()
+    kinds: frozenset[str] = frozenset()
     scales: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """Loss scales to be set before a step."""
     frozen: tuple[str, ...] = ()
@@ -118,57 +118,78 @@ TAIL = {"num_tail": 1, "num_device_states": 1}
 EVERYTHING = {"num_tail": 2, "num_device_states": 1, "num_shared": 1, "halves": True}
 
 KINDS: dict[str, Kind] = {
-    "eager": Kind({}, verbs=frozenset({"update"})),
-    "clipped": Kind(CLIP, verbs=frozenset({"settle"})),
-    "halves": Kind({**CLIP, "overrides": {"halves": True}}, verbs=frozenset({"advance"})),
-    "some late": Kind({"overrides": {"num_late": 2}}, verbs=frozenset({"update", "settle"})),
+    "eager": Kind({}, kinds=frozenset({"update U host"})),
+    "clipped": Kind(CLIP, kinds=frozenset({"update U host late"})),
+    "halves": Kind(
+        {**CLIP, "overrides": {"halves": True}}, kinds=frozenset({"update U host late weights"})
+    ),
+    "some late": Kind(
+        {"overrides": {"num_late": 2}}, kinds=frozenset({"update U host", "update U host late"})
+    ),
     "bfloat16": Kind({**CLIP, "precision": "bfloat16"}),
     "float16": Kind(
-        {"precision": "float16"}, scales={0: 1024.0, 2: 2.0**40, 4: 2048.0}, verbs={"settle"}
+        {"precision": "float16"},
+        scales={0: 1024.0, 2: 2.0**40, 4: 2048.0},
+        kinds={"update U host late"},
     ),
     "8-bit": Kind({**CLIP, "optimizer": l2l.AdamW(lr=1e-2, moments="8bit")}),
     "8-bit, bfloat16": Kind(
         {"precision": "bfloat16", "optimizer": l2l.AdamW(lr=1e-2, moments="8bit")}
     ),
     "Adafactor": Kind(
-        {"optimizer": l2l.Adafactor(), "precision": "bfloat16"}, verbs={"revise", "return"}
+        {"optimizer": l2l.Adafactor(), "precision": "bfloat16"},
+        kinds={"update U device", "drain U free"},
     ),
     "Lion": Kind({"optimizer": l2l.Lion(lr=1e-3), "precision": "bfloat16"}),
     "SGD": Kind({"optimizer": l2l.SGD(lr=0.1, momentum=0.9)}),
     "SGD without momentum": Kind({"optimizer": l2l.SGD(lr=0.1), **CLIP}),
-    "lookups": Kind({**CLIP, "embedding": "host"}, verbs={"refresh", "collect"}),
-    "lookups, tied": Kind({**CLIP, "embedding": "host"}, {"tied": True}, verbs={"refresh"}),
+    "lookups": Kind({**CLIP, "embedding": "host"}, kinds={"update U:m host late", "collect U m"}),
+    "lookups, tied": Kind(
+        {**CLIP, "embedding": "host"}, {"tied": True}, kinds={"update U:m host late"}
+    ),
     "lookups in halves": Kind(
-        {**CLIP, "embedding": "host", "overrides": {"halves": True}}, {"tied": True}, {"refresh"}
+        {**CLIP, "embedding": "host", "overrides": {"halves": True}},
+        {"tied": True},
+        {"update U:m host late weights"},
     ),
     "layers in halves": Kind(
         {**CLIP, "embedding": "host", "overrides": {"halves": True, "whole_tables": True}},
         {"tied": True},
-        {"refresh", "settle", "advance"},
+        {"update U:m host late", "update U host late", "update U host late weights"},
     ),
-    "device state": Kind({**CLIP, "overrides": TAIL}, verbs={"renew", "mirror"}),
+    "device state": Kind({**CLIP, "overrides": TAIL}, kinds={"update U device late", "drain U"}),
     "all state on the device": Kind(
         {**CLIP, "overrides": {"num_tail": 3, "num_device_states": 3, "outer_state": True}},
-        verbs={"renew"},
+        kinds={"update U device late"},
     ),
     "shared": Kind(
-        {**CLIP, "overrides": {"num_shared": 2}}, verbs={"rework", "repay"}, alike=False
+        {**CLIP, "overrides": {"num_shared": 2}},
+        kinds={"update U:p device late", "drain U.all:p"},
+        alike=False,
     ),
     "shared, readable": Kind(
-        {**CLIP, "overrides": {"num_shared": 2}, "kernel": "readable"}, verbs={"rework"}
+        {**CLIP, "overrides": {"num_shared": 2}, "kernel": "readable"},
+        kinds={"update U:p device late"},
     ),
-    "shared at once": Kind({"overrides": {"num_shared": 2}}, verbs={"redo", "repay"}, alike=False),
+    "shared at once": Kind(
+        {"overrides": {"num_shared": 2}}, kinds={"update U:p device", "drain U.all:p"}, alike=False
+    ),
     "shared at once, 8-bit": Kind(
         {
             "overrides": {"num_shared": 2, "num_late": 2, "num_pieces": 3},
             "optimizer": l2l.AdamW(lr=1e-2, moments="8bit"),
             "kernel": "readable",
         },
-        verbs={"redo", "rework"},
+        kinds={"update U:p device", "update U:p device late"},
     ),
     "everything": Kind(
         {**CLIP, "embedding": "host", "precision": "bfloat16", "overrides": EVERYTHING},
-        verbs={"renew", "rework", "refresh", "advance"},
+        kinds={
+            "update U device late",
+            "update U:p device late",
+            "update U:m host late weights",
+            "update U host late weights",
+        },
         alike=False,
     ),
     "changing buffers": Kind(CLIP, {"norm": True}),
@@ -252,9 +273,9 @@ def differences(found: State, expected: State) -> list[str]:
     return missing + surplus + [name for name in both if not same(found[name], expected[name])]
 
 
-def verbs_of(engine: l2l.Engine) -> set[str]:
+def kinds_of(engine: l2l.Engine) -> set[str]:
     schedules = inside.schedules(engine).values()
-    return {action.verb for schedule in schedules for action in schedule.actions}
+    return {action.kind for schedule in schedules for action in schedule.actions}
 
 
 @cache
@@ -291,7 +312,7 @@ def test_training_goes_on_exactly_from_what_was_saved_beside_it(tmp_path: Path, 
         reports = train(engine, kind, to=SAVED)
         saving = engine.save(tmp_path / "saved", extra={"rows": [1, 2]}, background=True)
         reports += train(engine, kind, to=LAST)
-        assert kind.verbs <= verbs_of(engine)
+        assert kind.kinds <= kinds_of(engine)
         expected = state_of(engine)
         saving.wait()
     assert not differences(expected, undisturbed(name))
@@ -1342,11 +1363,11 @@ def test_an_error_of_ours_in_a_writer_is_told_and_nobody_hangs(
 # Steps that fail
 
 
-def plant(engine: l2l.Engine, verb: str) -> Callable[[], None]:
+def plant(engine: l2l.Engine, kind: str) -> Callable[[], None]:
     """Let a line of the next step fail; returns what mends it."""
-    perform = inside.relay(engine)._perform[verb]
-    inside.relay(engine)._perform[verb] = lambda *_: (_ for _ in ()).throw(OSError("planted"))
-    return lambda: inside.relay(engine)._perform.__setitem__(verb, perform)
+    perform = inside.relay(engine)._perform[kind]
+    inside.relay(engine)._perform[kind] = lambda *_: (_ for _ in ()).throw(OSError("planted"))
+    return lambda: inside.relay(engine)._perform.__setitem__(kind, perform)
 
 
 @pytest.mark.parametrize("name", ["eager", "Adafactor", "some late"])
@@ -1357,7 +1378,7 @@ def test_a_torn_engine_is_whole_again_once_it_has_loaded(
     with make(name) as engine:
         train(engine, name, to=SAVED)
         engine.save(tmp_path / "saved", background=beside)
-        mend = plant(engine, "regress")
+        mend = plant(engine, "backward Pro m")
         with pytest.raises(OSError, match="planted"):
             engine.step(batch(SAVED))
         mend()
@@ -1375,13 +1396,13 @@ def test_a_torn_engine_is_whole_again_once_it_has_loaded(
 
 
 @pytest.mark.parametrize("name", ["lookups", "everything", "halves"])
-@pytest.mark.parametrize("verb", ["prologue", "regress"])
-def test_a_step_that_fails_beside_a_save_harms_neither(tmp_path: Path, name: str, verb: str):
+@pytest.mark.parametrize("kind", ["forward Pro m", "backward Pro m"])
+def test_a_step_that_fails_beside_a_save_harms_neither(tmp_path: Path, name: str, kind: str):
     expected = saved_at_once(name)
     with make(name) as engine:
         train(engine, name, to=SAVED)
         saving = engine.save(tmp_path / "beside", background=True)
-        mend = plant(engine, verb)
+        mend = plant(engine, kind)
         with pytest.raises(OSError, match="planted"):
             engine.step(batch(SAVED))
         mend()

@@ -226,7 +226,7 @@ def test_the_number_of_fetches_is_that_of_the_schedule():
         for chosen, number in (((0, 1, 2), 4), ((0, 2), 2), ((1,), 1)):
             engine.step(family.batch(ROWS), layers=chosen)
             schedule = inside.schedules(engine)[next(reversed(inside.schedules(engine)))]
-            fetched = [a for a in schedule.actions if a.verb == "fetch" and "L" in a.operands[0]]
+            fetched = [a for a in schedule.actions if a.kind == "fetch U" and "L" in a.unit]
             assert schedule.shape.layers == chosen
             assert len(fetched) == number
 

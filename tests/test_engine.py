@@ -579,7 +579,7 @@ def run_out_of_memory(
     submit = CheckingDevice.submit
 
     def failing(device: CheckingDevice, lane: Any, text: str, work: Any) -> None:
-        if text.split()[0] in verbs and len(failed) < times:
+        if text.startswith(tuple(verbs)) and len(failed) < times:
             failed.append(text)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 MiB. GPU 0 has")
         submit(device, lane, text, work)
@@ -591,7 +591,7 @@ def run_out_of_memory(
 @pytest.mark.usefixtures("as_h200")
 @pytest.mark.parametrize(
     ("verb", "clip_norm"),
-    [("forward", None), ("epilogue", None), ("forward", 0.5), ("epilogue", 0.5), ("backward", 0.5)],
+    [("forward L", None), ("loss", None), ("forward L", 0.5), ("loss", 0.5), ("backward L", 0.5)],
 )
 def test_a_step_that_the_device_has_too_little_memory_for_is_done_again(
     verb: str,
@@ -628,7 +628,7 @@ def test_state_comes_back_from_a_device_whose_first_step_failed(
     monkeypatch.setattr(ParameterServer, "place_state", note)
     settings: dict[str, Any] = {"overrides": {"num_tail": 1, "num_device_states": 1}}
     with make_engine(build_llama(**BUDGETED), device_memory="300MiB", **settings) as engine:
-        run_out_of_memory(monkeypatch, {"forward"})
+        run_out_of_memory(monkeypatch, {"forward L"})
         engine.step(causal_batch(ROWS))
         last = f"L{inside.partition(engine).num_layers - 1}"
     assert placed.count(last) >= 4  # back at first, there, back and there again
@@ -652,7 +652,7 @@ def test_a_device_with_too_little_memory_for_a_trial_says_what_would_do(
 def test_a_step_that_has_begun_to_update_is_not_done_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run_out_of_memory(monkeypatch, {"backward"})
+    run_out_of_memory(monkeypatch, {"backward L"})
     engine = make_engine(build_llama(**BUDGETED), device_memory="300MiB", overrides={"num_tail": 1})
     with pytest.raises(torch.OutOfMemoryError):
         engine.step(causal_batch(ROWS))
@@ -667,7 +667,7 @@ def test_predictions_and_losses_are_made_again_too(monkeypatch: pytest.MonkeyPat
     batch = causal_batch(ROWS)
     with make_engine(build_llama(**BUDGETED), device_memory="220MiB") as engine:
         expected = engine.evaluate(batch), engine.predict(batch)["logits"]
-    failed = run_out_of_memory(monkeypatch, {"score"})
+    failed = run_out_of_memory(monkeypatch, {"loss"})
     with make_engine(build_llama(**BUDGETED), device_memory="220MiB") as engine:
         assert engine.evaluate(batch) == pytest.approx(expected[0], abs=1e-6)
         torch.testing.assert_close(engine.predict(batch)["logits"], expected[1])
@@ -679,7 +679,7 @@ def test_predictions_and_losses_are_made_again_too(monkeypatch: pytest.MonkeyPat
 def test_a_device_without_memory_for_any_plan_says_so(
     budget: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_out_of_memory(monkeypatch, {"epilogue"}, times=100)
+    run_out_of_memory(monkeypatch, {"loss"}, times=100)
     with (
         make_engine(build_llama(**BUDGETED), device_memory=budget) as engine,
         pytest.raises((torch.OutOfMemoryError, ValueError), match=r"out of memory|needs .* of"),

@@ -7,8 +7,8 @@ from torch import Tensor
 
 import l2l
 from l2l.model.host_mirror import MOST_ELEMENTS, QUESTIONS, HostMirror
+from l2l.run.around_layers import AroundLayers
 from l2l.run.outer_pass import OuterPass
-from l2l.run.relay import Relay
 
 
 def silently(tensor: Tensor, value: int) -> None:
@@ -161,7 +161,7 @@ def test_all_that_transformers_asks_is_known(name: str, kind: str, monkeypatch: 
 
     expected = losses()
     monkeypatch.setattr(OuterPass, "_mirrored", lambda _, *batches: Watched(*batches))
-    monkeypatch.setattr(Relay, "_inputs", lambda _, step, m: copied(step.microbatches[m]))
+    monkeypatch.setattr(AroundLayers, "_inputs", lambda _, step, m: copied(step.microbatches[m]))
     assert losses() == expected
     assert not unanswered
 

@@ -29,11 +29,11 @@ from reference import train_plain
 from torch import Tensor, nn
 
 import l2l
-from l2l.device import CheckingDevice, QueuedEvent
+from l2l.device import CheckingDevice, QueuedEvent, Work
 from l2l.engine import Engine
 from l2l.model.compiled_layer import Compiler
 from l2l.run.stash import Stash
-from l2l.schedule import Lane, Schedule, Shape, Wait, make_schedule, validate
+from l2l.schedule import Action, Lane, Schedule, Shape, Wait, WaitLast, make_schedule, validate
 
 WIDTH = 8
 CLASSES = 3
@@ -211,7 +211,7 @@ def make_engine(model: nn.Module, first: Lane | None, **settings: Any) -> Engine
         "kernel": "readable",
         "prove": False,  # schedules here are for one batch, and some are wrong on purpose
     }
-    return Engine(model, device=CheckingDevice(first=first), **{**defaults, **settings})
+    return Engine(model, **{"device": CheckingDevice(first=first), **defaults, **settings})
 
 
 @contextmanager
@@ -301,7 +301,7 @@ CASES = {
 
 ADAMW = l2l.AdamW(lr=0.01)
 NATIVE = {"optimizer": ADAMW, "kernel": "native", "clip_norm": 0.05}
-HALVES = ("fetch waits advance", "drain waits complete")
+HALVES = ("fetch waits update U host late weights", "drain waits update U host late moments")
 
 LATER = {  # the waits are those of the second step, which settles what the first has left
     "just in time": Case(
@@ -323,13 +323,17 @@ LATER = {  # the waits are those of the second step, which settles what the firs
         build=build_untied,
         batch=make_tokens,
         settings={"embedding": "host"},
-        kinds=("unstash waits lookup", "stash waits regress", "update waits stash"),
+        kinds=("unstash waits lookup m", "stash waits backward Pro m", "update waits drain v m"),
     ),
     "tied table on the host, clipped": Case(
         build=build_tied,
         batch=make_tokens,
         settings={"embedding": "host", "clip_norm": 0.05},
-        kinds=("unstash waits lookup", "update waits stash", "fetch waits settle"),
+        kinds=(
+            "unstash waits lookup m",
+            "update waits drain v m",
+            "fetch waits update U host late",
+        ),
     ),
     "tail": Case(
         build=build_three,
@@ -345,7 +349,7 @@ LATER = {  # the waits are those of the second step, which settles what the firs
         build=build_three,
         batch=partial(make_batch, rows=FEW_ROWS),
         settings={"overrides": {"num_tail": 1, "num_device_states": 1, "num_cells": 3}},
-        kinds=("compute waits order", "drain waits renew"),
+        kinds=("compute waits order U late", "drain waits update U device late"),
     ),
     "tail with state, native": Case(
         build=build_three,
@@ -356,29 +360,37 @@ LATER = {  # the waits are those of the second step, which settles what the firs
             "kernel": "native",
             "clip_norm": 0.05,
         },
-        kinds=("fetch waits settle", "drain waits renew"),
+        kinds=("fetch waits update U host late", "drain waits update U device late"),
     ),
     "all around with state": Case(
         build=build_untied,
         batch=make_tokens,
         settings={"overrides": {"outer_state": True}, "clip_norm": 0.05},
-        kinds=("compute waits order", "drain waits renew", "drain waits regress"),
+        kinds=(
+            "compute waits order U late",
+            "drain waits update U device late",
+            "drain waits backward Pro m",
+        ),
     ),
     "shared updates": Case(
         build=build_untied,
         batch=make_tokens,
         settings={"overrides": {"num_shared": 1, "num_pieces": 6}, "clip_norm": 0.05},
-        kinds=("rework waits borrow", "drain waits rework", "lend waits repay"),
+        kinds=(
+            "rework waits fetch U.all:p",
+            "drain waits update U:p device late",
+            "lend waits drain U.all:p",
+        ),
     ),
     "shared updates at once": Case(
         build=build_untied,
         batch=make_tokens,
         settings={"overrides": {"num_shared": 1, "num_pieces": 6}},
         kinds=(
-            "rework waits lease",
-            "rework waits assign",
-            "drain waits redo",
-            "fetch waits repay",
+            "rework waits fetch U.state:p",
+            "rework waits order U",
+            "drain waits update U:p device",
+            "fetch waits drain U.all:p",
         ),
     ),
     "shared updates at once, shared memory": Case(
@@ -387,13 +399,13 @@ LATER = {  # the waits are those of the second step, which settles what the firs
         settings={
             "overrides": {"num_shared": 2, "num_pieces": 5, "num_late": 2, "shares_memory": True}
         },
-        kinds=("rework waits borrow", "rework waits lease", "fetch waits take"),
+        kinds=("rework waits fetch U.all:p", "rework waits fetch U.state:p", "fetch waits take"),
     ),
     "shared memory": Case(
         build=build_untied,
         batch=make_tokens,
         settings={"overrides": {"shares_memory": True}, "embedding": "device"},
-        kinds=("fetch waits take", "compute waits drain"),
+        kinds=("fetch waits take", "compute waits drain U.grad"),
     ),
     "all together": Case(
         build=build_tied,
@@ -410,7 +422,11 @@ LATER = {  # the waits are those of the second step, which settles what the firs
             },
             "clip_norm": 0.05,
         },
-        kinds=("unstash waits lookup", "drain waits renew", "drain waits rework"),
+        kinds=(
+            "unstash waits lookup m",
+            "drain waits update U device late",
+            "drain waits update U:p device late",
+        ),
     ),
     "in halves": Case(
         build=build_three,
@@ -452,7 +468,7 @@ LATER = {  # the waits are those of the second step, which settles what the firs
             "overrides": {"halves": True, "num_late": 2, "num_cells": 3},
             "update": "eager",
         },
-        kinds=(*HALVES, "update waits drain"),
+        kinds=(*HALVES, "update waits drain U.grad"),
     ),
     "in halves, tail": Case(
         build=build_three,
@@ -469,13 +485,13 @@ LATER = {  # the waits are those of the second step, which settles what the firs
             "overrides": {"halves": True},
             "update": "just in time",
         },
-        kinds=(*HALVES, "unstash waits lookup", "update waits stash"),
+        kinds=(*HALVES, "unstash waits lookup m", "update waits drain v m"),
     ),
     "in halves, tied table on the host, clipped": Case(
         build=build_tied,
         batch=make_tokens,
         settings={**NATIVE, "embedding": "host", "overrides": {"halves": True}},
-        kinds=(*HALVES, "unstash waits lookup", "update waits stash"),
+        kinds=(*HALVES, "unstash waits lookup m", "update waits drain v m"),
     ),
     "in halves, all together": Case(
         build=build_tied,
@@ -493,7 +509,12 @@ LATER = {  # the waits are those of the second step, which settles what the firs
                 "num_cells": 3,
             },
         },
-        kinds=(*HALVES, "unstash waits lookup", "drain waits renew", "drain waits rework"),
+        kinds=(
+            *HALVES,
+            "unstash waits lookup m",
+            "drain waits update U device late",
+            "drain waits update U:p device late",
+        ),
     ),
 }
 KEPT = Case(
@@ -558,9 +579,9 @@ def chosen(schedules: Schedules) -> MakeSchedule:
 
 
 def kinds_of_waits(schedule: Schedule) -> list[str]:
-    """Of each wait the lane that waits, and the verb of the line it waits for."""
+    """Of each wait the lane that waits, and the kind of the line it waits for."""
     waits = [line for line in schedule.lines if isinstance(line, Wait)]
-    return [f"{wait.lane.value} waits {wait.action.verb}" for wait in waits]
+    return [f"{wait.lane.value} waits {wait.action.kind}" for wait in waits]
 
 
 def assert_every_wait_is_missed(case: Case, *expected: Result) -> list[str]:
@@ -603,7 +624,7 @@ def test_a_step_that_leaves_or_settles_updates_fails_when_any_wait_is_deleted(na
     expected = engine_result(case, make_schedule, None)
     if case.settings.get("optimizer") in (None, ADAMW) and "clip_norm" not in case.settings:
         assert is_same(expected, plain_result(case))
-    if "fetch waits advance" in case.kinds:
+    if "fetch waits update U host late weights" in case.kinds:
         assert is_same(expected, engine_result(case, with_numbers(halves=False), None))
     kinds = assert_every_wait_is_missed(case, expected)
     assert set(case.kinds) <= set(kinds)
@@ -628,7 +649,7 @@ def test_a_step_that_keeps_results_fails_when_any_wait_is_deleted(
     expected = engine_result(KEPT, make_schedule, None)
     assert is_near(expected, plain_result(KEPT))
     lines = [str(line) for schedule in schedules_of(KEPT).values() for line in schedule.actions]
-    for verb, kind in (("stash", "k0"), ("unstash", "k0"), ("forward", "K"), ("backward", "K")):
+    for verb, kind in (("drain", "k0"), ("fetch", "k0"), ("forward", "K"), ("backward", "K")):
         assert any(line.startswith(verb) and f" {kind}" in line for line in lines)
     assert len(assert_every_wait_is_missed(KEPT, expected)) > 20
     assert set(kept) == {1}, "every pass kept something"
@@ -637,24 +658,24 @@ def test_a_step_that_keeps_results_fails_when_any_wait_is_deleted(
 def test_the_golden_schedule_has_waits_of_every_kind() -> None:
     (schedule,) = schedules_of(CASES["golden"]).values()
     assert set(kinds_of_waits(schedule)) == {
-        "fetch waits release",  # the slot is reused
-        "compute waits fetch",  # the weights are there
-        "compute waits drain",  # the gradient slot is reused
-        "compute waits stash",  # the cell is reused
-        "compute waits unstash",  # the value is there
-        "stash waits prologue",
-        "stash waits forward",
-        "stash waits epilogue",
-        "stash waits backward",
-        "unstash waits stash",  # the value is kept, or the cell is reused
-        "unstash waits forward",  # the cell is reused
-        "unstash waits epilogue",
-        "unstash waits backward",
-        "drain waits epilogue",  # the losses are there
-        "drain waits backward",
-        "drain waits regress",
-        "drain waits update",  # the staging is reused
-        "update waits drain",
+        "fetch waits release U",  # the slot is reused
+        "compute waits fetch U",  # the weights are there
+        "compute waits drain U.grad",  # the gradient slot is reused
+        "compute waits drain v m",  # the cell is reused
+        "compute waits fetch v m",  # the value is there
+        "stash waits forward Pro m",
+        "stash waits forward U m",
+        "stash waits loss m",
+        "stash waits backward U m",
+        "unstash waits drain v m",  # the value is kept, or the cell is reused
+        "unstash waits forward U m",  # the cell is reused
+        "unstash waits loss m",
+        "unstash waits backward U m",
+        "drain waits loss m",  # the losses are there
+        "drain waits backward U m",
+        "drain waits backward Pro m",
+        "drain waits update U host",  # the staging is reused
+        "update waits drain U.grad",
     }
 
 
@@ -716,6 +737,75 @@ def test_a_fetch_that_does_not_wait_for_the_last_update_gets_stale_weights(
     assert losses[0] == expected[0][0]
     assert losses[1] != expected[0][1]
     assert not is_same((losses, weights), expected)
+
+
+def test_a_drain_waits_for_updates_of_a_step_with_other_layers() -> None:
+    """The host may still read the staging of a layer that the next step leaves out."""
+
+    def result(make: MakeSchedule) -> Result:
+        model = build_three()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers" in name)  # else these would be waited for
+        with scheduled(make):
+            engine = make_engine(model, Lane.DRAIN)
+            losses = [
+                engine.step(make_batch(seed), layers=layers).loss
+                for seed, layers in enumerate(([2], [0, 1, 2], [2]))
+            ]
+            engine.close()
+        return losses, model.state_dict()
+
+    one_staging = with_numbers(num_staging=1)
+
+    def hasty(shape: Shape) -> Schedule:
+        made = one_staging(shape)
+        lines = [x for x in made.lines if not (isinstance(x, WaitLast) and x.lane is Lane.DRAIN)]
+        return dataclasses.replace(made, lines=tuple(lines))
+
+    expected = result(make_schedule)
+    assert is_same(result(one_staging), expected)
+    assert not is_same(result(hasty), expected)
+
+
+class Asynchronous(CheckingDevice):
+    """Drains end when the next step needs the device, as on an accelerator; the host is fast."""
+
+    has_finished = False
+
+    def finish(self) -> None:
+        for lane in Lane:
+            if lane not in (Lane.UPDATE, Lane.DRAIN):
+                self._advance(lane, self._queues[lane].num_submitted)
+        self.has_finished = True
+
+    def submit(self, lane: Lane, text: str, work: Work) -> None:
+        if self.has_finished and lane is not Lane.UPDATE:
+            self.has_finished = False
+            self._advance(Lane.DRAIN, self._queues[Lane.DRAIN].num_submitted)
+        super().submit(lane, text, work)
+        if lane is Lane.UPDATE:  # at once, but for its waits
+            self._advance(lane, self._queues[lane].num_submitted)
+
+
+@pytest.mark.parametrize("settings", [{}, {"optimizer": ADAMW, "overrides": {"num_tail": 1}}])
+def test_late_updates_wait_for_the_drains_of_the_step_before(settings: dict[str, Any]) -> None:
+    def result(make: MakeSchedule) -> Result:
+        model, device = build_three(), Asynchronous(first=Lane.UPDATE)
+        with scheduled(make):
+            engine = make_engine(model, None, device=device, clip_norm=0.05, **settings)
+            losses = [engine.step(make_batch(seed)).loss for seed in range(3)]
+            engine.close()
+        return losses, model.state_dict()
+
+    def hasty(shape: Shape) -> Schedule:
+        made = make_schedule(shape)
+        lines = [line for line in made.lines if str(line) != "update waits last drain"]
+        assert len(lines) == len(made.lines) - bool(shape.pending)
+        return dataclasses.replace(made, lines=tuple(lines))
+
+    expected = result(make_schedule)
+    assert all(tensor.isfinite().all() for tensor in expected[1].values())
+    assert not is_same(result(hasty), expected)
 
 
 @every_order

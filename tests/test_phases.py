@@ -434,7 +434,7 @@ def test_compiled_layers_that_keep_results(name: str, keep: float, monkeypatch: 
     assert_gradients((loss, recorder.gradients), plain_step(name, rows=EVEN))
     assert len(kept) == LAYERS * 2
     assert min(kept) > 0
-    assert any(span.text.startswith("unstash k") for span in trace.spans)
+    assert any(span.text.startswith("fetch k") for span in trace.spans)
 
 
 @compiling
@@ -675,14 +675,14 @@ def test_a_step_that_fails_loses_no_update(then: str):
         settings = {**TOGETHER, "optimizer": ADAMW, "clip_norm": 0.05}
         with make_engine(model, family, **settings) as engine:
             engine.step(family.batch(ROWS))
-            for verb in ("prologue", "epilogue") if fails else ():
-                perform = inside.relay(engine)._perform[verb]
-                inside.relay(engine)._perform[verb] = lambda *_: (_ for _ in ()).throw(
+            for kind in ("forward Pro m", "loss m") if fails else ():
+                perform = inside.relay(engine)._perform[kind]
+                inside.relay(engine)._perform[kind] = lambda *_: (_ for _ in ()).throw(
                     OSError("planted")
                 )
                 with pytest.raises(OSError, match="planted"):
                     engine.step(family.batch(ROWS, seed=1))
-                inside.relay(engine)._perform[verb] = perform
+                inside.relay(engine)._perform[kind] = perform
             if then == "look":
                 look(engine, family, 0)
             if then != "close":
@@ -691,10 +691,13 @@ def test_a_step_that_fails_loses_no_update(then: str):
     assert_same(found[1], found[0])
 
 
-def verbs_of(engine: l2l.Engine) -> set[str]:
+HALVES = {"update U host late weights", "update U host late moments"}
+
+
+def kinds_of(engine: l2l.Engine) -> set[str]:
     """What the schedules have in them that the engine has run so far."""
     schedules = inside.schedules(engine).values()
-    return {action.verb for schedule in schedules for action in schedule.actions}
+    return {action.kind for schedule in schedules for action in schedule.actions}
 
 
 def moments_of(engine: l2l.Engine) -> dict[str, Tensor]:
@@ -732,7 +735,7 @@ def test_updates_in_halves_give_the_same_bits(
                     evaluated = engine.evaluate(family.batch(5, seed=20 + number))
                     seen[f"evaluated {number}"] = torch.tensor(evaluated)
             assert [report.skipped for report in reports] == [n == 2 for n in range(STEPS)]
-            assert ({"advance", "complete"} <= verbs_of(engine)) == halves
+            assert (kinds_of(engine) >= HALVES) == halves
             assert ("weights first and moments afterwards" in str(engine.plan)) == halves
             seen |= {str(n): torch.tensor(one.loss) for n, one in enumerate(reports) if n != 2}
             seen |= moments_of(engine)
@@ -747,7 +750,7 @@ def test_an_optimizer_without_halves_updates_at_once(optimizer: str):
     settings = {**OPTIMIZERS[optimizer], "kernel": "native", "clip_norm": 0.05, "steps": 3}
 
     def watch(engine: l2l.Engine, family: Family, number: int) -> None:
-        assert not {"advance", "complete"} & verbs_of(engine)
+        assert not HALVES & kinds_of(engine)
 
     family = words_family(width=128)
     expected = train(family, **ON_HOST, **settings)[1]
@@ -766,20 +769,22 @@ def test_a_step_in_halves_that_fails_loses_no_update(settings: dict, then: str):
         model = family.build()
         with make_engine(model, family, **chosen) as engine:
             engine.step(family.batch(ROWS))
-            for verb in ("forward", "epilogue") if fails else ():
-                perform = inside.relay(engine)._perform[verb]
-                inside.relay(engine)._perform[verb] = lambda *_: (_ for _ in ()).throw(
+            for kind in ("forward U m", "loss m") if fails else ():
+                perform = inside.relay(engine)._perform[kind]
+                inside.relay(engine)._perform[kind] = lambda *_: (_ for _ in ()).throw(
                     OSError("planted")
                 )
                 with pytest.raises(OSError, match="planted"):
                     engine.step(family.batch(ROWS, seed=1))
-                inside.relay(engine)._perform[verb] = perform
+                inside.relay(engine)._perform[kind] = perform
             if then == "look":
                 look(engine, family, 0)
             if then != "close":
                 engine.step(family.batch(ROWS, seed=2))
                 engine.step(family.batch(ROWS, seed=3))
-            assert ("advance" in verbs_of(engine)) == (halves and (fails or then != "close"))
+            assert ("update U host late weights" in kinds_of(engine)) == (
+                halves and (fails or then != "close")
+            )
             moments = moments_of(engine) if then != "close" else {}
         return {**moments, **model.state_dict()}
 
@@ -800,13 +805,14 @@ def test_a_step_that_is_interrupted_between_the_halves_loses_no_update(settings:
         with make_engine(model, family, **chosen) as engine:
             engine.step(family.batch(ROWS))
             if interrupted:
-                settle = inside.relay(engine)._updates.settle
-                inside.relay(engine)._updates.settle = lambda _: (_ for _ in ()).throw(
+                prepare = inside.relay(engine)._prepare
+                moments = prepare["update U host late moments"]
+                prepare["update U host late moments"] = lambda *_: (_ for _ in ()).throw(
                     KeyboardInterrupt
                 )
                 with pytest.raises(KeyboardInterrupt):
                     engine.step(family.batch(ROWS, seed=1))
-                inside.relay(engine)._updates.settle = settle
+                prepare["update U host late moments"] = moments
                 assert inside.server(engine).waiting
             if then == "evaluate":
                 engine.evaluate(family.batch(5, seed=20))

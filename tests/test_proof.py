@@ -29,11 +29,13 @@ from l2l.parameter_server import Adafactor
 from l2l.proof import Evidence, Proof, ProofError, ProofMemory
 from l2l.proof.evidence import ODD_FACTOR, WHOLE_ELEMENTS, check
 from l2l.proof.memory import key_of
+from l2l.run.buffers import ChangingBuffers
+from l2l.run.layer_passes import LayerPasses
 from l2l.run.lookup import HostRows
-from l2l.run.relay import Relay
+from l2l.run.seeds import mix_seed
 from l2l.run.transfer import Transfer
-from l2l.run.updates import Updates, mix_seed
-from l2l.schedule import Lane, Schedule, Wait, make_schedule
+from l2l.run.updates import Updates
+from l2l.schedule import Action, Lane, Schedule, Wait, make_schedule
 from l2l.trial.trial import Trial
 
 WORDS, WIDTH, LENGTH = 40, 16, 6
@@ -182,7 +184,7 @@ def drop_gradient_of_recorded(patch: pytest.MonkeyPatch) -> None:
         step.gathered[m] = []
         return []
 
-    patch.setattr(Relay, "_gather", staticmethod(gather))
+    patch.setattr("l2l.run.layer_passes.gather_recorded", gather)
 
 
 def read_another_row(patch: pytest.MonkeyPatch) -> None:
@@ -198,10 +200,10 @@ def read_another_row(patch: pytest.MonkeyPatch) -> None:
 def collect_into_another_row(patch: pytest.MonkeyPatch) -> None:
     collect = Updates.collect
 
-    def mutated(self: Updates, step: Any, unit: str, microbatch: str, staging: str) -> None:
-        collect(self, step, unit, microbatch, staging)
-        layout = self._server.units[unit].form.staging_layout
-        table = layout.view(self._transfer.staging[staging], "table.weight")
+    def mutated(self: Updates, step: Any, action: Action) -> None:
+        collect(self, step, action)
+        layout = self._server.units[action.unit].form.staging_layout
+        table = layout.view(self._transfer.staging[action.places[0]], "table.weight")
         table.copy_(table.roll(1, 0))
 
     patch.setattr(Updates, "collect", mutated)
@@ -230,24 +232,24 @@ def forget_to_add(patch: pytest.MonkeyPatch) -> None:
 
 
 def draw_the_mask_of_another_microbatch(patch: pytest.MonkeyPatch) -> None:
-    backward = Relay._backward
+    backward = LayerPasses.backward
 
-    def mutated(self: Relay, step: Any, layer: str, microbatch: str, *rest: Any) -> None:
+    def mutated(self: LayerPasses, step: Any, action: Action) -> None:
         def other(seed: int, number: int, part: int, m: int) -> int:
             return mix_seed(seed, number, part, 1 - m)
 
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr("l2l.run.relay.mix_seed", other)
-            backward(self, step, layer, microbatch, *rest)
+            inner.setattr("l2l.run.layer_passes.mix_seed", other)
+            backward(self, step, action)
 
-    patch.setattr(Relay, "_backward", mutated)
+    patch.setattr(LayerPasses, "backward", mutated)
 
 
 def count_statistics_twice(patch: pytest.MonkeyPatch) -> None:
     def note(step: Any, part: int, m: int, changing: dict[str, Tensor]) -> None:
         step.buffers_before[part, m] = changing  # not copied
 
-    patch.setattr(Relay, "_note_buffers", staticmethod(note))
+    patch.setattr(ChangingBuffers, "_note", staticmethod(note))
 
 
 def weigh_microbatches_wrongly(patch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import inspect
 
 import l2l
 from l2l.engine.layers import Layers
-from l2l.schedule import VERBS, Lane
+from l2l.schedule import KINDS, VERBS, Lane
 
 
 def test_public_names() -> None:
@@ -202,45 +202,53 @@ def test_optimizers_have_the_settings_and_defaults_of_torch() -> None:
     assert set(fields(l2l.RecordGradients)) == {"groups", "gradients"}
 
 
-def test_verbs_and_operands_of_a_schedule() -> None:
-    assert {name: " ".join(verb.operands) for name, verb in VERBS.items()} == {
+def test_kinds_of_lines_of_a_schedule() -> None:
+    """What a line may say, without numbers, and the places it names then."""
+    assert {name: " ".join((kind.units, *kind.places)).strip() for name, kind in KINDS.items()} == {
         "take": "SGW>",
-        "drop": "SGW>",
-        "fetch": "LOT S>",
-        "gather": "LOT S>",
-        "release": "LOT S>",
-        "refresh": "T m H<",
-        "lookup": "m",
-        "prologue": "m S< R> C< C>",
-        "forward": "L m S< R< C< C> K>",
-        "score": "m S< R< C<",
-        "epilogue": "m S< G> R< C< C>",
-        "backward": "L m S< G> R< C< K< C< C>",
-        "regress": "m S< G> C< C< C>",
-        "pool": "",
-        "reduce": "LOT G>",
-        "report": "",
-        "drain": "LOT G< H>",
-        "measure": "LOT G<",
-        "collect": "T m H>",
-        "update": "LOT H<",
-        "settle": "LOT H<",
-        "advance": "LOT H<",
-        "complete": "LOT H<",
-        "order": "LOT",
-        "assign": "L",
-        "lease": "L p W>",
-        "redo": "L p S< G< W>",
-        "renew": "LOT S> G<",
-        "borrow": "L p H< W>",
-        "rework": "L p W>",
-        "repay": "L p W<",
-        "revise": "LOT S> G<",
-        "mirror": "LOT S<",
-        "return": "LOT S>",
-        "stash": "rhgkx m CRK<",
-        "unstash": "rhgke m CRK>",
+        "release": "SGW>",
+        "release U": "LTO S>",
+        "fetch U": "LTO S>",
+        "fetch U.state:p": "L W>",
+        "fetch U.all:p": "L H< W>",
+        "fetch v m": "CRK>",
+        "drain U": "LTO S<",
+        "drain U free": "LTO S>",
+        "drain U.grad": "LTO G< H>",
+        "drain U.norm": "LTO G<",
+        "drain U.all:p": "L W<",
+        "drain v m": "CRK<",
+        "drain loss": "",
+        "gather U": "LTO S>",
+        "reduce U": "LTO G>",
+        "reduce loss": "",
+        "forward Pro m": "P S< R> C< C>",
+        "forward U m": "L S< R< C< C> K>",
+        "loss m": "S< G> R< C< C>",
+        "backward U m": "L S< G> R< C< K< C< C>",
+        "backward Pro m": "P S< G> R< C< K< C< C>",
+        "lookup m": "",
+        "collect U m": "T H>",
+        "update U host": "LTO H<",
+        "update U host late": "LTO H<",
+        "update U host late weights": "LTO H<",
+        "update U host late moments": "LTO H<",
+        "update U:m host late": "T H<",
+        "update U:m host late weights": "T H<",
+        "order U": "L",
+        "order U late": "LTO",
+        "update U device": "LTO S> G<",
+        "update U device late": "LTO S> G<",
+        "update U:p device": "L S< G< W>",
+        "update U:p device late": "L W>",
     }
+
+
+def test_verbs_of_a_schedule() -> None:
+    assert (
+        *("take", "release", "fetch", "drain", "gather", "reduce", "forward", "loss", "backward"),
+        *("lookup", "collect", "update", "order"),
+    ) == VERBS
 
 
 def test_lanes_of_a_schedule() -> None:

@@ -19,6 +19,7 @@ import pytest
 
 import l2l.schedule
 from l2l.schedule import (
+    KINDS,
     NOTHING,
     NUM_LENT,
     VERBS,
@@ -28,6 +29,7 @@ from l2l.schedule import (
     Schedule,
     Shape,
     Wait,
+    WaitLast,
     make_schedule,
     parse_line,
     validate,
@@ -40,7 +42,7 @@ def first_layers(count: int) -> tuple[int, ...]:
     return tuple(range(count))
 
 
-PASSES = ("prologue", "forward", "score", "epilogue", "backward", "regress")
+PASSES = ("forward", "loss", "backward")
 FROZEN = (OuterUnit(trained=False),)
 AFTER = OuterUnit(in_prologue=False)  # a norm
 TIED = (OuterUnit(name="T0", in_prologue=False, looked_up=True), AFTER)
@@ -329,9 +331,13 @@ def test_printing_and_parsing_are_inverse(name: str) -> None:
         assert parse_line(str(line)) == line
 
 
-def test_golden_schedules_use_every_verb_and_lane() -> None:
+def test_there_are_at_most_fourteen_verbs() -> None:
+    assert len(VERBS) <= 14
+
+
+def test_golden_schedules_use_every_kind_of_line_and_every_lane() -> None:
     actions = [action for shape in GOLDEN.values() for action in make_schedule(shape).actions]
-    assert {action.verb for action in actions} == set(VERBS)
+    assert {action.kind for action in actions} == set(KINDS)
     assert {action.lane for action in actions} == set(Lane)
 
 
@@ -341,23 +347,27 @@ def test_golden_schedules_use_every_verb_and_lane() -> None:
         ("", "unknown verb"),
         ("fly L0 S0", "unknown verb"),
         ("waits release L0 S0", "unknown verb"),
-        ("fetch waits", "takes operands"),
-        ("fetch L0", "takes operands like 'LOT S>'"),
-        ("fetch L0 S0 S1", "takes operands"),
-        ("fetch S0 L0", "takes operands"),
-        ("report m0", "takes operands"),
-        ("backward L0 m0 S0 R0 G0 C0 K0 C1 C2", "takes operands"),
-        ("forward L0 m0 S0 R0 C0 C1", "takes operands"),
-        ("collect L0 m0 H0", "takes operands like 'T m H>'"),
-        ("advance T0 m0 HT0", "takes operands like 'LOT H<'"),
-        ("complete HL0 L0", "takes operands like 'LOT H<'"),
-        ("stash e m0 C0", "takes operands"),
-        ("unstash x m0 C0", "takes operands"),
-        ("take C0", "takes operands like 'SGW>'"),
-        ("borrow T0 p0 HT0 W0", "takes operands like 'L p H< W>'"),
+        ("fetch waits", "found 'fetch waits'; expected one of fetch U"),
+        ("fetch L0", "'fetch U' takes 'LTO S>'"),
+        ("fetch L0 S0 S1", "takes 'LTO S>'"),
+        ("fetch S0 L0", "takes 'LTO S>', in this order"),
+        ("fetch L0.grad S0", "expected one of fetch U"),
+        ("drain loss m0", "found 'drain loss m'"),
+        ("backward L0 m0 S0 R0 G0 C0 K0 C1 C2", "takes 'L S< G> R< C< K< C< C>'"),
+        ("forward L0 m0 S0 R0 C0 C1", "takes 'L S< R< C< C> K>'"),
+        ("forward L0 S0 R0 C0 C1 -", "found 'forward U'"),
+        ("collect L0 m0 H0", "takes 'T H>'"),
+        ("update T0 host late weights", "takes 'LTO H<'"),
+        ("update HL0 L0 host late moments", "takes 'LTO H<', in this order"),
+        ("update L0 HL0 host", "in this order"),
+        ("update L0 host HL0 moments", "found 'update U host moments'"),
+        ("drain h0 C0", "found 'drain v'"),
+        ("take C0", "takes 'SGW>'"),
+        ("fetch T0.all:p0 HT0 W0", "takes 'L H< W>'"),
         ("loading waits release L0 S0", "no lane 'loading'; lanes are compute"),
-        ("fetch waits compute waits report", "not another wait"),
-        ("fetch waits release L0", "takes operands"),
+        ("fetch waits compute waits drain loss", "not another wait"),
+        ("fetch waits compute waits last L0", "not another wait"),
+        ("fetch waits release L0", "takes 'LTO S>'"),
     ],
 )
 def test_text_that_is_no_line_is_refused(text: str, reason: str) -> None:
@@ -365,11 +375,11 @@ def test_text_that_is_no_line_is_refused(text: str, reason: str) -> None:
         parse_line(text)
 
 
-def test_lines_are_counted_by_verb() -> None:
+def test_lines_are_counted_by_kind() -> None:
     schedule = make_schedule(GOLDEN["three_layers_one_microbatch"])
-    assert schedule.count("backward") == 3
-    assert schedule.count("update") == 4
-    assert schedule.count("score") == 0
+    assert schedule.count("backward U m") == 3
+    assert schedule.count("update U host") == 4
+    assert schedule.count("order U") == 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -379,18 +389,18 @@ def test_lines_are_counted_by_verb() -> None:
 def test_computing_goes_layer_by_layer_and_within_a_layer_over_all_microbatches() -> None:
     schedule = make_schedule(GOLDEN["three_layers_two_microbatches"])
     passes = [
-        " ".join([action.verb, *(word for word in action.operands if word[0] in "Lm")])
+        " ".join(filter(None, (action.verb, action.unit, f"m{action.microbatch}")))
         for action in schedule.actions
         if action.lane is Lane.COMPUTE and action.verb != "release"
     ]
     assert passes == [
         f"{part} {microbatch}"
         for part in (
-            "prologue",
+            "forward Pro",
             *("forward L0", "forward L1", "forward L2"),
-            "epilogue",
+            "loss",
             *("backward L2", "backward L1", "backward L0"),
-            "regress",
+            "backward Pro",
         )
         for microbatch in ("m0", "m1")
     ]
@@ -406,25 +416,26 @@ def test_a_unit_is_resident_when_computed_on_and_slots_hold_one_unit_and_end_fre
         shape = schedule.shape
         held = {f"S{unit}": unit for unit in shape.held}
         for action in schedule.actions:
-            verb, words = action.verb, action.operands
-            if verb == "fetch":
-                assert words[1] not in held, (shape, action)
-                held[words[1]] = words[0]
-            elif verb in ("release", "return"):
-                assert held.pop(words[1]) == words[0], (shape, action)
-            elif verb in ("renew", "revise", "mirror"):
-                assert held[words[1]] == words[0], (shape, action)
-            elif verb in ("forward", "backward"):
-                assert held[words[2]] == words[0], (shape, action)
-            elif verb in ("prologue", "epilogue", "score", "regress"):
-                assert [held[slot] for slot in places(words[1])] == read_by(shape, verb), action
+            kind, unit, slot = action.kind, action.unit, (*action.places, "")[0]
+            if kind == "fetch U":
+                assert slot not in held, (shape, action)
+                held[slot] = unit
+            elif kind in ("release U", "drain U free"):
+                assert held.pop(slot) == unit, (shape, action)
+            elif kind in ("update U device", "update U device late", "drain U") or kind in (
+                "forward U m",
+                "backward U m",
+            ):
+                assert held[slot] == unit, (shape, action)
+            elif action.verb in PASSES:
+                assert [held[slot] for slot in places(slot)] == read_by(shape, action), action
             assert sum(slot[1:].isdigit() for slot in held) <= shape.num_slots
         assert sorted(held.values()) == sorted(units_with_state(shape)), shape
 
 
-def read_by(shape: Shape, verb: str) -> list[str]:
+def read_by(shape: Shape, action: Action) -> list[str]:
     """Units that a pass around the layers reads, in order."""
-    if verb in ("prologue", "regress"):
+    if action.unit == "Pro":
         return [unit.name for unit in shape.outer if unit.in_prologue]
     tail = shape.layers[len(shape.layers) - shape.num_tail :]
     return [*(unit.name for unit in shape.outer if unit.in_epilogue), *(f"L{i}" for i in tail)]
@@ -446,19 +457,17 @@ def test_passes_around_the_layers_sum_gradients_of_what_they_read_and_is_trained
         frozen = {f"L{layer}" for layer in shape.frozen_layers}
         frozen |= {unit.name for unit in shape.outer if not unit.trained}
         for action in schedule.actions:
-            if action.verb in ("epilogue", "regress"):
-                trained = [unit for unit in read_by(shape, action.verb) if unit not in frozen]
-                sums = places(action.operands[2])
-                assert sums == [f"G{unit}" for unit in trained], (shape, action)
+            if action.kind in ("loss m", "backward Pro m"):
+                trained = [unit for unit in read_by(shape, action) if unit not in frozen]
+                expected = [f"G{unit}" for unit in trained] if shape.training else []
+                assert places(action.places[1]) == expected, (shape, action)
 
 
 def test_a_step_fetches_twice_the_layers_less_the_slots() -> None:
     for schedule in small_schedules():
         shape = schedule.shape
         fetches = [
-            action
-            for action in schedule.actions
-            if action.verb == "fetch" and action.operands[0] != "O"
+            action for action in schedule.actions if action.kind == "fetch U" and action.unit != "O"
         ]
         assert len(fetches) == 2 * len(shape.layers) - shape.num_slots, shape
 
@@ -474,15 +483,15 @@ def test_slots_beyond_the_number_of_layers_change_nothing() -> None:
 def test_an_evaluation_fetches_every_layer_once_and_updates_nothing() -> None:
     for shape in small_shapes(training=False):
         schedule = make_schedule(shape)
-        assert schedule.count("fetch") == len(shape.layers) + 1
-        assert schedule.count("report") == 1
-        for verb in ("epilogue", "backward", "regress", "drain", "update"):
-            assert schedule.count(verb) == 0
+        assert schedule.count("fetch U") == len(shape.layers) + 1
+        assert schedule.count("drain loss") == 1
+        for kind in ("backward U m", "backward Pro m", "drain U.grad", "update U host"):
+            assert schedule.count(kind) == 0
 
 
-def units_of(schedule: Schedule, verb: str) -> set[str]:
-    units = [action.operands[0] for action in schedule.actions if action.verb == verb]
-    assert len(units) == len(set(units)), (schedule.shape, verb)
+def units_of(schedule: Schedule, kind: str) -> set[str]:
+    units = [action.unit for action in schedule.actions if action.kind == kind]
+    assert len(units) == len(set(units)), (schedule.shape, kind)
     return set(units)
 
 
@@ -511,18 +520,18 @@ def test_every_trained_unit_is_updated_once_and_no_other() -> None:
         redone = borrowing_units(shape) & on_host - late
         assert set(shape.redone) == redone, shape
         assert len(late) == len(shape.late_units), shape
-        assert units_of(schedule, "measure") == with_state | redone, shape
-        assert units_of(schedule, "assign") == redone, shape
-        collected = [a.operands[:2] for a in schedule.actions if a.verb == "collect"]
-        every = [f"m{m}" for m in range(shape.num_microbatches)]
+        assert units_of(schedule, "drain U.norm") == with_state | redone, shape
+        assert units_of(schedule, "order U") == redone, shape
+        collected = [(a.unit, a.microbatch) for a in schedule.actions if a.verb == "collect"]
+        every = range(shape.num_microbatches)
         expected = sorted(itertools.product(on_host & looked_up, every))
         assert sorted(collected) == expected, shape
-        assert units_of(schedule, "drain") == on_host - only_rows - redone, shape
-        assert units_of(schedule, "update") == on_host - late - redone, shape
-        for verb in ("revise", "return"):
-            assert units_of(schedule, verb) == trained - with_state - on_host, shape
+        assert units_of(schedule, "drain U.grad") == on_host - only_rows - redone, shape
+        assert units_of(schedule, "update U host") == on_host - late - redone, shape
+        for kind in ("update U device", "drain U free"):
+            assert units_of(schedule, kind) == trained - with_state - on_host, shape
         # Those that are left: what must be, and of the others the last ones drained.
-        drained = [a.operands[0] for a in schedule.actions if a.verb == "drain"]
+        drained = [a.unit for a in schedule.actions if a.kind == "drain U.grad"]
         may_be_left = [unit for unit in drained if unit not in looked_up]
         last = may_be_left[max(0, len(may_be_left) - shape.num_late) :]
         assert late == {*with_state, *(on_host & looked_up), *last}, shape
@@ -537,14 +546,16 @@ def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> No
         settled = pending - renewed - reworked
         in_two = settled - looked_up if shape.whole_tables else settled
         halved = in_two if shape.halves and shape.training else set()
-        for verb in ("renew", "mirror"):
-            assert units_of(schedule, verb) == renewed, shape
-        assert units_of(schedule, "order") == renewed | reworked, shape
-        assert units_of(schedule, "settle") == settled - halved, shape
-        for verb in ("advance", "complete"):
-            assert units_of(schedule, verb) == halved, shape
-        refreshed = [a.operands[:2] for a in schedule.actions if a.verb == "refresh"]
-        each = {(u, f"m{m}") for u in pending & looked_up for m in range(shape.num_microbatches)}
+        for kind in ("update U device late", "drain U"):
+            assert units_of(schedule, kind) == renewed, shape
+        assert units_of(schedule, "order U late") == renewed | reworked, shape
+        assert units_of(schedule, "update U host late") == settled - halved, shape
+        for half in ("weights", "moments"):
+            assert units_of(schedule, f"update U host late {half}") == halved, shape
+        of_rows = [a for a in schedule.actions if a.kind.startswith("update U:m")]
+        assert {a.kind.endswith("weights") for a in of_rows} <= {bool(halved & looked_up)}, shape
+        refreshed = [(a.unit, a.microbatch) for a in of_rows]
+        each = {(u, m) for u in pending & looked_up for m in range(shape.num_microbatches)}
         assert set(refreshed) == each, shape
         assert len(refreshed) == len(each), shape
         assert_state_is_lent(schedule, sorted(reworked), [*shape.redone])
@@ -552,83 +563,103 @@ def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> No
         num_halved += len(halved)
         num_renewed += len(renewed)
         num_reworked += len(reworked)
-        done: set[str] = set()
-        for action in schedule.actions:
-            verb, words = action.verb, action.operands
-            if verb in ("renew", "rework", "redo"):
-                ordered = "assign" if verb == "redo" else "order"
-                assert f"{ordered} {words[0]}" in done, (shape, action)
-            if verb in ("settle", "advance", "renew") or (verb, *words[1:2]) == (
-                "repay",
-                f"p{shape.num_pieces - 1}",
-            ):
-                done.add(words[0])
-            elif verb in ("order", "assign", "refresh", "complete"):
-                done.add(" ".join((verb, *words[: 2 if verb == "refresh" else 1])))
-            elif verb in ("fetch", "mirror", "drain", "collect", "measure", "update", "revise"):
-                assert words[0] not in pending - done, (shape, action)
-            elif verb in ("prologue", "epilogue", "score", "regress"):
-                assert not renewed & {*read_by(shape, verb)} - done, (shape, action)
-            elif verb == "lookup":
-                needed = {f"refresh {unit} {words[0]}" for unit in pending & looked_up}
-                assert needed <= done, shape
+        assert_done_before_needed(schedule, pending, looked_up, renewed)
     assert min(num_settled, num_halved, num_renewed, num_reworked) > 300
+
+
+WHOLE_OR_WEIGHTS = ("update U host late", "update U host late weights")
+NEEDS_IT_DONE = (
+    *("fetch U", "drain U", "drain U.grad", "drain U.norm", "collect U m", "update U host"),
+    "update U device",
+)
+
+
+def assert_done_before_needed(
+    schedule: Schedule, pending: set[str], looked_up: set[str], renewed: set[str]
+) -> None:
+    shape = schedule.shape
+    done: set[str] = set()
+    for action in schedule.actions:
+        kind, unit = action.kind, action.unit
+        if "device" in kind and kind != "update U device":
+            late = " late" if "late" in kind else ""
+            assert f"order {unit}{late}" in done, (shape, action)
+        is_last = kind == "drain U.all:p" and action.piece == shape.num_pieces - 1
+        if is_last or kind in ("update U device late", *WHOLE_OR_WEIGHTS):
+            done.add(unit)
+        elif action.verb == "order":
+            done.add(action.text)
+        elif kind.startswith("update U:m"):
+            done.add(f"{unit} m{action.microbatch}")
+        elif kind in NEEDS_IT_DONE:
+            assert unit not in pending - done, (shape, action)
+        elif action.verb in PASSES and unit in ("", "Pro"):
+            assert not renewed & {*read_by(shape, action)} - done, (shape, action)
+        elif action.verb == "lookup":
+            needed = {f"{unit} m{action.microbatch}" for unit in pending & looked_up}
+            assert needed <= done, shape
 
 
 def assert_state_is_lent(schedule: Schedule, left: list[str], at_once: list[str]) -> None:
     """All pieces of all units, in order, once; and brought back."""
-    lent = {"borrow": left, "rework": left, "lease": at_once, "redo": at_once}
-    for verb, units in {**lent, "repay": left + at_once}.items():
-        pieces = [a.operands[:2] for a in schedule.actions if a.verb == verb]
-        every = [(unit, f"p{i}") for unit in units for i in range(schedule.shape.num_pieces)]
+    lent = {
+        "fetch U.all:p": left,
+        "update U:p device late": left,
+        "fetch U.state:p": at_once,
+        "update U:p device": at_once,
+    }
+    for kind, units in {**lent, "drain U.all:p": left + at_once}.items():
+        pieces = [(a.unit, a.piece) for a in schedule.actions if a.kind == kind]
+        every = [(unit, i) for unit in units for i in range(schedule.shape.num_pieces)]
         assert pieces == every, schedule.shape
 
 
 def test_in_halves_weights_come_as_they_are_fetched_and_moments_after_all_as_they_drain() -> None:
     num_advanced = 0
     for schedule in all_schedules():
-        units: dict[str, list[str]] = {verb: [] for verb in VERBS}
+        units: dict[str, list[str]] = {kind: [] for kind in KINDS}
+        weights, moments = (f"update U host late {half}" for half in ("weights", "moments"))
         for action in schedule.actions:
-            units[action.verb] += action.operands[:1]
-            assert action.verb != "advance" or not units["complete"], (schedule.shape, action)
-        advanced, completed = units["advance"], units["complete"]
+            units[action.kind].append(action.unit)
+            assert action.kind != weights or not units[moments], (schedule.shape, action)
+        advanced, completed = units[weights], units[moments]
         num_advanced += len(advanced)
         assert sorted(advanced) == sorted(completed)
         assert schedule.shape.training or not advanced
-        fetched, drained = units["fetch"], units["drain"]
+        fetched, drained = units["fetch U"], units["drain U.grad"]
         needed = [fetched.index(one) if one in fetched else len(fetched) for one in advanced]
         leaving = [drained.index(one) if one in drained else -1 for one in completed]
         assert needed == sorted(needed), schedule.shape
         assert leaving == sorted(leaving), schedule.shape
         for line in schedule.lines:  # a fetch waits for weights alone, a drain for both halves
-            if isinstance(line, Wait) and line.action.verb in ("advance", "complete"):
-                assert (line.lane, line.action.verb) in (
-                    (Lane.FETCH, "advance"),
-                    (Lane.DRAIN, "complete"),
+            if isinstance(line, Wait) and line.action.kind in (weights, moments):
+                assert (line.lane, line.action.kind) in (
+                    (Lane.FETCH, weights),
+                    (Lane.DRAIN, moments),
                 ), (schedule.shape, line)
     assert num_advanced > 1000
 
 
 def must_keep_order(one: Action, other: Action) -> bool:
     """Whether two lines are on one lane, or touch a place that one of them writes."""
-    mine = dict(one.accesses())
+    mine = dict(one.accesses)
     touched = [
-        place for place, writes in other.accesses() if place in mine and (writes or mine[place])
+        place for place, writes in other.accesses if place in mine and (writes or mine[place])
     ]
     return bool(touched) or one.lane is other.lane
 
 
-def test_what_a_pass_unstashes_is_submitted_before_the_pass_that_precedes_it() -> None:
+def test_what_a_pass_fetches_is_submitted_before_the_pass_that_precedes_it() -> None:
     """Unless its cell or what was stashed does not allow it, or the host must look it up first."""
     num_ahead = 0
     for schedule in all_schedules():
         actions = schedule.actions
         passes = [i for i, action in enumerate(actions) if action.verb in PASSES]
         for i, action in enumerate(actions):
-            if action.verb != "unstash" or action.operands[0] == "e":
+            if action.kind != "fetch v m" or action.value.startswith("e"):
                 continue
-            arrives = (action.operands[2], False)
-            reader = next(n for n in passes if n > i and arrives in actions[n].accesses())
+            arrives = (action.places[0], False)
+            reader = next(n for n in passes if n > i and arrives in actions[n].accesses)
             before = [n for n in passes if n < reader]
             if not before or i < before[-1]:
                 num_ahead += 1
@@ -650,7 +681,7 @@ def test_places_that_take_turns_have_memory_when_used_and_never_both() -> None:
     num_turns = 0
     for schedule in all_schedules():
         shape = schedule.shape
-        turns = {a.operands[0] for a in schedule.actions if a.verb in ("take", "drop")}
+        turns = {a.places[0] for a in schedule.actions if a.kind in ("take", "release")}
         borrowed = {place for place in turns if place.startswith("W")}
         assert shape.shares_memory or not turns
         assert borrowed <= {f"W{i}" for i in range(NUM_LENT)}
@@ -663,17 +694,17 @@ def test_places_that_take_turns_have_memory_when_used_and_never_both() -> None:
         has: set[str] = set(gradients)  # from the step before, unless it is the first
         for action in schedule.actions:
             if action.verb == "take":
-                assert action.operands[0] not in has, (shape, action)
-                has.add(action.operands[0])
+                assert action.places[0] not in has, (shape, action)
+                has.add(action.places[0])
                 kinds = {
                     "gradients" if place in gradients else "lent" if place in borrowed else "head"
                     for place in has
                 }
                 assert len(kinds) == 1 or kinds == {"gradients", "lent"}, (shape, action)
-            elif action.verb == "drop":
-                has.remove(action.operands[0])
+            elif action.kind == "release":
+                has.remove(action.places[0])
             else:
-                used = {place for operand in action.operands for place in places(operand)}
+                used = {place for named in action.places for place in places(named)}
                 assert used & turns <= has, (shape, action)
         assert has == gradients, shape
     assert num_turns > 100
@@ -683,11 +714,12 @@ def test_late_updates_leave_staging_that_the_next_step_settles() -> None:
     shape = Shape(layers=first_layers(4), num_microbatches=1, num_late=3)
     assert shape.late_units == ("L1", "L0", "O")
     schedule = make_schedule(shape)
-    drained = {a.operands[0]: a.operands[2] for a in schedule.actions if a.verb == "drain"}
+    drained = {a.unit: a.places[1] for a in schedule.actions if a.kind == "drain U.grad"}
     following = make_schedule(dataclasses.replace(shape, pending=shape.late_units))
-    settled = [action.operands for action in following.actions if action.verb == "settle"]
-    assert settled == [(unit, drained[unit]) for unit in ("O", "L0", "L1")], "as they are fetched"
-    updated = {a.operands[1] for a in following.actions if a.verb == "update"}
+    late = [a for a in following.actions if a.kind == "update U host late"]
+    expected = [(unit, (drained[unit],)) for unit in ("O", "L0", "L1")]
+    assert [(a.unit, a.places) for a in late] == expected, "as they are fetched"
+    updated = {a.places[0] for a in following.actions if a.kind == "update U host"}
     assert not updated & {drained[unit] for unit in shape.late_units}
 
 
@@ -711,87 +743,88 @@ def test_layers_below_the_lowest_trained_one_have_no_backward_pass() -> None:
     shape = GOLDEN["frozen_lower_layers"]
     schedule = make_schedule(shape)
     backward = [action for action in schedule.actions if action.verb == "backward"]
-    assert [action.operands[0] for action in backward] == ["L3", "L3", "L2", "L2"]
-    assert [action.operands[-1] for action in backward[2:]] == [NOTHING, NOTHING]
-    assert schedule.count("regress") == 0
+    assert [action.unit for action in backward] == ["L3", "L3", "L2", "L2"]
+    assert [action.places[-1] for action in backward[2:]] == [NOTHING, NOTHING]
 
 
 def test_a_frozen_layer_between_trained_ones_passes_gradients_on_and_keeps_none() -> None:
     shape = Shape(layers=(0, 1, 2), num_microbatches=2, frozen_layers=frozenset({1}))
-    backward = [action for action in make_schedule(shape).actions if action.verb == "backward"]
-    gradient_slots = {action.operands[0]: action.operands[3] for action in backward}
+    backward = [a for a in make_schedule(shape).actions if a.kind == "backward U m"]
+    gradient_slots = {action.unit: action.places[1] for action in backward}
     assert gradient_slots == {"L2": "G0", "L1": NOTHING, "L0": "G1"}
-    assert all(action.operands[-1] != NOTHING for action in backward)
+    assert all(action.places[-1] != NOTHING for action in backward)
 
 
 def test_a_schedule_over_some_layers_names_only_those() -> None:
     text = str(make_schedule(GOLDEN["some_layers"]))
-    assert {word for word in text.split() if word.startswith("L")} == {"L0", "L2", "L5"}
+    units = {word.partition(".")[0] for word in text.split() if word.startswith("L")}
+    assert units == {"L0", "L2", "L5"}
     values = {word for word in text.split() if word[0] in "hg" and word[1:] in list("012345E")}
     assert values <= {f"{kind}{part}" for kind in "hg" for part in "025E"}
 
 
-TOUCHED = {  # verb -> what it reads, what it writes: places, or positions of operands
+TOUCHED = {  # kind -> what it reads, what it writes: by name, or by its position among the places
     "take": ([], [0]),
-    "drop": ([], [0]),
-    "fetch": (["weights"], [1]),
-    "gather": ([], [1]),
-    "release": ([], [1]),
-    "refresh": ([2], ["weights"]),
-    "lookup": (["tables"], ["rows"]),
-    "prologue": ([1, 3], [2, 4]),
-    "forward": ([2, 3, 4], [5, 6]),
-    "score": ([1, 2, 3], ["loss"]),
-    "epilogue": ([1, 3, 4], [2, "loss", 5]),
-    "backward": ([2, 4, 5, 6, 7], [3, 8]),
-    "regress": ([1, 3, 4], [2, 5]),
-    "pool": ([], ["loss"]),
-    "reduce": ([], [1]),
-    "report": (["loss"], ["reported loss"]),
-    "drain": ([1], [2]),
-    "measure": ([1], []),
-    "collect": (["gradients of rows"], [2]),
-    "update": ([1, "reported loss"], ["weights"]),
-    "settle": ([1], ["weights"]),
-    "advance": ([1], ["weights"]),
-    "complete": ([1], []),
-    "order": ([], ["numbers"]),
-    "renew": ([2, "numbers"], [1]),
-    "borrow": ([2, "piece"], [3]),
-    "rework": (["numbers"], [2]),
-    "assign": (["reported loss"], ["numbers"]),
-    "lease": (["piece"], [2]),
-    "redo": ([2, 3, "numbers"], [4]),
-    "repay": ([2], ["weights", "piece"]),
-    "revise": ([2, "loss"], [1]),
-    "mirror": ([1], ["weights"]),
-    "return": ([], [1, "weights"]),
-    "stash": ([2], ["kept"]),
-    "unstash": (["kept"], [2]),
+    "release": ([], [0]),
+    "release U": ([], [0]),
+    "fetch U": (["weights"], [0]),
+    "fetch U.state:p": (["piece"], [0]),
+    "fetch U.all:p": ([0, "piece"], [1]),
+    "fetch v m": (["kept"], [0]),
+    "drain U": ([0], ["weights"]),
+    "drain U free": ([], [0, "weights"]),
+    "drain U.grad": ([0], [1]),
+    "drain U.norm": ([0], []),
+    "drain U.all:p": ([0], ["weights", "piece"]),
+    "drain v m": ([0], ["kept"]),
+    "drain loss": (["loss"], ["drained loss"]),
+    "gather U": ([], [0]),
+    "reduce U": ([], [0]),
+    "reduce loss": ([], ["loss"]),
+    "forward Pro m": ([0, 2], [1, 3]),
+    "forward U m": ([0, 1, 2], [3, 4]),
+    "loss m": ([0, 2, 3], [1, "loss", 4]),
+    "backward U m": ([0, 2, 3, 4, 5], [1, 6]),
+    "backward Pro m": ([0, 2, 3, 4, 5], [1, 6]),
+    "lookup m": (["tables"], ["rows"]),
+    "collect U m": (["gradients of rows"], [0]),
+    "update U host": ([0, "drained loss"], ["weights"]),
+    "update U host late": ([0], ["weights"]),
+    "update U host late weights": ([0], ["weights"]),
+    "update U host late moments": ([0], []),
+    "update U:m host late": ([0], ["weights"]),
+    "update U:m host late weights": ([0], ["weights"]),
+    "order U": (["drained loss"], ["numbers"]),
+    "order U late": ([], ["numbers"]),
+    "update U device": ([1, "loss"], [0]),
+    "update U device late": ([1, "numbers"], [0]),
+    "update U:p device": ([0, 1, "numbers"], [2]),
+    "update U:p device late": (["numbers"], [0]),
 }
 
 
 def touched(action: Action, shape: Shape) -> tuple[set[str], set[str]]:
-    """Places an action reads and places it writes: a second account beside `VERBS`."""
-    words, first = action.operands, action.operands[0] if action.operands else ""
-    microbatches = range(shape.num_microbatches)
-    last = int(words[1][1:]) if action.verb == "collect" else -1
+    """Places an action reads and places it writes: a second account beside `KINDS`."""
+    unit, microbatches = action.unit, range(shape.num_microbatches)
+    last = action.microbatch if action.verb == "collect" and action.microbatch is not None else -1
     own = {
-        "weights": [f"weights {first}"],
-        "piece": ["piece " + " ".join(words[:2])],
+        "weights": [f"weights {unit}"],
+        "piece": [f"piece {unit} {action.piece}"],
         "tables": [f"weights {unit.name}" for unit in shape.outer if unit.looked_up],
-        "numbers": [f"numbers {first}"],
-        "kept": ["kept " + " ".join(words[:2])],
-        "rows": [f"kept e {first}"],
+        "numbers": [f"numbers {unit}"],
+        "kept": [f"kept {action.value}"],
+        "rows": [f"kept e m{action.microbatch}"],
         "gradients of rows": [f"kept x m{m}" for m in microbatches if m <= last],
     }
     reads, writes = (
         {
             place
             for name in names
-            for place in (places(words[name]) if isinstance(name, int) else own.get(name, [name]))
+            for place in (
+                places(action.places[name]) if isinstance(name, int) else own.get(name, [name])
+            )
         }
-        for names in TOUCHED[action.verb]
+        for names in TOUCHED[action.kind]
     )
     return reads, writes
 
@@ -800,20 +833,30 @@ def assert_conflicts_are_ordered(schedule: Schedule) -> None:
     """Any two lines that touch one place, one of them writing, are ordered by lanes and waits.
 
     `before[n]` has bit k when action k is done before action n begins. A wait means the latest
-    line before it that reads like the one it names.
+    line before it that reads like the one it names. What earlier steps did is an action too, one
+    for each thing that a line may wait for: the first lines, on no lane.
     """
-    lane_history = dict.fromkeys(Lane, 0)
+    earlier = {name: number for number, name in enumerate(earlier_steps(schedule))}
+    on_host = sum(1 << number for name, number in earlier.items() if name != "drain")
+    drained = 1 << earlier["drain"]
+    lane_history = dict.fromkeys(Lane, drained)  # all but the update lane begin after the drains
+    lane_history[Lane.UPDATE] = on_host  # which goes on in its own order
     latest: dict[Action, int] = {}
-    before: list[int] = []
+    before: list[int] = [0] * len(earlier)
     reading: dict[str, int] = {}
     writing: dict[str, int] = {}
     for line in schedule.lines:
+        if isinstance(line, WaitLast):
+            lane_history[line.lane] |= 1 << earlier[line.what]
+            continue
         if isinstance(line, Wait):
             number = latest[line.action]
             lane_history[line.lane] |= before[number] | 1 << number
             continue
         number = len(before)
         history = lane_history[line.lane]
+        last = needed_of_earlier_steps(line, schedule.shape)
+        assert last is None or history >> earlier[last] & 1, f"{line}: last {last} not known done"
         reads, writes = touched(line, schedule.shape)
         for place in reads | writes:
             others = writing.get(place, 0) | (reading.get(place, 0) if place in writes else 0)
@@ -827,6 +870,24 @@ def assert_conflicts_are_ordered(schedule: Schedule) -> None:
         lane_history[line.lane] = history | 1 << number
 
 
+def earlier_steps(schedule: Schedule) -> list[str]:
+    """What of earlier steps may go on, or may be needed, when a step begins."""
+    units = [a.unit for a in schedule.actions if a.unit]
+    staging = [p for a in schedule.actions for p in a.places if p.startswith("H")]
+    return list(dict.fromkeys([*units, *staging, "drain"]))
+
+
+def needed_of_earlier_steps(action: Action, shape: Shape) -> str | None:
+    """What of earlier steps must be done before a line."""
+    frozen = {f"L{layer}" for layer in shape.frozen_layers}
+    frozen |= {unit.name for unit in shape.outer if not unit.trained}
+    if action.kind == "fetch U" and not shape.device_updates:
+        return action.unit if action.unit not in frozen | units_with_state(shape) else None
+    if action.kind == "drain U.grad":
+        return action.places[1]
+    return "drain" if "late" in action.text and action.lane is Lane.UPDATE else None
+
+
 def test_conflicting_lines_of_different_lanes_are_ordered() -> None:
     for schedule in all_schedules():
         assert_conflicts_are_ordered(schedule)
@@ -836,7 +897,7 @@ def test_conflicting_lines_of_different_lanes_are_ordered() -> None:
 def test_the_second_account_of_order_sees_a_deleted_wait(name: str) -> None:
     schedule = make_schedule(GOLDEN[name])
     for position, line in enumerate(schedule.lines):
-        if isinstance(line, Wait):
+        if isinstance(line, Wait | WaitLast):
             with pytest.raises(AssertionError, match="not known done"):
                 assert_conflicts_are_ordered(without(schedule, position))
 
@@ -846,26 +907,23 @@ Values = dict[str, str]
 
 def values_of(action: Action, shape: Shape) -> tuple[Values, Values]:
     """What a pass must find in cells and what it leaves there, worked out from the layers."""
-    words = action.operands
+    m, found = f"m{action.microbatch}", action.places
     layers = shape.layers[: len(shape.layers) - shape.num_tail]
     after = dict(itertools.pairwise([*layers, "E"]))
     first = [*layers, "E"][0]
-    if action.verb in ("forward", "backward"):
-        layer, m = int(words[0][1:]), words[1]
-        hidden, kept = f"h{layer} {m}", f"k{layer} {m}"
-        if action.verb == "forward":
-            found = {words[3]: f"r {m}", words[4]: hidden}
-            return found, {words[5]: f"h{after[layer]} {m}", words[6]: kept}
-        found = {words[4]: f"r {m}", words[5]: hidden, words[6]: kept}
-        return {**found, words[7]: f"g{after[layer]} {m}"}, {words[8]: f"g{layer} {m}"}
-    m = words[0]
-    if action.verb == "prologue":
-        return {words[3]: f"e {m}"}, {words[2]: f"r {m}", words[4]: f"h{first} {m}"}
-    if action.verb == "epilogue":
-        return {words[3]: f"r {m}", words[4]: f"hE {m}"}, {words[5]: f"gE {m}"}
-    if action.verb == "score":
-        return {words[2]: f"r {m}", words[3]: f"hE {m}"}, {}
-    return {words[3]: f"g{first} {m}", words[4]: f"e {m}"}, {words[5]: f"x {m}"}
+    if action.kind == "forward Pro m":
+        return {found[2]: f"e {m}"}, {found[1]: f"r {m}", found[3]: f"h{first} {m}"}
+    if action.kind == "loss m":
+        return {found[2]: f"r {m}", found[3]: f"hE {m}"}, {found[4]: f"gE {m}"}
+    if action.kind == "backward Pro m":
+        return {found[3]: f"e {m}", found[5]: f"g{first} {m}"}, {found[6]: f"x {m}"}
+    layer = int(action.unit[1:])
+    hidden, kept = f"h{layer} {m}", f"k{layer} {m}"
+    if action.verb == "forward":
+        reads = {found[1]: f"r {m}", found[2]: hidden}
+        return reads, {found[3]: f"h{after[layer]} {m}", found[4]: kept}
+    reads = {found[2]: f"r {m}", found[3]: hidden, found[4]: kept}
+    return {**reads, found[5]: f"g{after[layer]} {m}"}, {found[6]: f"g{layer} {m}"}
 
 
 def test_every_boundary_value_is_in_the_cell_it_is_read_from() -> None:
@@ -874,17 +932,16 @@ def test_every_boundary_value_is_in_the_cell_it_is_read_from() -> None:
         cells: dict[str, str] = {}
         kept: set[str] = set()  # outside the cells
         for action in schedule.actions:
-            value = " ".join(action.operands[:2])
             if action.verb == "lookup":
-                kept.add(f"e {action.operands[0]}")
-            elif action.verb == "stash":
-                assert cells[action.operands[2]] == value, (shape, action)
-                kept.add(value)
-            elif action.verb == "unstash":
-                assert value in kept, (shape, action)
-                cells[action.operands[2]] = value
+                kept.add(f"e m{action.microbatch}")
+            elif action.kind == "drain v m":
+                assert cells[action.places[0]] == action.value, (shape, action)
+                kept.add(action.value)
+            elif action.kind == "fetch v m":
+                assert action.value in kept, (shape, action)
+                cells[action.places[0]] = action.value
             elif action.verb == "collect":
-                assert f"x {action.operands[1]}" in kept, (shape, action)
+                assert f"x m{action.microbatch}" in kept, (shape, action)
             elif action.verb in PASSES:
                 found, left = values_of(action, shape)
                 for cell, expected in found.items():
@@ -892,9 +949,6 @@ def test_every_boundary_value_is_in_the_cell_it_is_read_from() -> None:
                 cells |= {cell: value for cell, value in left.items() if cell != NOTHING}
         numbers = {"C": shape.num_cells, "R": shape.num_recorded_cells, "K": shape.num_kept_cells}
         assert {*cells} <= {f"{kind}{i}" for kind, number in numbers.items() for i in range(number)}
-
-
-PASSES = ("prologue", "forward", "score", "epilogue", "backward", "regress")
 
 
 def test_a_pass_has_a_cell_for_everything_it_needs_and_for_nothing_else() -> None:
@@ -909,24 +963,25 @@ def test_a_pass_has_a_cell_for_everything_it_needs_and_for_nothing_else() -> Non
         for action in schedule.actions:
             if action.verb not in PASSES:
                 continue
-            words = action.operands
-            layer = int(words[0][1:])
+            layer = action.layer if action.unit.startswith("L") else -1
             passed = bool(shape.training and lowest and layer >= lowest[0])  # backward, too
-            needed = {
-                "prologue": {3: bool(looked_up)},
-                "forward": {6: passed and shape.num_kept_cells > 0},
-                "score": {2: shape.num_tail > 0},
-                "epilogue": {3: shape.num_tail > 0, 5: before or bool(trained)},
-                "backward": {
-                    3: layer not in shape.frozen_layers,
-                    6: shape.num_kept_cells > 0,
-                    8: before or layer != (lowest or (None,))[0],
+            needed = {  # the places that a pass may do without
+                "forward Pro m": {2: bool(looked_up)},
+                "forward U m": {4: passed and shape.num_kept_cells > 0},
+                "loss m": {
+                    2: shape.num_tail > 0,
+                    4: shape.training and (before or bool(trained)),
                 },
-                "regress": {4: bool(looked_up), 5: trains_rows},
-            }[action.verb]
-            around = (1, 2) if action.verb in ("epilogue", "regress") else (1,)
-            for position, word in enumerate(words):
-                if action.verb not in ("forward", "backward") and position in around:
+                "backward U m": {
+                    1: layer not in shape.frozen_layers,
+                    4: shape.num_kept_cells > 0,
+                    6: before or layer != (lowest or (None,))[0],
+                },
+                "backward Pro m": {2: False, 3: bool(looked_up), 4: False, 6: trains_rows},
+            }[action.kind]
+            around = (0, 1) if action.verb != "forward" else (0,)
+            for position, word in enumerate(action.places):
+                if layer < 0 and position in around:
                     continue  # see above
                 assert (word != NOTHING) == needed.get(position, True), (shape, action)
 
@@ -952,7 +1007,7 @@ def test_a_schedule_with_any_wait_deleted_is_refused() -> None:
     num_waits = 0
     for schedule in varied_schedules():
         for position, line in enumerate(schedule.lines):
-            if isinstance(line, Wait):
+            if isinstance(line, Wait | WaitLast):
                 num_waits += 1
                 with pytest.raises(ValueError, match="is not ordered after"):
                     validate(without(schedule, position))
@@ -970,16 +1025,18 @@ def test_no_line_waits_for_its_own_lane() -> None:
 
 ONE_LAYER = Shape(layers=(0,), num_microbatches=1, num_slots=1, training=False)
 ONE_LAYER_TEXT = """
+fetch waits last O
 fetch O SO
+fetch waits last L0
 fetch L0 S0
 compute waits fetch O SO
-prologue m0 SO R0 - C0
+forward Pro m0 SO R0 - C0
 compute waits fetch L0 S0
 forward L0 m0 S0 R0 C0 C1 -
 release L0 S0
-score m0 SO - C1
-drain waits score m0 SO - C1
-report
+loss m0 SO - - C1 -
+drain waits loss m0 SO - - C1 -
+drain loss
 release O SO
 """
 
@@ -1002,18 +1059,23 @@ def test_the_written_schedule_is_the_one_that_is_made() -> None:
         ("release O SO\n", "", "slots are left occupied: SO"),
         ("release L0 S0\n", "release L1 S0\n", "S0 must hold 'L1', found 'L0'"),
         ("m0 S0 R0 C0 C1", "m0 S1 R0 C0 C1", "S1 must hold 'L0', found 'nothing'"),
-        ("prologue m0 SO R0", "prologue m0 SO,ST0 R0", "ST0 must hold 'T0', found 'nothing'"),
-        ("prologue m0 SO R0 -", "prologue m0 SO R0 C5", "C5 must hold 'e m0', found 'nothing'"),
-        ("score m0 SO - C1\nrep", "score m0 SO R1 C1\nrep", "a line that has not been given"),
+        ("forward Pro m0 SO R0", "forward Pro m0 SO,ST0 R0", "ST0 must hold 'T0', found 'nothing'"),
+        ("Pro m0 SO R0 -", "Pro m0 SO R0 C5", "C5 must hold 'e m0', found 'nothing'"),
+        (
+            "loss m0 SO - - C1 -\ndrain l",
+            "loss m0 SO - R1 C1 -\ndrain l",
+            "a line that has not been",
+        ),
         ("m0 S0 R0 C0 C1", "m0 S0 R0 C2 C1", "C2 must hold 'h0 m0', found 'nothing'"),
         ("m0 S0 R0 C0 C1", "m0 S0 R1 C0 C1", "R1 must hold 'r m0', found 'nothing'"),
-        ("\nscore m0 SO - C1", "\nscore m0 SO - C0", "C0 must hold 'hE m0', found 'h0 m0'"),
+        ("\nloss m0 SO - - C1", "\nloss m0 SO - - C0", "C0 must hold 'hE m0', found 'h0 m0'"),
         ("forward L0 m0 ", "forward L0 m1 ", "R0 must hold 'r m1', found 'r m0'"),
-        ("score m0 SO - C1\ndrain", "unstash hE m0 C1\nscore m0 SO - C1\ndrain", "found 'nothing'"),
+        ("\nloss m0 SO", "\nfetch hE m0 C1\nloss m0 SO", "found 'nothing'"),
         ("compute waits fetch L0 S0\n", "", "is not ordered after 'fetch L0 S0'"),
         ("compute waits fetch O SO\n", "", "is not ordered after 'fetch O SO'"),
-        ("drain waits score m0 SO - C1\n", "", "is not ordered after 'score m0 SO - C1'"),
-        ("drain waits score m0 SO - C1\nrep", "drain waits report\nrep", "not been given before"),
+        ("drain waits loss m0 SO - - C1 -\n", "", "is not ordered after 'loss m0 SO - - C1 -'"),
+        ("fetch waits last L0\n", "", "is not ordered after 'last L0'"),
+        ("drain waits loss m0 SO - - C1 -", "drain waits drain loss", "not been given before"),
     ],
 )
 def test_a_schedule_with_a_mistake_is_refused(old: str, new: str, reason: str) -> None:
@@ -1026,12 +1088,12 @@ def test_a_schedule_with_a_mistake_is_refused(old: str, new: str, reason: str) -
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("\nrenew L2", "\nfetch L2 SL2\nrenew L2", "SL2 still holds 'L2'"),
-        ("\nrenew L2", "\nrelease L2 SL2\nrenew L2", "SL2 must hold 'L2', found 'nothing'"),
-        ("\nmirror L2", "\nmirror L1", "SL2 must hold 'L1', found 'L2'"),
-        ("\nmeasure L2", "\nmeasure L1", "GL2 must hold 'gradient L1', found 'gradient L2'"),
-        ("order L2\nfetch O", "fetch O", "waits for a line that has not been given"),
-        ("\nmirror L2", "\ndrop SL2\nmirror L2", "SL2 still holds 'L2'"),
+        ("\nupdate L2 dev", "\nfetch L2 SL2\nupdate L2 dev", "SL2 still holds 'L2'"),
+        ("\nupdate L2 dev", "\nrelease L2 SL2\nupdate L2 dev", "SL2 must hold 'L2', found"),
+        ("\ndrain L2 SL2", "\ndrain L1 SL2", "SL2 must hold 'L1', found 'L2'"),
+        ("\ndrain L2.norm", "\ndrain L1.norm", "GL2 must hold 'gradient L1', found 'gradient L2'"),
+        ("\norder L2 late\n", "\n", "waits for a line that has not been given"),
+        ("\ndrain L2 SL2", "\nrelease SL2\ndrain L2 SL2", "SL2 still holds 'L2'"),
     ],
 )
 def test_a_schedule_with_a_mistake_about_a_unit_that_stays_is_refused(
@@ -1046,7 +1108,7 @@ def test_a_schedule_with_a_mistake_about_a_unit_that_stays_is_refused(
 
 def test_a_refusal_names_the_line_and_its_number() -> None:
     text = ONE_LAYER_TEXT.replace("compute waits fetch L0 S0\n", "")
-    with pytest.raises(ValueError, match=r"^line 5, 'forward L0 m0 S0 R0 C0 C1 -': is not ordered"):
+    with pytest.raises(ValueError, match=r"^line 7, 'forward L0 m0 S0 R0 C0 C1 -': is not ordered"):
         validate(Schedule.parse(text, ONE_LAYER))
 
 
@@ -1082,11 +1144,10 @@ def test_a_shape_that_cannot_be_is_refused(settings: dict[str, object], reason: 
 def test_a_step_may_leave_all_layers_out() -> None:
     for training in (True, False):
         schedule = make_schedule(Shape(layers=(), num_microbatches=2, training=training))
-        computed = [a.verb for a in schedule.actions if a.lane is Lane.COMPUTE]
-        after = ["epilogue", "epilogue"] if training else ["score", "score"]
-        last = ["regress", "regress"] if training else []
-        assert [v for v in computed if v != "release"] == ["prologue"] * 2 + after + last
-        assert schedule.count("fetch") == 1
+        computed = [a.kind for a in schedule.actions if a.verb in PASSES]
+        last = ["backward Pro m"] * 2 if training else []
+        assert computed == ["forward Pro m"] * 2 + ["loss m"] * 2 + last
+        assert schedule.count("fetch U") == 1
 
 
 LATE = {"num_late": 3, "num_tail": 2, "shared": frozenset({0, 2}), "num_slots": 3}
@@ -1105,9 +1166,9 @@ def test_fewer_layers_leave_the_same_of_the_others_as_it_was(layers: tuple[int, 
     assert set(fewer.late_units) == (set(whole.late_units) & chosen) | outer
     pending = whole.late_units  # also of layers that this step leaves out
     schedule = make_schedule(dataclasses.replace(fewer, pending=pending))
-    fetched = [a.operands[0] for a in schedule.actions if a.verb == "fetch"]
+    fetched = [a.unit for a in schedule.actions if a.kind == "fetch U"]
     assert {unit for unit in fetched if unit.startswith("L")} == chosen
-    settled = {a.operands[0] for a in schedule.actions if a.verb in ("settle", "order")}
-    assert settled == set(pending)
+    settled = ("update U host late", "order U late")
+    assert {a.unit for a in schedule.actions if a.kind in settled} == set(pending)
     if layers == whole.layers:
         assert fewer == whole

@@ -1,11 +1,23 @@
 """Schedules by the clock: what bounds a step, in closed form, and small steps computed by hand."""
 
+import contextlib
 import time
 from collections.abc import Callable
 
 import pytest
 
-from l2l.schedule import NOTHING, VERBS, Action, Lane, Schedule, Shape, Wait, make_schedule
+from l2l.schedule import (
+    NOTHING,
+    Action,
+    Lane,
+    Line,
+    Schedule,
+    Shape,
+    Wait,
+    action,
+    make_schedule,
+    parse_line,
+)
 from l2l.schedule.simulation import Cost, Simulation, simulate
 
 GIGABYTE = 10**9
@@ -15,18 +27,22 @@ COPIES = {"in": (Lane.FETCH, Lane.UNSTASH), "out": (Lane.DRAIN, Lane.STASH)}
 
 
 def line(text: str) -> Action:
-    """An action; operands that do not matter here are left out."""
-    verb, *operands = text.split()
-    missing = len(VERBS[verb].operands) - len(operands)
-    return Action(verb, (*operands, *[NOTHING] * missing))
+    """An action; places that do not matter here, the last ones, are left out."""
+    for missing in range(8):
+        with contextlib.suppress(ValueError):
+            return action(text + f" {NOTHING}" * missing)
+    raise ValueError(text)
 
 
 def written(text: str) -> Schedule:
-    """A schedule of `lane waits action` and `action` lines."""
-    lines: list[Action | Wait] = []
+    """A schedule of `lane waits action`, `lane waits last` and `action` lines."""
+    lines: list[Line] = []
     for one in text.strip().splitlines():
-        lane, waits, action = one.strip().partition(" waits ")
-        lines.append(Wait(Lane(lane), line(action)) if waits else line(lane))
+        lane, waits, awaited = one.strip().partition(" waits ")
+        if awaited.startswith("last"):
+            lines.append(parse_line(one))
+        else:
+            lines.append(Wait(Lane(lane), line(awaited)) if waits else line(lane))
     return Schedule(shape=ANY_SHAPE, lines=tuple(lines))
 
 
@@ -37,11 +53,11 @@ def by_lane(
 
     def cost(action: Action) -> Cost:
         if action.lane is Lane.COMPUTE:
-            return Cost(compute if action.verb in ("forward", "backward") else 0.0)
+            return Cost(compute if action.kind in ("forward U m", "backward U m") else 0.0)
         if action.lane is Lane.UPDATE:
             return Cost(update)
         way = "in" if action.lane in COPIES["in"] else "out"
-        is_weights = action.verb in ("fetch", "drain")
+        is_weights = action.kind in ("fetch U", "drain U.grad")
         return Cost(link=way, nbytes=int(copy * GIGABYTE) if is_weights else 0)
 
     return cost
@@ -69,7 +85,7 @@ def step(**changes: object) -> Schedule:
 
 def test_compute_bound():
     schedule = step()
-    num_passes = schedule.count("forward") + schedule.count("backward")
+    num_passes = schedule.count("forward U m") + schedule.count("backward U m")
     cost = by_lane(compute=1.0, copy=0.01, update=0.01)
     simulation = simulate(schedule, cost, **RATES)
     assert simulation.bound == "compute"
@@ -81,7 +97,7 @@ def test_compute_bound():
 
 def test_link_bound():
     schedule = step()
-    num_fetches, num_drains = schedule.count("fetch"), schedule.count("drain")
+    num_fetches, num_drains = schedule.count("fetch U"), schedule.count("drain U.grad")
     cost = by_lane(compute=1e-6, copy=1.0, update=1e-6)
     simulation = simulate(schedule, cost, **RATES)
     assert simulation.bound == "link"
@@ -128,11 +144,13 @@ def test_three_layers_by_hand():
     schedule = written(
         """
         fetch L0 S0
+        fetch waits last L1
         fetch L1 S1
         compute waits fetch L0 S0
         forward L0 m0 S0
         release L0 S0
         fetch waits release L0 S0
+        fetch waits last L2
         fetch L2 S0
         compute waits fetch L1 S1
         forward L1 m0 S1
@@ -140,14 +158,14 @@ def test_three_layers_by_hand():
         forward L2 m0 S0
         backward L2 m0 S0
         drain waits backward L2 m0 S0
-        drain L2 G0 H0
-        update waits drain L2 G0 H0
-        update L2 H0
+        drain L2.grad G0 H0
+        update waits drain L2.grad G0 H0
+        update L2 host H0
         backward L1 m0 S1
         drain waits backward L1 m0 S1
-        drain L1 G1 H1
-        update waits drain L1 G1 H1
-        update L1 H1
+        drain L1.grad G1 H1
+        update waits drain L1.grad G1 H1
+        update L1 host H1
         """
     )
     cost = by_lane(compute=2.0, copy=1.0, update=3.0)
@@ -161,11 +179,11 @@ def test_three_layers_by_hand():
         "forward L1 m0 S1": (3, 5),
         "forward L2 m0 S0": (5, 7),
         "backward L2 m0 S0": (7, 9),
-        "drain L2 G0 H0": (9, 10),
-        "update L2 H0": (10, 13),
+        "drain L2.grad G0 H0": (9, 10),
+        "update L2 host H0": (10, 13),
         "backward L1 m0 S1": (9, 11),
-        "drain L1 G1 H1": (11, 12),
-        "update L1 H1": (13, 16),
+        "drain L1.grad G1 H1": (11, 12),
+        "update L1 host H1": (13, 16),
     }
     assert first.seconds == 12  # the update lane goes on into the next step
     assert first.busy == {"compute": 10 / 12, "link": 3 / 12, "host": 6 / 12}
@@ -184,22 +202,23 @@ def test_three_layers_by_hand():
 def test_what_is_left_waits_for_the_last_drain_and_its_fetch_for_it():
     schedule = written(
         """
-        settle L0 HL0
-        fetch waits settle L0 HL0
+        update waits last drain
+        update L0 host HL0 late
+        fetch waits update L0 host HL0 late
         fetch L0 S0
         compute waits fetch L0 S0
         backward L0 m0 S0
         drain waits backward L0 m0 S0
-        drain L0 G0 HL0
+        drain L0.grad G0 HL0
         """
     )
     cost = by_lane(compute=5.0, copy=1.0, update=2.0)
     simulation = simulate(schedule, cost, **RATES)
     assert spans(simulation) == {
-        "settle L0 HL0": (0, 2),
+        "update L0 host HL0 late": (0, 2),
         "fetch L0 S0": (2, 3),
         "backward L0 m0 S0": (3, 8),
-        "drain L0 G0 HL0": (8, 9),
+        "drain L0.grad G0 HL0": (8, 9),
     }
     assert simulation.seconds == 9
     first = simulate(schedule, cost, **RATES, num_steps=1)
@@ -210,37 +229,39 @@ def test_a_fetch_waits_for_weights_and_a_drain_for_moments():
     """Halves of 2 s each, a pass of 0.5 s, copies of 1 s."""
     schedule = written(
         """
-        advance L0 HL0
-        complete L0 HL0
-        fetch waits advance L0 HL0
+        update waits last drain
+        update L0 host HL0 late weights
+        update L0 host HL0 late moments
+        fetch waits update L0 host HL0 late weights
         fetch L0 S0
         compute waits fetch L0 S0
         backward L0 m0 S0
         drain waits backward L0 m0 S0
-        drain waits complete L0 HL0
-        drain L0 G0 HL0
+        drain waits update L0 host HL0 late moments
+        drain L0.grad G0 HL0
         """
     )
     simulation = simulate(schedule, by_lane(compute=0.5, copy=1.0, update=2.0), **RATES)
     assert spans(simulation) == {
-        "advance L0 HL0": (0, 2),
-        "complete L0 HL0": (2, 4),
+        "update L0 host HL0 late weights": (0, 2),
+        "update L0 host HL0 late moments": (2, 4),
         "fetch L0 S0": (2, 3),
         "backward L0 m0 S0": (3, 3.5),
-        "drain L0 G0 HL0": (4, 5),
+        "drain L0.grad G0 HL0": (4, 5),
     }
     assert simulation.seconds == 5
 
 
-@pytest.mark.parametrize(("verb", "start"), [("update", 5), ("advance", 5), ("complete", 0)])
-def test_a_fetch_waits_for_weights_of_the_step_before_and_not_for_moments(verb: str, start: int):
+@pytest.mark.parametrize(("late", "start"), [("", 5), ("late weights", 5), ("late moments", 0)])
+def test_a_fetch_waits_for_weights_of_the_step_before_and_not_for_moments(late: str, start: int):
     schedule = written(
         f"""
+        fetch waits last L0
         fetch L0 S0
         compute waits fetch L0 S0
         forward L0 m0 S0
         update waits forward L0 m0 S0
-        {verb} L0 HL0
+        update L0 host HL0 {late}
         """
     )
     simulation = simulate(schedule, by_lane(compute=1.0, copy=1.0, update=5.0), **RATES)
@@ -251,9 +272,9 @@ def test_a_lane_goes_on_copying_before_others_that_wait_longer():
     schedule = written(
         """
         fetch L0 S0
-        unstash h1 m0 C0
+        fetch h1 m0 C0
         fetch L1 S1
-        unstash h2 m0 C1
+        fetch h2 m0 C1
         """
     )
 
@@ -264,8 +285,8 @@ def test_a_lane_goes_on_copying_before_others_that_wait_longer():
     assert spans(simulation) == {
         "fetch L0 S0": (0, 2),
         "fetch L1 S1": (2, 4),
-        "unstash h1 m0 C0": (4, 6),
-        "unstash h2 m0 C1": (6, 8),
+        "fetch h1 m0 C0": (4, 6),
+        "fetch h2 m0 C1": (6, 8),
     }
     assert simulation.busy["link"] == 1.0
 
@@ -274,8 +295,8 @@ def test_a_lane_whose_next_copy_is_not_ready_lets_others_go_first():
     schedule = written(
         """
         fetch L0 S0
-        unstash h1 m0 C0
-        fetch waits unstash h1 m0 C0
+        fetch h1 m0 C0
+        fetch waits fetch h1 m0 C0
         fetch L1 S1
         """
     )
@@ -285,7 +306,7 @@ def test_a_lane_whose_next_copy_is_not_ready_lets_others_go_first():
 
     assert spans(simulate(schedule, cost, **RATES)) == {
         "fetch L0 S0": (0, 2),
-        "unstash h1 m0 C0": (2, 4),
+        "fetch h1 m0 C0": (2, 4),
         "fetch L1 S1": (4, 6),
     }
 
@@ -294,10 +315,10 @@ def test_both_directions_at_once_are_slower():
     schedule = written(
         """
         fetch L0 S0
-        stash h1 m0 C0
+        drain h1 m0 C0
         """
     )
-    sizes = {"fetch": 10 * GIGABYTE, "stash": 3 * GIGABYTE}
+    sizes = {"fetch": 10 * GIGABYTE, "drain": 3 * GIGABYTE}
 
     def cost(action: Action) -> Cost:
         way = "in" if action.verb == "fetch" else "out"
@@ -305,14 +326,14 @@ def test_both_directions_at_once_are_slower():
 
     rates = {"fetch_rate": 2e9, "drain_rate": 1.5e9, "both_ways_rate": 1e9}
     found = spans(simulate(schedule, cost, **rates))
-    assert found["stash h1 m0 C0"] == pytest.approx((0, 3))
+    assert found["drain h1 m0 C0"] == pytest.approx((0, 3))
     assert found["fetch L0 S0"] == pytest.approx((0, 3 + 7 / 2))  # 3 GB at 1 GB/s, 7 at 2
 
 
 def test_a_copy_may_take_time_on_its_lane_first():
-    schedule = written("drain L0 G0 H0")
+    schedule = written("drain L0.grad G0 H0")
     simulation = simulate(schedule, lambda _: Cost(0.5, "out", GIGABYTE), **RATES)
-    assert spans(simulation) == {"drain L0 G0 H0": (0.0, 1.5)}
+    assert spans(simulation) == {"drain L0.grad G0 H0": (0.0, 1.5)}
     assert simulation.busy["link"] == 1.0
 
 

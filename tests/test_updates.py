@@ -430,11 +430,13 @@ def test_a_step_that_fails_after_an_update_began_tears_the_engine(monkeypatch):
     family = FAMILIES["llama_untied"]
     engine = make_engine(family.build(), family)
     engine.step(family.batch(ROWS))
-    regress = inside.relay(engine)._perform["regress"]
-    inside.relay(engine)._perform["regress"] = lambda *_: (_ for _ in ()).throw(OSError("planted"))
+    backward = inside.relay(engine)._perform["backward Pro m"]
+    inside.relay(engine)._perform["backward Pro m"] = lambda *_: (_ for _ in ()).throw(
+        OSError("planted")
+    )
     with pytest.raises(OSError, match="planted"):
         engine.step(family.batch(ROWS))
-    inside.relay(engine)._perform["regress"] = regress
+    inside.relay(engine)._perform["backward Pro m"] = backward
     with pytest.raises(RuntimeError, match="two steps"):
         engine.step(family.batch(ROWS))
     with pytest.warns(UserWarning, match="two steps"):
@@ -447,13 +449,13 @@ def test_a_step_that_fails_before_any_update_leaves_everything_as_it_was():
     model = family.build()
     with make_engine(model, family, clip_norm=0.1) as engine:
         engine.step(family.batch(ROWS, seed=0))
-        regress = inside.relay(engine)._perform["regress"]
-        inside.relay(engine)._perform["regress"] = lambda *_: (_ for _ in ()).throw(
+        backward = inside.relay(engine)._perform["backward Pro m"]
+        inside.relay(engine)._perform["backward Pro m"] = lambda *_: (_ for _ in ()).throw(
             OSError("planted")
         )
         with pytest.raises(OSError, match="planted"):
             engine.step(family.batch(ROWS, seed=1))
-        inside.relay(engine)._perform["regress"] = regress
+        inside.relay(engine)._perform["backward Pro m"] = backward
         engine.step(family.batch(ROWS, seed=1))
     assert_equal(model.state_dict(), expected)
 
