@@ -95,8 +95,8 @@ class Engine:
                 it is no new head.
             device: None is the accelerator if there is one, else the CPU.
             device_memory: how much of the device may be used: bytes, "8GiB", or None: 90% of what
-                is free. Counts all memory that torch has reserved there. What is left over is used
-                to be faster: layers that stay, results that need not be computed twice.
+                is free. Counts all memory that torch has reserved there. What is left is used to
+                run faster: layers that stay, results that need not be computed twice.
             host_memory: how much of the host's memory may be taken, by the parameter server and by
                 what steps need besides: bytes, "100GiB", or None: 95% of what is free.
             microbatch_size: rows that pass a layer at once. None: planned.
@@ -126,9 +126,9 @@ class Engine:
                 node if there are several nodes, else all.
 
         Raises:
-            ValueError: something above cannot be; nothing has been changed then.
+            ValueError: an argument is invalid; the model is unchanged.
         """
-        # Whatever is wrong with the arguments is found while nothing has changed.
+        # All arguments are checked before the model changes.
         microbatch_size = checked_rows(microbatch_size)
         self._guard = Guard()
         world = open_world(group_size=group_size)
@@ -161,7 +161,7 @@ class Engine:
         on_host = world.is_parallel or depth.skips
         overrides = {**(overrides or {}), **(STATE_ON_HOST if on_host else {})}
         Decisions().override(overrides)
-        # The parts, and what they share.
+        # What all parts share, then the parts.
         device = device if isinstance(device, Device) else open_device(device)
         compiler = Compiler(backend=parse_backend(compile, device))
         arena = Arena(device)
@@ -223,7 +223,7 @@ class Engine:
                 None: what the engine's `depth` chooses.
 
         Raises:
-            ValueError: the batch or the layers cannot be; nothing has been changed then.
+            ValueError: the batch or the layers are invalid; nothing has changed.
             RuntimeError: nothing was trained so far, because nothing was finite.
         """
         return StepReport(self._stepping.train(batch, layers))

@@ -70,8 +70,9 @@ class Preparation:
             counts: whether it must be known what the loss averages over.
 
         Raises:
-            ValueError: the batch cannot be; nothing has changed.
+            ValueError: the batch is invalid, on this rank or another; nothing has changed.
         """
+        # A rank without rows tries, plans and proves with one of another rank, and counts nothing.
         given, batch = batch, self._with_rows(batch)
         first = batch if isinstance(batch, Mapping) else split_batch(batch, microbatch_size=1)[0]
         num_rows(first)
@@ -79,6 +80,7 @@ class Preparation:
         proves = training and self.proves
         self._decide(batch, proves=proves)
         rows, rule = self._rows_of(batch), self.network.trial.rule or Rule.ROWS
+        # All ranks need as many microbatches as the one with most: their lanes meet line by line.
         own = split_batch(batch, microbatch_size=rows) if batch is given else []
         ranks = self._ranks(own, rule, choice, counts=counts)
         own_tokens = ranks[self.resources.world.rank].num_tokens
