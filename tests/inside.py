@@ -77,7 +77,7 @@ def stash(engine: Engine) -> Stash:
 
 
 def planning(engine: Engine) -> Planning:
-    return engine._planning
+    return engine._resources.planning
 
 
 # --------------------------------------------------------------------------------------------------

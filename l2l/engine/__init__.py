@@ -1,4 +1,4 @@
-"""The engine: what users hold. It wires the other rooms, and only wires."""
+"""The engine: what users hold. A thin front, and behind it a part for each purpose."""
 
 from l2l.engine.depth import (
     AllLayers,

@@ -10,12 +10,12 @@ from typing import Any, final
 
 from l2l.checkpoint import Checkpoint, CheckpointError, Saving
 from l2l.engine.condition import Condition
+from l2l.engine.guard import Guard, guarded
 from l2l.engine.layers import Layers, Layout
 from l2l.engine.network import Network
 from l2l.engine.placement import Placement
 from l2l.engine.resources import Resources
 from l2l.engine.surgery import Surgery
-from l2l.planner import Planning
 
 logger = logging.getLogger("l2l")
 
@@ -31,10 +31,10 @@ class Checkpoints:
     resources: Resources
     network: Network
     condition: Condition
-    planning: Planning
     placement: Placement
     layers: Layers
     surgery: Surgery
+    _guard: Guard
 
     @property
     def num_bytes(self) -> int:
@@ -47,6 +47,7 @@ class Checkpoints:
         self.condition.refuse_if_unusable()
         self.network.persistence.prepare(self.placement.order_of_change())
 
+    @guarded("engine.save")
     def save(
         self,
         folder: Path,
@@ -77,7 +78,7 @@ class Checkpoints:
             at_once=self.placement.updated_on_device(),
             extra=extra or {},
             then=then,
-            step_seconds=self.planning.step_seconds(),
+            step_seconds=self.resources.planning.step_seconds(),
             background=background,
         )
         if not background:  # whoever waits does not do it, with signals that are not held
@@ -155,14 +156,14 @@ class Checkpoints:
 
     def _choices(self) -> dict[str, Any]:
         """Choices that change the last bits of results."""
-        has, decisions = self.resources, self.planning.decisions
+        has, decisions = self.resources, self.resources.planning.decisions
         return {
             "microbatch_size": has.microbatch_size,
             "microbatch_tokens": decisions.microbatch_tokens,
             "piece_tokens": decisions.piece_tokens,
             "compiled": has.compiler.is_on,
             "looked_up": sorted({lookup.unit for lookup in has.rows.lookups}),
-            "device_memory": self.planning.given_budget,
+            "device_memory": has.planning.given_budget,
             "depth": repr(self.network.depth),
             **{name: getattr(decisions, name) for name in PLACED},
         }
@@ -173,21 +174,11 @@ class Checkpoints:
         self.condition.seed = state["seed"]
         self.network.reseed(self.condition.seed)
         has.server.seed = self.condition.seed & 0xFFFFFFFF
-        for name in ("microbatch_size", "compiled"):
-            if choices[name] != own[name]:
-                logger.warning(
-                    "the checkpoint was made with %s=%s, this engine has %s: results may differ "
-                    "in their last bits.",
-                    name,
-                    choices[name],
-                    own[name],
-                )
-        if choices.get("depth", own["depth"]) != own["depth"]:
-            logger.warning(
-                "the checkpoint was made with depth=%s, this engine has %s.",
-                choices["depth"],
-                own["depth"],
-            )
+        bits = ": results may differ in their last bits"
+        for name, also in {"microbatch_size": bits, "compiled": bits, "depth": ""}.items():
+            if (found := choices.get(name, own[name])) != own[name]:
+                said = "the checkpoint was made with %s=%s, this engine has %s%s."
+                logger.warning(said, name, found, own[name], also)
         names = ["piece_tokens"] if has.microbatch_size else ["microbatch_tokens", "piece_tokens"]
         if choices.get("device_memory") == own["device_memory"]:
             names += [name for name in PLACED if name in choices]
@@ -198,4 +189,4 @@ class Checkpoints:
                 choices.get("device_memory"),
                 own["device_memory"],
             )
-        self.planning.adopt({name: choices[name] for name in names})
+        has.planning.adopt({name: choices[name] for name in names})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from typing import Literal, final
 
@@ -10,6 +11,8 @@ from l2l.engine.network import Network
 from l2l.engine.resources import Resources
 from l2l.run import Skips, Step
 from l2l.schedule import Lane
+
+logger = logging.getLogger("l2l")
 
 MOST_STEPS_AHEAD = 2  # how far the host may run ahead of the device
 
@@ -136,6 +139,22 @@ class Condition:
     def go_on_from(self, step_number: int) -> None:
         """Everything is there again, as it was after so many steps."""
         self.step_number, self._state = step_number, "open"
+
+    def finish(self) -> Exception | None:
+        """Wait for everything that runs or is being written; what went wrong with it."""
+        self.clean_up()
+        failure: Exception | None = None
+        server, persistence = self._resources.server, self._network.persistence
+        for finish in (server.settle_all, persistence.finish, self.skips.learn_all):
+            try:
+                finish()
+            except Exception as error:  # the rest is to be finished all the same
+                persistence.give_up()
+                if failure is None:
+                    failure = error
+                else:
+                    logger.warning("%s", error)
+        return failure
 
     def before_reading(self) -> None:
         """Called before somebody reads the model's own parameters; its buffers follow then."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, final
 
@@ -29,27 +25,23 @@ from l2l.engine.network import Network
 from l2l.engine.placement import Placement
 from l2l.engine.preparation import Preparation
 from l2l.engine.proving import Proving
-from l2l.engine.resources import Resources, find_kernel, parse_embedding, server_bytes, unit_forms
+from l2l.engine.resources import Resources, checked_rows, find_kernel, fit_host, parse_embedding
 from l2l.engine.stepping import Stepping
 from l2l.engine.surgery import Surgery
 from l2l.hugging_face import SHARD_BYTES, Incoming, RandomInit
 from l2l.model import Compiler, LossFunction, Partition, parse_backend
 from l2l.parameter_server import (
     Arena,
-    HostBudget,
     Optimizer,
     ParameterServer,
     PrecisionPolicy,
     ServerOptimizer,
     UpdatePolicy,
-    alternatives,
     groups_of,
 )
 from l2l.planner import STATE_ON_HOST, Decisions, Plan, Planning, parse_budget
 from l2l.run import HostRows, Scaler, Stash, StepReport, Transfer, parse_policy
 from l2l.schedule import Trace
-
-logger = logging.getLogger("l2l")
 
 
 @final
@@ -103,8 +95,8 @@ class Engine:
                 it is no new head.
             device: None is the accelerator if there is one, else the CPU.
             device_memory: how much of the device may be used: bytes, "8GiB", or None: 90% of what
-                is free. Counts all memory that torch has reserved there. What is left over is used
-                to be faster: layers that stay, results that need not be computed twice.
+                is free. Counts all memory that torch has reserved there. What is left is used to
+                run faster: layers that stay, results that need not be computed twice.
             host_memory: how much of the host's memory may be taken, by the parameter server and by
                 what steps need besides: bytes, "100GiB", or None: 95% of what is free.
             microbatch_size: rows that pass a layer at once. None: planned.
@@ -134,14 +126,11 @@ class Engine:
                 node if there are several nodes, else all.
 
         Raises:
-            ValueError: something above cannot be; nothing has been changed then.
+            ValueError: an argument is invalid; the model is unchanged.
         """
-        if microbatch_size is not None and microbatch_size < 1:
-            raise ValueError(
-                f"microbatch_size={microbatch_size}; expected at least 1 row, or None."
-            )
+        # All arguments are checked before the model changes.
+        microbatch_size = checked_rows(microbatch_size)
         self._guard = Guard()
-        # Whatever is wrong with the arguments is found while nothing has changed.
         world = open_world(group_size=group_size)
         seed = world.gather_facts(torch.initial_seed() if seed is None else seed)[0]
         incoming = Incoming.of(model, weights, seed=seed, allow_missing=allow_missing_weights)
@@ -157,30 +146,40 @@ class Engine:
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.optimizer = ServerOptimizer(groups, description.defaults, names=names)
         types.warn_of_rounding(model, trained=self.optimizer.settings())
-        forms_with = partial(
-            unit_forms, partition=partition, optimizer=self.optimizer, precision=types, world=world
-        )
-        forms = forms_with(description)
-        budget = HostBudget.of(
+        budget, forms = fit_host(
             host_memory,
-            model_bytes=sum(p.nbytes for p in model.parameters() if not p.is_meta),
-            num_sharing=world.share.number,
-        )
-        budget.check(
-            server_bytes(forms, policy, world),
-            alternatives=alternatives(forms_with, policy, types.link),
+            description,
+            model=model,
+            partition=partition,
+            optimizer=self.optimizer,
+            precision=types,
+            policy=policy,
+            world=world,
         )
         native = find_kernel(kernel, description)
         embedding = parse_embedding(embedding, alone=not world.is_parallel)
         on_host = world.is_parallel or depth.skips
         overrides = {**(overrides or {}), **(STATE_ON_HOST if on_host else {})}
         Decisions().override(overrides)
-        # The parts, and what they share.
+        # What all parts share, then the parts.
         device = device if isinstance(device, Device) else open_device(device)
         compiler = Compiler(backend=parse_backend(compile, device))
         arena = Arena(device)
         server = ParameterServer(
             arena=arena, optimizer=description, kernel=native, seed=seed, world=world
+        )
+        planning = Planning(
+            partition=partition,
+            forms={form.name: form for form in forms},
+            device=device,
+            optimizer=description,
+            policy=policy,
+            kernel=native,
+            budget=parse_budget(device_memory),
+            host=budget,
+            share=world.share,
+            compiled=compiler.is_on,
+            overrides=overrides,
         )
         self._resources = Resources(
             model=model,
@@ -201,31 +200,18 @@ class Engine:
             transfer=Transfer(device=device, arena=arena, server=server),
             stash=Stash(device=device, arena=arena, policy=stash_policy),
             rows=HostRows(arena=arena, server=server, kernel=native),
-        )
-        self._planning = Planning(
-            partition=partition,
-            forms={form.name: form for form in forms},
-            device=device,
-            optimizer=description,
-            policy=policy,
-            kernel=native,
-            budget=parse_budget(device_memory),
-            host=budget,
-            share=world.share,
-            compiled=compiler.is_on,
-            overrides=overrides,
+            planning=planning,
         )
         self._network = Network(self._resources, partition, depth=depth, seed=seed)
         self._condition = Condition(self._resources, self._network, seed=seed)
         self._wire(proves=prove)
-        self._home = (os.getpid(), threading.get_ident())
         try:
             self._network.move_in(forms, incoming)
         except BaseException:
             self._condition.close()
             raise
         self._network.bind()
-        self._planning.limit_device()  # the model itself may have been on the device
+        planning.limit_device()  # the model itself may have been on the device
 
     @guarded("engine.step")
     def step(self, batch: Batches, *, layers: Sequence[int] | None = None) -> StepReport:
@@ -237,7 +223,7 @@ class Engine:
                 None: what the engine's `depth` chooses.
 
         Raises:
-            ValueError: the batch or the layers cannot be; nothing has been changed then.
+            ValueError: the batch or the layers are invalid; nothing has changed.
             RuntimeError: nothing was trained so far, because nothing was finite.
         """
         return StepReport(self._stepping.train(batch, layers))
@@ -297,21 +283,10 @@ class Engine:
         Raises:
             CheckpointError: it cannot be written. In the background, `Saving.wait` raises that.
         """
-        saving = self._begin_saving(Path(folder), extra, then, background=background)
-        if not background:
+        saving = self._checkpoints.save(Path(folder), extra, then, background=background)
+        if not background:  # with signals that are not held
             saving.wait()
         return saving
-
-    @guarded("engine.save")
-    def _begin_saving(
-        self,
-        folder: Path,
-        extra: Mapping[str, Any] | None,
-        then: Callable[[], None] | None,
-        *,
-        background: bool,
-    ) -> Saving:
-        return self._checkpoints.save(folder, extra, then, background=background)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -411,25 +386,15 @@ class Engine:
         Several ranks must do this together, and each gets all of the model. With `give_back=False`
         the weights are let go, and the model stays hollow.
         """
-        condition, network, server = self._condition, self._network, self._resources.server
+        condition, network = self._condition, self._network
         if condition.state == "closed":
             return
         torn = condition.is_torn
-        condition.clean_up()
-        failure: Exception | None = None  # raised once weights are given back
-        for finish in (server.settle_all, network.persistence.finish, condition.skips.learn_all):
-            try:
-                finish()
-            except Exception as error:  # weights are given back as they are
-                network.persistence.give_up()
-                if failure is None:
-                    failure = error
-                else:
-                    logger.warning("%s", error)
+        failure = condition.finish()  # raised once weights are given back, as they are
         if give_back:
             network.give_back()
         condition.close()
-        server.reader.close("they were let go when their engine was closed")
+        self._resources.server.reader.close("they were let go when their engine was closed")
         network.close()
         if failure is not None:
             raise failure
@@ -448,50 +413,26 @@ class Engine:
 
     def __del__(self) -> None:
         """Give the weights back if nobody has closed the engine, and say so."""
-        process, thread = self.__dict__.get("_home", (None, None))
-        if process is None or self._condition.state == "closed" or sys.is_finalizing():
-            return
-        if os.getpid() != process:  # of a fork, which has no threads
-            return
-        if threading.get_ident() == thread:
-            self._drop()
-        else:  # perhaps a thread of the engine's own, which closing waits for
-            threading.Thread(target=self._drop, name="l2l-drop").start()
+        condition = self.__dict__.get("_condition")
+        if condition is not None and condition.state != "closed" and not sys.is_finalizing():
+            self._guard.drop(self.close, alone=not self._resources.world.is_parallel)
 
     # ----------------------------------------------------------------------------------------------
 
     def _wire(self, *, proves: bool) -> None:
         """Make the parts that do what the engine is asked for."""
         has, network, condition = self._resources, self._network, self._condition
-        planning = self._planning
         self.optimizer.state_of = self._state_of
         has.server.reader.prepare_with(condition.before_reading)
         self._layers = Layers(network.layer_list, self._change_layers)
-        self._placement = placement = Placement(has, network, planning)
-        proving = Proving(has, network, condition, planning, placement)
-        preparation = Preparation(has, network, planning, placement, proving, proves)
-        self._stepping = Stepping(
-            has, network, condition, planning, placement, preparation, self._guard.deliver
-        )
-        self._surgery = Surgery(has, network, condition, planning, placement, self._layers)
+        self._placement = placement = Placement(has, network)
+        proving = Proving(has, network, condition, placement)
+        preparation = Preparation(has, network, placement, proving, proves)
+        self._stepping = Stepping(has, network, condition, placement, preparation, self._guard)
+        self._surgery = Surgery(has, network, condition, placement, self._layers)
         self._checkpoints = Checkpoints(
-            has, network, condition, planning, placement, self._layers, self._surgery
+            has, network, condition, placement, self._layers, self._surgery, self._guard
         )
-
-    def _drop(self) -> None:
-        """Close an engine that nobody refers to any more."""
-        said = "an l2l.Engine was dropped without engine.close()"
-        try:
-            if self._resources.world.is_parallel:  # others are elsewhere
-                raise RuntimeError("several ranks hold them together")
-            with warnings.catch_warnings(record=True) as noted:
-                self.close()
-        except Exception as error:
-            said += f". Its model has lost weights ({error}): go on from a checkpoint."
-        else:
-            said += "; the weights were given back to its model now."
-            said += "".join(f" Also, {one.message}" for one in noted)
-        warnings.warn(f"{said} Close engines, or use them in a with block.", stacklevel=3)
 
     @guarded("engine.optimizer", within="engine.step")
     def _state_of(self, owner: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, final
@@ -88,7 +89,7 @@ class Guard:
     """Lets the operations of one object run one at a time, in the process that made it."""
 
     def __init__(self) -> None:
-        self._process = os.getpid()
+        self._process, self._home = os.getpid(), threading.get_ident()
         self._lock = threading.Lock()
         self._name = ""  # of the operation that has the lock
         self._thread = 0  # where that runs
@@ -160,6 +161,21 @@ class Guard:
             dispatches, _dispatch_modes, _python_dispatch._pop_mode, _python_dispatch._push_mode
         )
 
+    def drop(self, close: Callable[[], None], *, alone: bool) -> None:
+        """Close the object, which nobody refers to any more, and say so.
+
+        Args:
+            close: gives the weights back.
+            alone: whether no other rank must do so, too.
+        """
+        if os.getpid() != self._process:  # of a fork, which has no threads
+            return
+        if threading.get_ident() == self._home:
+            _close_dropped(close, alone=alone)
+        else:  # perhaps a thread of the object's own, which closing waits for
+            done = functools.partial(_close_dropped, close, alone=alone)
+            threading.Thread(target=done, name="l2l-drop").start()
+
     def _is_running(self) -> bool:
         """Whether the operation that has the lock is on its thread's stack."""
         frame = sys._current_frames().get(self._thread)
@@ -212,6 +228,21 @@ class Guard:
             handler(number, frame)
         elif number not in self._noted:
             self._noted.append(number)
+
+
+def _close_dropped(close: Callable[[], None], *, alone: bool) -> None:
+    said = "an l2l.Engine was dropped without engine.close()"
+    try:
+        if not alone:  # others are elsewhere
+            raise RuntimeError("several ranks hold them together")
+        with warnings.catch_warnings(record=True) as noted:
+            close()
+    except Exception as error:
+        said += f". Its model has lost weights ({error}): go on from a checkpoint."
+    else:
+        said += "; the weights were given back to its model now."
+        said += "".join(f" Also, {one.message}" for one in noted)
+    warnings.warn(f"{said} Close engines, or use them in a with block.", stacklevel=4)
 
 
 def _function_modes() -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 from l2l.engine.depth import Choice
 from l2l.engine.network import Network
 from l2l.engine.resources import Resources
-from l2l.planner import Plan, Planning
+from l2l.planner import Plan
 from l2l.schedule import OuterUnit, Schedule, Shape, make_schedule
 
 MOST_SCHEDULES = 32  # that are kept
@@ -20,10 +20,10 @@ MOST_SCHEDULES = 32  # that are kept
 class Placement:
     """Owner of what stays on the device between steps, and of the schedules that go by it."""
 
-    def __init__(self, resources: Resources, network: Network, planning: Planning) -> None:
+    def __init__(self, resources: Resources, network: Network) -> None:
         """Nothing is on the device yet."""
-        self._resources, self._network, self._planning = resources, network, planning
-        self._server = resources.server
+        self._resources, self._network = resources, network
+        self._server, self._planning = resources.server, resources.planning
         self._held: frozenset[str] = frozenset()  # units that the last step has left there
         self.outer: tuple[OuterUnit, ...] = ()  # units around the layers, as they are placed
         self.schedules: dict[Shape, Schedule] = {}

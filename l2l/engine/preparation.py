@@ -27,7 +27,6 @@ from l2l.model import (
     token_length,
     total_count,
 )
-from l2l.planner import Planning
 from l2l.schedule import OuterUnit
 
 logger = logging.getLogger("l2l")
@@ -53,7 +52,6 @@ class Preparation:
 
     resources: Resources
     network: Network
-    planning: Planning
     placement: Placement
     proving: Proving
     proves: bool
@@ -72,8 +70,9 @@ class Preparation:
             counts: whether it must be known what the loss averages over.
 
         Raises:
-            ValueError: the batch cannot be; nothing has changed.
+            ValueError: the batch is invalid, on this rank or another; nothing has changed.
         """
+        # A rank without rows tries, plans and proves with one of another rank, and counts nothing.
         given, batch = batch, self._with_rows(batch)
         first = batch if isinstance(batch, Mapping) else split_batch(batch, microbatch_size=1)[0]
         num_rows(first)
@@ -81,9 +80,10 @@ class Preparation:
         proves = training and self.proves
         self._decide(batch, proves=proves)
         rows, rule = self._rows_of(batch), self.network.trial.rule or Rule.ROWS
+        # All ranks need as many microbatches as the one with most: their lanes meet line by line.
         own = split_batch(batch, microbatch_size=rows) if batch is given else []
-        mine = self._facts_of(own, rule, choice, counts=counts)
-        ranks = self._agreed(mine)
+        ranks = self._ranks(own, rule, choice, counts=counts)
+        own_tokens = ranks[self.resources.world.rank].num_tokens
         num_microbatches = sum(rank.num_microbatches for rank in ranks)
         if training and num_microbatches > 1:
             self._warn_of_batch_statistics()
@@ -103,7 +103,7 @@ class Preparation:
             num_own=num_own if batch is given else 0,
             rule=rule,
             total=total,
-            num_tokens_elsewhere=sum(rank.num_tokens for rank in ranks) - mine.num_tokens,
+            num_tokens_elsewhere=sum(rank.num_tokens for rank in ranks) - own_tokens,
         )
 
     # ----------------------------------------------------------------------------------------------
@@ -128,12 +128,13 @@ class Preparation:
         """Rows of a microbatch."""
         if self.resources.microbatch_size is not None or not isinstance(batch, Mapping):
             return self.resources.microbatch_size or 1
-        return max(1, self.planning.decisions.microbatch_tokens // token_length(batch))
+        return max(1, self.resources.planning.decisions.microbatch_tokens // token_length(batch))
 
-    def _facts_of(
+    def _ranks(
         self, own: list[Microbatch], rule: Rule, choice: Choice, *, counts: bool
-    ) -> _Rank:
-        return _Rank(
+    ) -> list[_Rank]:
+        """What all ranks have; they must run the same layers, of rows that may be cut."""
+        mine = _Rank(
             layers=choice.layers,
             num_microbatches=len(own),
             count=total_count(rule, own) if own and counts else 0,
@@ -141,9 +142,6 @@ class Preparation:
             num_tokens=sum(num_rows(one) * token_length(one) for one in own),
             why_not_cut=self.network.trial.why_not_cut(own) if counts else None,
         )
-
-    def _agreed(self, mine: _Rank) -> list[_Rank]:
-        """What all ranks have; they must run the same layers, of rows that may be cut."""
         ranks = self.resources.world.gather_facts(mine)
         for number, rank in enumerate(ranks):
             if rank.layers != ranks[0].layers:
@@ -179,7 +177,7 @@ class Preparation:
 
         While nothing is on the device, the model's own code is run for the proof.
         """
-        must_plan = self.planning.must_plan(batch, rows=self.resources.microbatch_size)
+        must_plan = self.resources.planning.must_plan(batch, rows=self.resources.microbatch_size)
         facts = self.resources.world.gather_facts((must_plan, self.placement.is_made))
         must_plan, is_placed = any(fact[0] for fact in facts), all(fact[1] for fact in facts)
         is_proven = not proves or self.proving.is_done(batch)
@@ -197,7 +195,7 @@ class Preparation:
 
     def _make_plan(self, batch: Batches, outer: tuple[OuterUnit, ...]) -> None:
         trial, world = self.network.trial, self.resources.world
-        self.planning.make(
+        self.resources.planning.make(
             batch,
             rows=self.resources.microbatch_size,
             outer=outer,
@@ -210,5 +208,5 @@ class Preparation:
         if world.is_parallel:  # all go by the plan of the one with most to do
             parts: list[Any] = [batch] if isinstance(batch, Mapping) else list(batch)
             number = sum(num_rows(one) * token_length(one) for one in parts)
-            plans = world.gather_facts((number, self.planning.decisions))
-            self.planning.decisions = max(plans, key=lambda plan: plan[0])[1]
+            plans = world.gather_facts((number, self.resources.planning.decisions))
+            self.resources.planning.decisions = max(plans, key=lambda plan: plan[0])[1]

@@ -12,7 +12,6 @@ from l2l.engine.network import Network
 from l2l.engine.placement import Placement
 from l2l.engine.resources import Resources
 from l2l.model import Microbatch, Rule
-from l2l.planner import Planning
 from l2l.proof import FLOAT16_SCALE, Evidence
 from l2l.run import PROLOGUE_SEED, Step, mix_seed
 from l2l.schedule import Lane
@@ -26,7 +25,6 @@ class Proving:
     resources: Resources
     network: Network
     condition: Condition
-    planning: Planning
     placement: Placement
 
     def is_done(self, batch: Batches) -> bool:
@@ -42,7 +40,7 @@ class Proving:
             cut=trial.cut,
             buffers=trial.present_buffers(),
             seed_of=self._seed_of,
-            room=self.planning.budget,
+            room=self.resources.planning.budget,
         )
 
     def check(self, rule: Rule) -> None:
@@ -103,7 +101,8 @@ class Proving:
 
     def _path(self) -> tuple[object, ...]:
         """What decides which code a step runs, sizes apart."""
-        has, trial, decisions = self.resources, self.network.trial, self.planning.decisions
+        has, trial = self.resources, self.network.trial
+        decisions = has.planning.decisions
         amounts = {name: bool(getattr(decisions, name)) for name in decisions.__slots__}
         return (
             has.device.torch_device.type,

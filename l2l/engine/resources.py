@@ -18,18 +18,19 @@ from l2l.parameter_server import (
     HostBudget,
     HostKernel,
     HostOptimizer,
-    Members,
     Optimizer,
     ParameterServer,
     PrecisionPolicy,
     ServerOptimizer,
     UnitForm,
     UpdatePolicy,
+    alternatives,
     available_bytes,
     forms_of,
     host_bytes,
     load_kernel,
 )
+from l2l.planner import Planning
 from l2l.run import HostRows, Scaler, Stash, Transfer
 from l2l.trial import LARGE_UNIT_BYTES
 
@@ -57,6 +58,7 @@ class Resources:
     transfer: Transfer
     stash: Stash
     rows: HostRows
+    planning: Planning
 
     def looks_up(self, unit: str) -> bool:
         """Whether the rows of a table are gathered on the host."""
@@ -80,31 +82,54 @@ class Resources:
         )
 
 
-def unit_forms(
+def fit_host(
+    host_memory: int | str | None,
     description: Optimizer,
     *,
+    model: nn.Module,
     partition: Partition,
     optimizer: ServerOptimizer,
     precision: PrecisionPolicy,
+    policy: UpdatePolicy,
     world: World,
-    members: Members | None = None,
-) -> list[UnitForm]:
-    """What every unit would be made of with an optimizer; `members` are its groups to be."""
-    settings = optimizer.settings(members)
-    if optimizer.defaults.keys() != description.defaults.keys():  # what if it were another one
-        settings = dict.fromkeys(settings, description.defaults)
-    return forms_of(
-        partition,
-        optimizer=description,
-        settings=settings,
-        precision=precision,
-        num_shares=world.share.number,
-    )
+) -> tuple[HostBudget, list[UnitForm]]:
+    """The host memory that may be taken, and what every unit is made of there.
+
+    Raises:
+        ValueError: there is too little; with optimizers that would need less.
+    """
+
+    def forms_with(other: Optimizer) -> list[UnitForm]:
+        settings = optimizer.settings()
+        if optimizer.defaults.keys() != other.defaults.keys():
+            settings = dict.fromkeys(settings, other.defaults)
+        number = world.share.number
+        return forms_of(
+            partition, optimizer=other, settings=settings, precision=precision, num_shares=number
+        )
+
+    forms = forms_with(description)
+    model_bytes = sum(p.nbytes for p in model.parameters() if not p.is_meta)
+    budget = HostBudget.of(host_memory, model_bytes=model_bytes, num_sharing=world.share.number)
+    others = alternatives(forms_with, policy, precision.link)
+    budget.check(server_bytes(forms, policy, world), alternatives=others)
+    return budget, forms
 
 
 def server_bytes(forms: Sequence[UnitForm], policy: UpdatePolicy, world: World) -> int:
     """What the units of a model take of this rank's host memory."""
     return host_bytes([form.held(world.share) for form in forms], policy)
+
+
+def checked_rows(microbatch_size: int | None) -> int | None:
+    """The rows of a microbatch, if they were given.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if microbatch_size is not None and microbatch_size < 1:
+        raise ValueError(f"microbatch_size={microbatch_size}; expected at least 1 row, or None.")
+    return microbatch_size
 
 
 def parse_embedding(word: str | None, *, alone: bool) -> str | None:

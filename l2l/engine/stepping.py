@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -12,12 +12,13 @@ from l2l.device import UpdateFailedError
 from l2l.engine.condition import Condition
 from l2l.engine.cut import Batches, Cut, Settings, make_step
 from l2l.engine.depth import Choice
+from l2l.engine.guard import Guard
 from l2l.engine.network import Network
 from l2l.engine.placement import Placement
 from l2l.engine.preparation import Preparation
 from l2l.engine.resources import Resources
 from l2l.model import join_outputs, no_rows, output_shares
-from l2l.planner import STATE_ON_HOST, Planning
+from l2l.planner import STATE_ON_HOST
 from l2l.run import Step
 from l2l.schedule import Schedule
 
@@ -30,10 +31,9 @@ class Stepping:
     resources: Resources
     network: Network
     condition: Condition
-    planning: Planning
     placement: Placement
     preparation: Preparation
-    between: Callable[[], None]  # called between lines, as long as a step may be given up
+    guard: Guard  # of signals, which are handled between lines while a step may be given up
 
     def train(self, batch: Batches, layers: Sequence[int] | None) -> Step:
         """One optimizer step; without `layers` the engine's depth chooses some."""
@@ -87,7 +87,7 @@ class Stepping:
         with self.network.running():
             self.condition.refuse_if_unusable()
             if not self._is_whole(choice.layers):
-                self.planning.restrict(STATE_ON_HOST)
+                self.resources.planning.restrict(STATE_ON_HOST)
             while True:
                 cut = self.preparation.prepare(
                     batch, choice, training=training, needs_loss=needs_loss, counts=not keep_outputs
@@ -114,16 +114,17 @@ class Stepping:
 
     def _may_try_again(self, error: torch.OutOfMemoryError) -> bool:
         """Whether nothing was updated and there is a plan that needs less memory."""
-        is_alone = not self.resources.world.is_parallel  # else others are in the middle of the step
-        return is_alone and not self.condition.is_torn and self.planning.tighten(str(error))
+        if self.resources.world.is_parallel or self.condition.is_torn:
+            return False  # other ranks are in the middle of the step, or this one is
+        return self.resources.planning.tighten(str(error))
 
     def _run(self, schedule: Schedule, step: Step) -> None:
         # Ranks meet in every step: none gives one up that others go on with.
-        between = None if self.resources.world.is_parallel else self.between
+        between = None if self.resources.world.is_parallel else self.guard.deliver
         self.condition.running = step
         try:
             if self.condition.catch_up():
-                self.planning.mark(training=step.training and self._is_whole(step.layers))
+                self.resources.planning.mark(training=step.training and self._is_whole(step.layers))
             self.network.relay.run(schedule, step, between=between)
         except BaseException as error:
             if isinstance(error, UpdateFailedError):

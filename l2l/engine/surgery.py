@@ -13,10 +13,9 @@ from l2l.engine.condition import Condition
 from l2l.engine.layers import Layers, Layout, changed_model
 from l2l.engine.network import Network
 from l2l.engine.placement import Placement
-from l2l.engine.resources import Resources, server_bytes, unit_forms
+from l2l.engine.resources import Resources, server_bytes
 from l2l.model import Partition
-from l2l.parameter_server import Members, Move, PrecisionPolicy, UnitForm
-from l2l.planner import Planning
+from l2l.parameter_server import Members, Move, PrecisionPolicy, UnitForm, forms_of
 
 
 @final
@@ -27,7 +26,6 @@ class Surgery:
     resources: Resources
     network: Network
     condition: Condition
-    planning: Planning
     placement: Placement
     layers: Layers
 
@@ -54,7 +52,7 @@ class Surgery:
         self.layers.origins = tuple(place.origin for place in layout)
         network.build(partition, self.condition.seed)
         network.bind()
-        self.planning.adapt(partition, {form.name: form for form in forms})
+        has.planning.adapt(partition, {form.name: form for form in forms})
 
     def expected(self, layout: Layout | None, *, link: str) -> Expected:
         """What a checkpoint of a precision must hold if the engine had these layers.
@@ -106,14 +104,12 @@ class Surgery:
     def _forms(
         self, partition: Partition, precision: PrecisionPolicy, members: Members | None = None
     ) -> list[UnitForm]:
-        has = self.resources
-        return unit_forms(
-            has.server.optimizer,
-            partition=partition,
-            optimizer=has.optimizer,
+        return forms_of(
+            partition,
+            optimizer=self.resources.server.optimizer,
+            settings=self.resources.optimizer.settings(members),
             precision=precision,
-            world=has.world,
-            members=members,
+            num_shares=self.resources.world.share.number,
         )
 
 
