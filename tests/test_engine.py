@@ -35,6 +35,7 @@ from l2l.device.byte_size import format_bytes
 from l2l.engine import Engine
 from l2l.parameter_server import ParameterServer
 from l2l.planner.hardware import H200
+from l2l.proof import ProofMemory
 from l2l.trial.trial import Trial
 
 ROWS = 8
@@ -649,11 +650,27 @@ def test_a_device_with_too_little_memory_for_a_trial_says_what_would_do(
 
 
 @pytest.mark.usefixtures("as_h200")
+def test_a_proof_that_needs_more_memory_than_planned_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = causal_batch(ROWS)
+    with make_engine(build_llama(**BUDGETED), device_memory="300MiB", prove=False) as engine:
+        expected = engine.step(batch).loss
+    inside.remember_proofs_in(ProofMemory(None))
+    failed = run_out_of_memory(monkeypatch, {"loss"})
+    with make_engine(build_llama(**BUDGETED), device_memory="300MiB") as engine:
+        assert engine.step(batch).loss == pytest.approx(expected, abs=1e-6)
+    assert len(failed) == 1
+    assert "a step needed more device memory than planned" in caplog.text
+
+
+@pytest.mark.usefixtures("as_h200")
 def test_a_step_that_has_begun_to_update_is_not_done_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_out_of_memory(monkeypatch, {"backward L"})
-    engine = make_engine(build_llama(**BUDGETED), device_memory="300MiB", overrides={"num_tail": 1})
+    settings: dict[str, Any] = {"overrides": {"num_tail": 1}, "prove": False}
+    engine = make_engine(build_llama(**BUDGETED), device_memory="300MiB", **settings)
     with pytest.raises(torch.OutOfMemoryError):
         engine.step(causal_batch(ROWS))
     with pytest.raises(RuntimeError, match="failed"):

@@ -33,7 +33,7 @@ from l2l.device import CheckingDevice, QueuedEvent, Work
 from l2l.engine import Engine
 from l2l.model.compiled_layer import Compiler
 from l2l.run.stash import Stash
-from l2l.schedule import Action, Lane, Schedule, Shape, Wait, WaitLast, make_schedule, validate
+from l2l.schedule import Lane, Schedule, Shape, Wait, WaitLast, make_schedule, validate
 
 WIDTH = 8
 CLASSES = 3

@@ -89,22 +89,26 @@ class Stepping:
             if not self._is_whole(choice.layers):
                 self.resources.planning.restrict(STATE_ON_HOST)
             while True:
-                cut = self.preparation.prepare(
-                    batch, choice, training=training, needs_loss=needs_loss, counts=not keep_outputs
-                )
-                if settings is not None:
-                    self.resources.server.check_settings(settings)
-                self.network.partition.set_training(training)
-                step = make_step(
-                    self.resources,
-                    cut,
-                    choice,
-                    number=self.condition.step_number,
-                    settings=settings,
-                    keep_outputs=keep_outputs,
-                )
-                number = len(cut.microbatches)
                 try:
+                    cut = self.preparation.prepare(
+                        batch,
+                        choice,
+                        training=training,
+                        needs_loss=needs_loss,
+                        counts=not keep_outputs,
+                    )
+                    if settings is not None:
+                        self.resources.server.check_settings(settings)
+                    self.network.partition.set_training(training)
+                    step = make_step(
+                        self.resources,
+                        cut,
+                        choice,
+                        number=self.condition.step_number,
+                        settings=settings,
+                        keep_outputs=keep_outputs,
+                    )
+                    number = len(cut.microbatches)
                     self._run(self.placement.schedule(number, choice, training=training), step)
                 except torch.OutOfMemoryError as error:
                     if not self._may_try_again(error):
