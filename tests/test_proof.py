@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 import l2l
 import l2l.engine.engine
 from l2l.device import CheckingDevice
-from l2l.model.partition import HIDDEN, Part, RecordedTensor, Recording, Stub
-from l2l.model.partition import Call as RecordedCall
+from l2l.model.recording import HIDDEN, RecordedTensor, Recording
+from l2l.model.recording import Call as RecordedCall
+from l2l.model.skeleton import Part, Stub
 from l2l.parameter_server import Adafactor
 from l2l.proof import Evidence, Proof, ProofError, ProofMemory
 from l2l.proof.evidence import ODD_FACTOR, WHOLE_ELEMENTS, check

@@ -11,6 +11,7 @@ from l2l.model.batch import (
     token_length,
 )
 from l2l.model.compiled_layer import EVERYTHING, Compiler, Handed, Program, parse_backend
+from l2l.model.configs import configs_of, takes_use_cache, without_cache
 from l2l.model.fake_weights import FakeWeights, fake_weight
 from l2l.model.given_objects import State, named_arguments, objects_in, states_of
 from l2l.model.held import (
@@ -56,22 +57,12 @@ from l2l.model.loss import (
     total_count,
     trial_batch,
 )
-from l2l.model.partition import (
-    Call,
-    Partition,
-    RecordedTensor,
-    Recording,
-    Returns,
-    UnitTensors,
-    attributes_of,
-    configs_of,
-    copy_tree,
-    first_argument,
-    is_plain,
-    own_numbers,
-    takes_use_cache,
-    without_cache,
-)
+from l2l.model.module_copy import copy_tree
+from l2l.model.partition import Partition
+from l2l.model.passing import Returns, first_argument
+from l2l.model.recording import Call, RecordedTensor, Recording
+from l2l.model.skeleton import UnitTensors
+from l2l.model.structures import attributes_of, is_plain, own_numbers
 
 __all__ = [
     "EVERYTHING",

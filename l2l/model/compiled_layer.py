@@ -44,7 +44,8 @@ from torch.func import functional_call
 
 from l2l.device import Device
 from l2l.model.layer_pass import BackwardResult, LayerInputs
-from l2l.model.partition import Returns, Template
+from l2l.model.passing import Returns
+from l2l.model.structures import Template
 
 CLOSE_ENOUGH = 0.05  # relative difference of two gradients that differ by rounding to 16 bits
 SMALL_BYTES = 1 << 20  # kept on the device beside the stash: statistics, seeds

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from l2l.model.partition import METADATA
+from l2l.model.passing import METADATA
 
 MOST_ELEMENTS = 1 << 18  # of what is mirrored: tokens of a microbatch, not pairs of them
 HOST = torch.device("cpu")
