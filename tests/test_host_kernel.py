@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import l2l
 from l2l.device import Event, open_device
 from l2l.parameter_server import ParameterServer, host_kernel, operands
+from l2l.parameter_server.division import form_of
 from l2l.parameter_server.host_kernel import (
     AdamWUpdate,
     Half,
@@ -39,7 +40,7 @@ from l2l.parameter_server.operands import (
 )
 from l2l.parameter_server.optimizer import HostOptimizer, Update
 from l2l.parameter_server.precision import PrecisionPolicy, join_master
-from l2l.parameter_server.store import UpdateOrder, WaitingUpdate
+from l2l.parameter_server.waiting import UpdateOrder, WaitingUpdate
 
 SIZES = [0, 1, 127, 129, 1025, 100_003]  # around blocks, tiles and chunks, and none a multiple
 GRADIENT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -832,7 +833,7 @@ def make_server(kernel: HostKernel | None, shapes: Shapes) -> ParameterServer:
         name: nn.Parameter(random(math.prod(shape), seed=0).view(shape))
         for name, shape in shapes.items()
     }
-    form = ParameterServer.form(
+    form = form_of(
         "outer",
         parameters=parameters,
         buffers={},

@@ -28,7 +28,7 @@ from l2l.parameter_server.policy import UpdatePolicy
 from l2l.parameter_server.precision import DTYPES, LossScale, PrecisionPolicy, join_master
 from l2l.parameter_server.sizing import NUM_STAGING, ROUNDING_BYTES, alternatives, host_bytes
 from l2l.parameter_server.snapshot import NUM_WRITERS, Image, Snapshot
-from l2l.parameter_server.store import ParameterServer, TableRows, UpdateOrder, WaitingUpdate
+from l2l.parameter_server.store import ParameterServer
 from l2l.parameter_server.torch_optimizer import Members, ServerOptimizer, groups_of
 from l2l.parameter_server.unit import (
     Unit,
@@ -38,6 +38,7 @@ from l2l.parameter_server.unit import (
     refuse_without_weights,
     state_name,
 )
+from l2l.parameter_server.waiting import TableRows, UpdateOrder, WaitingUpdate
 
 __all__ = [
     "ALIGNMENT_BYTES",
