@@ -35,7 +35,7 @@ from l2l.run.relay import Relay
 from l2l.run.transfer import Transfer
 from l2l.run.updates import Updates, mix_seed
 from l2l.schedule import Lane, Schedule, Wait, make_schedule
-from l2l.trial.trial import Trial
+from l2l.trial.layer_trial import LayerTrial
 
 WORDS, WIDTH, LENGTH = 40, 16, 6
 
@@ -478,7 +478,7 @@ def test_what_is_nothing_but_rounding_is_no_difference() -> None:
 
 
 def without_refusing_objects(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Trial, "_meet", lambda *_: None)
+    patch.setattr(LayerTrial, "meet", lambda *_: None)
 
 
 def with_caches(patch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from l2l.model.batch import (
     Microbatch,
     join_outputs,
+    move_batch,
     no_rows,
     num_rows,
     split_batch,
@@ -10,6 +11,7 @@ from l2l.model.batch import (
     take_rows,
     token_length,
 )
+from l2l.model.comparison import same, same_leaves
 from l2l.model.compiled_layer import EVERYTHING, Compiler, Handed, Program, parse_backend
 from l2l.model.configs import configs_of, takes_use_cache, without_cache
 from l2l.model.fake_weights import FakeWeights, fake_weight
@@ -111,6 +113,7 @@ __all__ = [
     "join_outputs",
     "leaves",
     "lend",
+    "move_batch",
     "named_arguments",
     "no_rows",
     "num_elements",
@@ -125,6 +128,8 @@ __all__ = [
     "registered",
     "release",
     "require_loss",
+    "same",
+    "same_leaves",
     "split_batch",
     "split_into",
     "states_of",
