@@ -37,6 +37,7 @@ from l2l.parameter_server import (
 from l2l.planner.cost_model import CostModel
 from l2l.planner.decisions import STATE_ON_HOST, Decisions, LedgerLine, Plan, ScalingPoint
 from l2l.planner.hardware import Hardware, known_hardware
+from l2l.planner.line_costs import simulate_step
 from l2l.planner.problem import Problem, Together
 from l2l.planner.search import Candidate, DoesNotFitError, find_plan
 from l2l.planner.survey import head_of, is_eight_bit, layer_costs, unit_size, update_bytes
@@ -317,7 +318,7 @@ class Planning:
             decisions = (
                 found.decisions if world.num_ranks == 1 else found.decisions.override(STATE_ON_HOST)
             )
-            run = CostModel(own, self._hardware).simulate(decisions, found.rows)
+            run = simulate_step(CostModel(own, self._hardware), decisions, found.rows)
             points.append(
                 ScalingPoint(
                     num_ranks=world.num_ranks,

@@ -21,6 +21,7 @@ from l2l.parameter_server import UpdatePolicy
 from l2l.planner.cost_model import CostModel
 from l2l.planner.decisions import Decisions, LedgerLine
 from l2l.planner.hardware import Hardware
+from l2l.planner.line_costs import simulate_step
 from l2l.planner.problem import Problem
 from l2l.schedule import NUM_LENT, Simulation
 
@@ -95,10 +96,10 @@ def find_plan(
         decisions = replace(candidate, **chosen) if chosen else candidate
         if decisions.num_device_states > decisions.num_tail:
             continue  # chosen by the user for a longer tail
-        taken = model.peak_bytes(decisions, number)
+        taken = model.memory.peak_bytes(decisions, number)
         if least is None or taken < least[0]:
             least = (taken, decisions, number)
-        found = fitting if model.fits_host(decisions, number) else overfull
+        found = fitting if model.memory.fits_host(decisions, number) else overfull
         if taken <= limit and (decisions, number) not in found:
             found[decisions, number] = model.estimate(decisions, number)
     fitting = fitting or overfull
@@ -108,7 +109,7 @@ def find_plan(
     ranked = sorted(fitting, key=fitting.__getitem__)[:NUM_RANKED]
     if "num_shared" not in fixed:
         shared = ((replace(one, **chosen), number) for one, number in _shared(model, ranked))
-        ranked = [one for one in shared if model.peak_bytes(*one) <= limit]
+        ranked = [one for one in shared if model.memory.peak_bytes(*one) <= limit]
     if "num_late" not in fixed:
         ranked = list(_late(model, ranked))
     if "halves" not in fixed:
@@ -123,7 +124,7 @@ def find_plan(
     return Candidate(
         decisions=decisions,
         rows=number,
-        ledger=tuple(model.ledger(decisions, number)),
+        ledger=tuple(model.memory.ledger(decisions, number)),
         seconds=simulation.seconds,
         bound=simulation.bound,
     )
@@ -141,7 +142,7 @@ def _simulated(
             continue
         if best is not None and best[1].bound == "compute" and num_in_vain == MOST_IN_VAIN:
             break  # how updates are done hardly matters then
-        found = model.simulate(decisions, number)
+        found = simulate_step(model, decisions, number)
         num_simulated += 1
         num_in_vain += 1
         rated = _rated(found.seconds, decisions)
@@ -173,9 +174,11 @@ def _shorter(
         if number in (0, decisions.num_tail) or other.outer_state:
             continue
         keeps = other.num_kept_cells > 0
-        if model.peak_bytes(other, rows) > limit or (keeps and not model.may_keep(other, rows)):
+        if model.memory.peak_bytes(other, rows) > limit or (
+            keeps and not model.memory.may_keep(other, rows)
+        ):
             continue
-        simulation = model.simulate(other, rows)
+        simulation = simulate_step(model, other, rows)
         if _rated(simulation.seconds, other) < _rated(best[0].seconds, best[1]):
             best = (simulation, other, rows)
     return best
@@ -197,7 +200,7 @@ def _refined(
         numbers = {int(share * present) for share in REFINED} - {getattr(decisions, name), 0}
         for number in sorted(numbers if name not in fixed else (), reverse=True):
             other = decisions.override({name: number})
-            simulation = model.simulate(other, rows)
+            simulation = simulate_step(model, other, rows)
             if simulation.seconds < best[0].seconds:
                 best = (simulation, other, rows)
     return best
@@ -218,11 +221,13 @@ def _climbed(
     while best[0].bound == "host" and best[1] is not last:
         _, last, rows = best
         for other in _neighbours(model, last, fixed):
-            fits = model.peak_bytes(other, rows) <= limit and model.fits_host(other, rows)
+            fits = model.memory.peak_bytes(other, rows) <= limit and model.memory.fits_host(
+                other, rows
+            )
             if num_simulated == MOST_CLIMBED or not fits:
                 continue
             num_simulated += 1
-            simulation = model.simulate(other, rows)
+            simulation = simulate_step(model, other, rows)
             if simulation.seconds < (1 - LEAST_GAIN) * best[0].seconds:
                 best = (simulation, other, rows)
     return best
@@ -243,15 +248,19 @@ def _roomier(
     other = replace(decisions, num_cells=_many_cells(model, rows))
     more = decisions.num_cells < other.num_cells <= MOST_CELLS
     streams = decisions.num_tail < len(model.problem.layers)
-    if "num_cells" in fixed or not (more and streams) or model.peak_bytes(other, rows) > limit:
+    if (
+        "num_cells" in fixed
+        or not (more and streams)
+        or model.memory.peak_bytes(other, rows) > limit
+    ):
         return best
-    found = model.simulate(other, rows)
+    found = simulate_step(model, other, rows)
     return (found, other, rows) if found.seconds <= simulation.seconds else best
 
 
 def _many_cells(model: CostModel, rows: int) -> int:
     """Cells in which the hidden states of all microbatches stay for a while."""
-    return model.num_microbatches(rows) + 2
+    return model.problem.num_microbatches(rows) + 2
 
 
 def _neighbours(
@@ -303,7 +312,7 @@ def _late(
     for decisions, rows in candidates:
         yield decisions, rows
         all_late = replace(decisions, num_late=every)
-        if decisions.num_late and model.fits_host(all_late, rows):
+        if decisions.num_late and model.memory.fits_host(all_late, rows):
             yield all_late, rows
 
 
@@ -364,7 +373,7 @@ def _candidates(
             if num_fitting >= MOST_PIECES and piece != start_piece:
                 break  # smaller ones are only slower
             start_piece = piece
-            num_fitting += model.peak_bytes(start, number) <= budget_bytes * (1 - SLACK)
+            num_fitting += model.memory.peak_bytes(start, number) <= budget_bytes * (1 - SLACK)
             yield from _tails(model, start, number, budget_bytes)
 
 
@@ -375,33 +384,36 @@ def _tails(
     yield model.with_late(start, rows), rows
     for keep, number in product(KEEPS[1:], KEPT_CELLS):
         kept = replace(start, keep=keep, num_kept_cells=number)
-        if model.may_keep(kept, rows) and model.peak_bytes(kept, rows) <= limit:
+        if model.memory.may_keep(kept, rows) and model.memory.peak_bytes(kept, rows) <= limit:
             yield model.with_late(kept, rows), rows
     num_layers = len(problem.layers)
     for tail in range(1, num_layers + 1, max(1, num_layers // 32)):
         one = replace(start, num_tail=tail)
-        if model.peak_bytes(one, rows) > limit:
+        if model.memory.peak_bytes(one, rows) > limit:
             return
         states = [0]
         if problem.may_update_on_device:
-            most = model.most_states(one, rows, limit)
+            most = model.memory.most_states(one, rows, limit)
             states = sorted({0, most, most // 2, most // 4})
         for number in states:
             two = replace(one, num_device_states=number)
             yield model.with_late(two, rows), rows
             whole = replace(two, outer_state=True)
-            if number == tail == num_layers and model.peak_bytes(whole, rows) <= limit:
+            if number == tail == num_layers and model.memory.peak_bytes(whole, rows) <= limit:
                 yield model.with_late(whole, rows), rows
             if tail < num_layers:
                 kept = replace(two, keep=KEEPS[1], num_kept_cells=KEPT_CELLS[-1])
-                if model.may_keep(kept, rows) and model.peak_bytes(kept, rows) <= limit:
+                if (
+                    model.memory.may_keep(kept, rows)
+                    and model.memory.peak_bytes(kept, rows) <= limit
+                ):
                     yield model.with_late(kept, rows), rows
 
 
 def _refusal(model: CostModel, budget_bytes: int, least: tuple[int, Decisions, int]) -> str:
     taken, decisions, rows = least
     lines = sorted(
-        (line for line in model.ledger(decisions, rows) if line.place == "device"),
+        (line for line in model.memory.ledger(decisions, rows) if line.place == "device"),
         key=lambda line: -line.nbytes,
     )
     largest = ", ".join(f"{line.purpose} {format_bytes(line.nbytes)}" for line in lines[:4])
