@@ -47,7 +47,7 @@ logger = logging.getLogger("l2l")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAPPED_BYTES = 256 << 20  # of a file that are read before its memory is given back
-MOST_NAMES = 20  # in a message
+MAX_NAMES = 20  # in a message
 READABLE = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 SetWeight = Callable[[str, Tensor], None]
@@ -488,5 +488,5 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _joined(texts: Sequence[str]) -> str:
-    shown = ", ".join(texts[:MOST_NAMES])
-    return shown if len(texts) <= MOST_NAMES else f"{shown} and {len(texts) - MOST_NAMES} more"
+    shown = ", ".join(texts[:MAX_NAMES])
+    return shown if len(texts) <= MAX_NAMES else f"{shown} and {len(texts) - MAX_NAMES} more"

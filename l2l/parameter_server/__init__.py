@@ -1,20 +1,16 @@
 """The parameter server: model, optimizer and waiting gradients in host memory."""
 
 from l2l.parameter_server.adafactor import REVISED_BYTES, REVISED_PIECE, Adafactor
+from l2l.parameter_server.coefficients import AdamWUpdate, LionUpdate, SGDUpdate
 from l2l.parameter_server.device_update import FlatUnit
 from l2l.parameter_server.division import forms_of, units_of
-from l2l.parameter_server.host_kernel import (
-    AdamWUpdate,
-    HostKernel,
-    LionUpdate,
-    SGDUpdate,
-    working_threads,
-)
+from l2l.parameter_server.eight_bit import num_blocks
+from l2l.parameter_server.host_kernel import HostKernel, working_threads
 from l2l.parameter_server.host_kernel import load as load_kernel
 from l2l.parameter_server.host_memory import Arena, HostBudget, available_bytes
 from l2l.parameter_server.layout import ALIGNMENT_BYTES, ALIGNMENT_ELEMENTS, FlatLayout, round_up
 from l2l.parameter_server.moving import Move
-from l2l.parameter_server.operands import EightBitMoments, Moments, SplitWeight, num_blocks
+from l2l.parameter_server.operands import EightBitMoments, Moments, SplitWeight
 from l2l.parameter_server.optimizer import (
     SGD,
     AdamW,

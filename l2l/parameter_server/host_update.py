@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from l2l.parameter_server.host_kernel import Half, HostKernel, Numbers
+from l2l.parameter_server.coefficients import Numbers
+from l2l.parameter_server.host_kernel import Half, HostKernel
 from l2l.parameter_server.optimizer import HostOptimizer, Update
 from l2l.parameter_server.unit import Unit
 from l2l.parameter_server.waiting import UpdateOrder
@@ -47,13 +48,13 @@ class HostUpdate:
             with kernel.preparing() as prepared:
                 for update in self._updates():
                     self.optimizer.native(kernel, update, num_threads=num_threads)
-            if numbers is not None:
+            if self.optimizer.may_prepare:
                 kept = unit.prepared if len(unit.prepared) < MAX_PREPARED else {}
                 unit.prepared = {**kept, key: prepared}
         return prepared.perform(numbers, ranges=self.ranges, num_threads=num_threads)
 
     def _numbers(self) -> list[Numbers] | None:
-        """What of updates differs from step to step, by parameter; None if more does."""
+        """The numbers of every parameter's update; None if the optimizer has none."""
         found: list[Numbers] = []
         for owner in self.owners:
             one = self.optimizer.numbers(

@@ -165,10 +165,8 @@ class CostModel:
     def estimate(self, decisions: Decisions, rows: int) -> float:
         """Seconds of a step, by formula."""
         problem = self.problem
-        number, mean = (
-            self.problem.num_microbatches(rows),
-            problem.num_rows / self.problem.num_microbatches(rows),
-        )
+        number = problem.num_microbatches(rows)
+        mean = problem.num_rows / number
         cut = self.memory.cut(decisions)
         streamed, tail = cut.streamed, cut.tail
         forward = number * self._streamed_seconds("forward", decisions, mean)
@@ -266,9 +264,8 @@ class CostModel:
         host = self.update_seconds(streamed[0].num_trained)
         device = number * self.backward_seconds(0, decisions, mean)
         done = len(streamed) if host <= device else int(len(streamed) * device / host)
-        room = problem.host_limit_bytes - self.memory.host_bytes(
-            replace(decisions, num_late=0), rows
-        )
+        none_late = self.memory.host_bytes(replace(decisions, num_late=0), rows)
+        room = problem.host_limit_bytes - none_late
         most = max(0, room) // max(1, self.memory.largest_staged)
         late = min(len(streamed) - done, most)
         num_late = late + self.memory.num_before if late else 0

@@ -72,12 +72,16 @@ class Memory:
         always = phases.pop(ALWAYS, 0)
         return always + max(phases.values(), default=0)
 
+    def fits(self, decisions: Decisions, rows: int, limit: float) -> bool:
+        """Whether choices take no more of the device than the limit."""
+        return self.peak_bytes(decisions, rows) <= limit
+
     def most_states(self, decisions: Decisions, rows: int, limit: float) -> int:
         """How many layers of the tail may have their optimizer state on the device."""
         low, high = 0, decisions.num_tail
         while low < high:
             middle = (low + high + 1) // 2
-            fits = self.peak_bytes(replace(decisions, num_device_states=middle), rows) <= limit
+            fits = self.fits(replace(decisions, num_device_states=middle), rows, limit)
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 

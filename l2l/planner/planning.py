@@ -48,7 +48,7 @@ from l2l.trial import Usage
 logger = logging.getLogger("l2l")
 
 FREE_SHARE = 0.9  # of free device memory that is used if the user names no budget
-LEAST_KEPT_BACK = 32 << 20  # of a budget, once a plan has turned out too tight
+MIN_KEPT_BACK = 32 << 20  # of a budget, once a plan has turned out too tight
 NUM_MARKS = 4  # steps after which prediction and measurement are compared
 
 
@@ -173,7 +173,7 @@ class Planning:
         """
         if self._candidate is None or self._budget is None:
             return False
-        more = max(LEAST_KEPT_BACK, self._budget // 16)
+        more = max(MIN_KEPT_BACK, self._budget // 16)
         if self._kept_back + more > self._budget // 2:
             return False
         self._kept_back += more
