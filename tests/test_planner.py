@@ -21,21 +21,14 @@ import l2l
 from l2l.bench.workload import Workload
 from l2l.device.byte_size import parse_bytes
 from l2l.parameter_server import UpdatePolicy
-from l2l.planner import (
-    ALWAYS,
-    STATE_ON_HOST,
-    Candidate,
-    Decisions,
-    DoesNotFitError,
-    Plan,
-    Problem,
-    Together,
-    find_plan,
-)
+from l2l.planner import STATE_ON_HOST, Decisions, DoesNotFitError, Plan, Together
 from l2l.planner.cost_model import CostModel
+from l2l.planner.decisions import ALWAYS
 from l2l.planner.hardware import H200
 from l2l.planner.layer_cost import count_pass
 from l2l.planner.line_costs import simulate_step
+from l2l.planner.problem import Problem
+from l2l.planner.search import Candidate, find_plan
 
 GIB = 2**30
 META = torch.device("meta")

@@ -13,7 +13,7 @@ Handed-over tensors go through hooks. Weights, hidden state and recorded argumen
 cells, which will have other contents, or other addresses, when the backward pass comes: of these
 only the place is noted. The rest is *kept*: the relay moves it to the stash and back.
 
-One program serves all layers of a structure ([Template] in partition.py). A second one is
+One program serves all layers of a structure (`Template` in structures.py). A second one is
 compiled if the sizes of its inputs change; that one takes any size.
 
 [Note: random numbers] A recomputed layer must draw the random numbers of its forward pass. Layers

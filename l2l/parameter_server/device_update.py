@@ -41,7 +41,7 @@ from torch.utils import dlpack
 from l2l.parameter_server.eight_bit import BLOCK_SIZE, decoded, encoded, num_blocks
 from l2l.parameter_server.layout import ALIGNMENT_BYTES, round_up
 from l2l.parameter_server.optimizer import SGD, AdamW, HostOptimizer, Lion, Settings
-from l2l.parameter_server.precision import join_master
+from l2l.parameter_server.precision import COMPANION, join_master
 
 PIECE = 1 << 22  # elements updated at once eagerly, to bound the memory for what lies between
 FALLBACK_PIECE = 1 << 20  # the same where compilation failed, for which no memory was foreseen
@@ -50,7 +50,7 @@ COMPILED_PIECE = 1 << 30  # elements updated at once when compiled: positions fi
 _NAN_BITS = 0x7FC00000
 _EXAMPLE_ROWS = 2048  # what a function is compiled with
 
-_COMPANION = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
+_COMPANION = {**COMPANION, torch.float32: None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

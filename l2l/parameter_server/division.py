@@ -11,8 +11,8 @@ from l2l.model import Partition, UnitTensors
 from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.layout import FlatLayout
 from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind
-from l2l.parameter_server.precision import PrecisionPolicy
-from l2l.parameter_server.unit import COMPANION, UnitForm, state_name
+from l2l.parameter_server.precision import COMPANION, PrecisionPolicy
+from l2l.parameter_server.unit import UnitForm, state_name
 from l2l.schedule import OUTER
 
 

@@ -1,7 +1,8 @@
 """What the host kernel works on: forms of weights and moments, ranges, and rows of tables.
 
-`EightBitMoments.encode` and `.decode` say in PyTorch, bit by bit, what the library does with 8-bit
-moments. They are its oracle, and serve to take moments from elsewhere and to show them. `gather`
+`EightBitMoments.encode` and `.decode` do in PyTorch, bit by bit, what the library does with 8-bit
+moments (eight_bit.py). They are its oracle, and serve to take moments from elsewhere and to show
+them. `gather`
 and `add_rows` do in PyTorch what the library does with rows, where it was not built.
 """
 

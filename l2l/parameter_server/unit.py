@@ -18,11 +18,10 @@ from l2l.parameter_server.host_kernel import HostKernel, PreparedUpdates
 from l2l.parameter_server.layout import ALIGNMENT_ELEMENTS, FlatLayout, round_up
 from l2l.parameter_server.operands import SplitWeight
 from l2l.parameter_server.optimizer import StateKind
-from l2l.parameter_server.precision import join_master, split_master
+from l2l.parameter_server.precision import COMPANION, join_master, split_master
 
 ACCUMULATE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 DRAINED = {torch.float16: torch.float32}  # a sum of scaled gradients may not fit a float16
-COMPANION = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 
 
 def state_name(owner: str, state: str) -> str:
