@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -59,6 +59,11 @@ class Update:
     ranges: Tensor | None = None  # the only elements to update (`operands.checked_ranges`)
     half: Half | None = None  # what alone changes, if the optimizer has halves
 
+    def own_numbers(self) -> dict[str, Any]:
+        """What `HostOptimizer.numbers` asks for."""
+        names = ("settings", "step", "factor", "seed")
+        return {name: getattr(self, name) for name in names}
+
     def native_weight(self) -> operands.Weight:
         """The weight as the native kernel takes it."""
         if self.weight.dtype is torch.float32:
@@ -77,29 +82,31 @@ class Update:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer(ABC):
+class Optimizer:
     """What all optimizers have: settings by parameter group."""
 
     groups: Groups | None = None
     """(name, parameter) -> what differs for it, such as `{"weight_decay": 0.0}`; or None."""
 
     @property
-    @abstractmethod
     def defaults(self) -> dict[str, Any]:
         """Settings of a parameter for which `groups` says nothing, under torch's names."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in found.items()
+            if name not in ("groups", "moments")
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostOptimizer(Optimizer):
+class HostOptimizer(Optimizer, ABC):
     """An optimizer whose state and arithmetic are on the host."""
 
     may_prepare: ClassVar[bool] = False
     """Whether native updates of the same memory differ in their numbers only."""
-
-    @property
-    def has_halves(self) -> bool:
-        """Whether weights can be updated first, and moments later from the same gradient."""
-        return False
+    has_halves: ClassVar[bool] = False
+    """Whether weights can be updated first, and moments later from the same gradient."""
 
     @abstractmethod
     def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
@@ -195,7 +202,7 @@ class AdamW(HostOptimizer):
     instead of 8, at the price of exactness.
     """
 
-    may_prepare = True
+    may_prepare = has_halves = True
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -213,21 +220,6 @@ class AdamW(HostOptimizer):
             self.moments in ("float32", "8bit"),
             f"AdamW: moments must be 'float32' or '8bit', found {self.moments!r}",
         )
-
-    @property
-    @override
-    def has_halves(self) -> bool:
-        return True
-
-    @property
-    @override
-    def defaults(self) -> dict[str, Any]:
-        return {
-            "lr": self.lr,
-            "betas": tuple(self.betas),
-            "eps": self.eps,
-            "weight_decay": self.weight_decay,
-        }
 
     @override
     def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
@@ -276,7 +268,7 @@ class AdamW(HostOptimizer):
     @override
     def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
         kernel.adamw(
-            self.numbers(update.settings, step=update.step, factor=update.factor, seed=update.seed),
+            self.numbers(**update.own_numbers()),
             weight=update.native_weight(),
             gradient=update.gradient,
             moments=self._eight_bit(update)
@@ -317,17 +309,6 @@ class SGD(HostOptimizer):
             "SGD: nesterov needs momentum > 0 and dampening = 0",
         )
 
-    @property
-    @override
-    def defaults(self) -> dict[str, Any]:
-        return {
-            "lr": self.lr,
-            "momentum": self.momentum,
-            "dampening": self.dampening,
-            "weight_decay": self.weight_decay,
-            "nesterov": self.nesterov,
-        }
-
     @override
     def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
         return {"momentum_buffer": StateKind()} if settings["momentum"] else {}
@@ -363,9 +344,7 @@ class SGD(HostOptimizer):
 
     @override
     def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
-        numbers = self.numbers(
-            update.settings, step=update.step, factor=update.factor, seed=update.seed
-        )
+        numbers = self.numbers(**update.own_numbers())
         kernel.sgd(
             numbers,
             weight=update.native_weight(),
@@ -393,11 +372,6 @@ class Lion(HostOptimizer):
             f"Lion: betas must lie in [0, 1), found {self.betas}",
         )
 
-    @property
-    @override
-    def defaults(self) -> dict[str, Any]:
-        return {"lr": self.lr, "betas": tuple(self.betas), "weight_decay": self.weight_decay}
-
     @override
     def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
         return {"exp_avg": StateKind()}
@@ -423,7 +397,7 @@ class Lion(HostOptimizer):
     @override
     def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
         kernel.lion(
-            self.numbers(update.settings, step=update.step, factor=update.factor, seed=update.seed),
+            self.numbers(**update.own_numbers()),
             weight=update.native_weight(),
             gradient=update.gradient,
             momentum=update.state["exp_avg"],

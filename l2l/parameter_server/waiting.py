@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,20 +80,8 @@ _FOLLOWING = {
 }
 
 
-class Apply(Protocol):
-    """`ParameterServer.update`."""
-
-    def __call__(
-        self,
-        name: str,
-        gradient: Tensor,
-        order: UpdateOrder,
-        ranges: Mapping[str, Tensor] | None = None,
-        *,
-        count_step: bool = True,
-        half: Half | None = None,
-    ) -> None:
-        """Apply one step's gradient, or a part of it, to a unit."""
+Apply = Callable[..., None]
+"""`ParameterServer.update`: applies a gradient, or a part of it, to a unit."""
 
 
 @dataclass(slots=True, kw_only=True)

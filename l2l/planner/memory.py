@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 
 from l2l.parameter_server import REVISED_BYTES, REVISED_PIECE, ROUNDING_BYTES, UpdatePolicy
@@ -17,35 +17,20 @@ NUM_HEAD_VALUES = 8  # hidden states that an epilogue makes besides its logits
 NUM_NORM_VALUES = 12  # those of 16 bits that its norm makes in its backward pass, in float32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Cut:
     """Layers, cut into those that are streamed and the tail, with what is asked of either."""
 
-    streamed: tuple[UnitSize, ...]
-    tail: tuple[UnitSize, ...]
-    streamed_weights: int = field(init=False)
-    largest_weight: int = field(init=False)  # of those that are streamed, as the following
-    largest_gradient: int = field(init=False)
-    largest_lent: int = field(init=False)
-    num_trained: int = field(init=False)
-    num_training: int = field(init=False)
-    tail_weights: int = field(init=False)
-    tail_gradients: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        streamed, tail = self.streamed, self.tail
+    def __init__(self, streamed: tuple[UnitSize, ...], tail: tuple[UnitSize, ...]) -> None:
+        self.streamed, self.tail = streamed, tail
         training = [unit for unit in streamed if unit.num_trained]
-        for name, value in (
-            ("streamed_weights", sum(unit.weight_bytes for unit in streamed)),
-            ("largest_weight", max((unit.weight_bytes for unit in streamed), default=0)),
-            ("largest_gradient", max((unit.gradient_bytes for unit in training), default=0)),
-            ("largest_lent", max((unit.lent_bytes for unit in streamed), default=0)),
-            ("num_trained", sum(unit.num_trained for unit in streamed)),
-            ("num_training", len(training)),
-            ("tail_weights", sum(unit.weight_bytes for unit in tail)),
-            ("tail_gradients", sum(unit.gradient_bytes for unit in tail)),
-        ):
-            object.__setattr__(self, name, value)
+        self.streamed_weights = sum(unit.weight_bytes for unit in streamed)
+        self.largest_weight = max((unit.weight_bytes for unit in streamed), default=0)
+        self.largest_gradient = max((unit.gradient_bytes for unit in training), default=0)
+        self.largest_lent = max((unit.lent_bytes for unit in streamed), default=0)
+        self.num_trained = sum(unit.num_trained for unit in streamed)
+        self.num_training = len(training)
+        self.tail_weights = sum(unit.weight_bytes for unit in tail)
+        self.tail_gradients = sum(unit.gradient_bytes for unit in tail)
 
 
 class Memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -27,24 +28,19 @@ from l2l.trial.repeating import TRIAL_SEED, repeats
 
 
 @final
+@dataclass(slots=True)
 class LayerTrial:
     """Runs layers with their real weights, slowly, and refuses those that cannot be streamed."""
 
-    def __init__(
-        self,
-        *,
-        partition: Partition,
-        server: ParameterServer,
-        device: Device,
-        compiler: Compiler,
-    ) -> None:
-        self._partition = partition
-        self._server = server
-        self._device = device
-        self._compiler = compiler
-        self._changing: dict[str, list[int]] = {}  # structure -> positions among buffers
-        self._left: dict[int, tuple[State, int]] = {}  # objects before a layer changed them
-        self._reshaped: str | None = None  # a layer that changes the shape of the hidden state
+    _partition: Partition
+    _server: ParameterServer
+    _device: Device
+    _compiler: Compiler
+    _changing: dict[str, list[int]] = field(default_factory=dict)
+    """By structure, positions among buffers."""
+    _left: dict[int, tuple[State, int]] = field(default_factory=dict)
+    """Objects before a layer changed them."""
+    _reshaped: str | None = None  # a layer that changes the shape of the hidden state
 
     def begin(self) -> None:
         """Forget what layers have left in objects."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -29,13 +30,13 @@ TRIAL_SCALE = 0.5  # a loss is multiplied with something in every step; so it is
 
 
 @final
+@dataclass(slots=True)
 class LossTrial:
     """Runs the model without its layers; all weights around them must be bound."""
 
-    def __init__(self, *, partition: Partition, device: Device, outer: OuterPass) -> None:
-        self._partition = partition
-        self._device = device
-        self._outer = outer
+    _partition: Partition
+    _device: Device
+    _outer: OuterPass
 
     def _hidden(self, batch: Microbatch) -> Tensor:
         """What enters the first layer; here it stands for what leaves the last."""

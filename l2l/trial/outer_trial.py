@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from torch import Tensor
@@ -17,16 +17,14 @@ from l2l.trial.usage import Usage, usage_of
 
 
 @final
+@dataclass(slots=True)
 class OuterTrial:
     """Watches what the code around the layers reads."""
 
-    def __init__(
-        self, *, partition: Partition, server: ParameterServer, device: Device, outer: OuterPass
-    ) -> None:
-        self._partition = partition
-        self._server = server
-        self._device = device
-        self._outer = outer
+    _partition: Partition
+    _server: ParameterServer
+    _device: Device
+    _outer: OuterPass
 
     def learn_usage(
         self, trial: Microbatch, weights: Mapping[str, Tensor]

@@ -74,11 +74,9 @@ class Trial:
         self._relay = relay
         self._outer = outer
         self._compiler = compiler
-        self._layers = LayerTrial(
-            partition=partition, server=server, device=device, compiler=compiler
-        )
-        self._around = OuterTrial(partition=partition, server=server, device=device, outer=outer)
-        self._loss = LossTrial(partition=partition, device=device, outer=outer)
+        self._layers = LayerTrial(partition, server, device, compiler)
+        self._around = OuterTrial(partition, server, device, outer)
+        self._loss = LossTrial(partition, device, outer)
         self._checked_rows = {0}  # of microbatches that a given loss may be cut into; 0: of one
         self.usage: dict[str, Usage] = {}
         self.alone = False
@@ -130,7 +128,7 @@ class Trial:
         self._server.settle_all()
         with self._device.private_random_state(), torch.no_grad(), self._untouched():
             self._partition.set_training(True)
-            self._bind(self._weights())
+            self._partition.skeleton.bind(self._weights())
             found = self._partition.prologue(self._on_device(microbatch))
         self._outer.bind_only({})
         return found
@@ -151,7 +149,7 @@ class Trial:
 
         with self._device.private_random_state(), torch.no_grad(), self._untouched():
             self._partition.set_training(False)
-            self._bind(self._weights())
+            self._partition.skeleton.bind(self._weights())
             loss = partial(self._loss.measure, function)
             verdict = None if is_known else compare_cut_loss(rule, microbatches, loss)
         self._outer.bind_only({})
@@ -219,16 +217,13 @@ class Trial:
                 found |= unit.form.weight_layout.views(weights)
         return found
 
-    def _bind(self, weights: Mapping[str, Tensor]) -> None:
-        self._partition.skeleton.bind(weights)
-
     def _on_device(self, microbatch: Microbatch) -> Microbatch:
         return move_batch(microbatch, self._device.torch_device)
 
     def _learn(self, trial: Microbatch, *, wants_rule: bool) -> None:
         trial = self._on_device(trial)
         weights = self._weights()
-        self._bind(weights)
+        self._partition.skeleton.bind(weights)
         with self._untouched():
             if not self.done:
                 self._learn_layers(trial)
