@@ -463,7 +463,7 @@ def test_what_nothing_fills_is_named() -> None:
     create = FAMILIES["hand_written"].build.args[0]  # type: ignore[attr-defined]
     with torch.device("meta"):
         empty = create()
-    pattern = r"nothing gives values to 'places'.*reset_parameters of HandWritten"
+    pattern = r"nothing initializes 'places'.*reset_parameters of HandWritten"
     with pytest.raises(ValueError, match=pattern):
         engine_of(empty, weights=l2l.RandomInit())
     assert all(one.is_meta for one in empty.parameters())
@@ -572,7 +572,7 @@ BROKEN = {
     ),
     "quantised": (
         lambda folder: (folder / "config.json").write_text('{"quantization_config": {"bits": 4}}'),
-        r"quantised \(quantization_config in config.json\)",
+        r"quantized \(quantization_config in config.json\)",
     ),
 }
 
@@ -587,7 +587,7 @@ def test_broken_folders_are_refused_by_name(name: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nothing is not there. Expected a folder with"):
+    with pytest.raises(ValueError, match=r"nothing does not exist. Expected a folder with"):
         delivered(on_meta(build_llama()), tmp_path / "nothing")
 
 
@@ -643,11 +643,11 @@ def test_what_must_stay_float32_stays(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_folders_that_lack_something_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"config.json is not there. Expected a folder with"):
+    with pytest.raises(ValueError, match=r"config.json does not exist. Expected a folder with"):
         empty_model(tmp_path)
     with pytest.raises(ValueError, match=r"has no tokenizer: expected one of .*found nothing"):
         tokenizer_of(tmp_path)
-    with pytest.raises(ValueError, match="gone is not there"):
+    with pytest.raises(ValueError, match="gone does not exist"):
         tokenizer_of(tmp_path / "gone")
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
     with pytest.raises(ValueError, match=r"is not a configuration that transformers .* knows"):
@@ -660,7 +660,7 @@ def test_folders_that_lack_something_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"makes no model of ViTConfig for task='causal'"):
         empty_model(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "quantization_config": {"a": 1}}')
-    with pytest.raises(ValueError, match="are quantised"):
+    with pytest.raises(ValueError, match="are quantized"):
         empty_model(tmp_path)
 
 

@@ -45,8 +45,8 @@ def read_config(folder: Path | str, **settings: Any) -> Any:
     path = _config_file(folder)
     if not path.is_file():
         raise ValueError(
-            f"{path} is not there. Expected a folder with the config.json of a model, or such a "
-            "file. Nothing is downloaded: to have a model of the Hugging Face Hub here, say "
+            f"{path} does not exist. Expected a folder with the config.json of a model, or such a "
+            "file. Nothing is downloaded: to get a model from the Hugging Face Hub, run "
             "'hf download NAME --local-dir FOLDER'."
         )
     transformers = library()
@@ -151,13 +151,13 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path} cannot be read: {first_line(error)}. Expected a JSON object: get the folder "
-            "again."
+            f"{path} cannot be read: {first_line(error)}. Expected a JSON object: download the "
+            "folder again."
         ) from error
     if not isinstance(found, dict):
         raise ValueError(
-            f"{path} holds {type(found).__name__} {str(found)[:40]!r}. Expected a JSON object: get "
-            "the folder again."
+            f"{path} holds {type(found).__name__} {str(found)[:40]!r}. Expected a JSON object: "
+            "download the folder again."
         )
     return found
 
@@ -171,8 +171,8 @@ def refuse_quantized(folder: Path) -> None:
     path = folder / "config.json" if folder.is_dir() else folder
     if path.is_file() and read_json(path).get("quantization_config"):
         raise ValueError(
-            f"the weights in {folder} are quantised (quantization_config in {path.name}). Expected "
-            "weights in float32, bfloat16 or float16: take the model that this one was made from."
+            f"the weights in {folder} are quantized (quantization_config in {path.name}). Expected "
+            "weights in float32, bfloat16 or float16: use the model that this one was made from."
         )
 
 
@@ -203,7 +203,7 @@ def tokenizer_of(folder: Path | str) -> Any:
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
-        raise ValueError(f"{path} is not there. Expected a folder with a tokenizer.")
+        raise ValueError(f"{path} does not exist. Expected a folder with a tokenizer.")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         found = ", ".join(sorted(child.name for child in path.iterdir())) or "nothing"
         raise ValueError(

@@ -131,9 +131,9 @@ class Initialization:
         if unfilled:
             kind = type(self._tree.get_submodule(path)).__name__
             raise ValueError(
-                f"nothing gives values to {', '.join(map(repr, unfilled))}, which no file has. "
+                f"nothing initializes {', '.join(map(repr, unfilled))}, which no file has. "
                 f"Expected _init_weights of a transformers model, or reset_parameters of {kind}, "
-                "to fill it. Give it that method, or build the model on the CPU."
+                "to fill it. Add that method, or build the model on the CPU."
             )
 
     def _run(

@@ -58,7 +58,7 @@ def library() -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise ValueError(
-            f"models and tokenizers of a folder are made by transformers, which cannot be imported "
+            f"reading models and tokenizers needs transformers, which cannot be imported "
             f"({error}). Install it with: pip install 'transformers>=5'"
         ) from error
 

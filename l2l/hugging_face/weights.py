@@ -145,7 +145,7 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
         )
     if not path.is_file():
         raise TensorFileError(
-            f"{path} is not there. Expected a folder with {SINGLE} or {INDEX}, or such a file."
+            f"{path} does not exist. Expected a folder with {SINGLE} or {INDEX}, or such a file."
         )
     return _indexed(path) if path.suffix == ".json" else {path: None}
 

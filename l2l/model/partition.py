@@ -215,8 +215,8 @@ class Partition:
                 raise CutError(
                     f"the model changes layer {index} before it calls it, or calls it with other "
                     "weights than its own (torch.func.functional_call with generated ones). Layers "
-                    "run elsewhere, as they were and with their own parameters: pass them what "
-                    "they need as an argument."
+                    "run apart from the model, as they were and with their own parameters: pass "
+                    "them what they need as an argument."
                 )
             hidden = chain.receive(index, args, kwargs)
             recording.add(index, args, kwargs, hidden)

@@ -54,8 +54,8 @@ class NotKept:
 
     def _refuse(self, *_: object) -> NoReturn:
         raise CutError(
-            f"the model uses entry {self.entry} of what layer {self.layer} returns. Only the "
-            "hidden state, the first, goes from layer to layer: put what the loss needs into it."
+            f"the model uses entry {self.entry} of what layer {self.layer} returns. Only the first "
+            "entry, the hidden state, is passed on: put what the loss needs into it."
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse

@@ -121,8 +121,8 @@ class Recording:
             elif isinstance(leaf, NotKept):
                 raise CutError(
                     f"layer {layer} consumes more than the hidden state: entry {leaf.entry} of "
-                    f"what layer {leaf.layer} returns (T5 passes its position bias so). Such "
-                    "models cannot be streamed yet."
+                    f"what layer {leaf.layer} returns (as T5's layers do with their position "
+                    "bias). Such models cannot be streamed yet."
                 )
             else:
                 noted.append(leaf)

@@ -44,8 +44,8 @@ class Stub(nn.Module):
             if name in self.__dict__["_written"]:
                 raise CutError(
                     f"the model reads {name!r} of layer {self._index}, which the layer writes when "
-                    "it runs. Layers run elsewhere: let them return what the model needs of them, "
-                    "as part of the hidden state."
+                    "it runs. Layers run apart from the model: return what the model needs as part "
+                    "of the hidden state."
                 ) from None
             return getattr(self.__dict__["_layer"], name)
 
@@ -66,7 +66,7 @@ class Stub(nn.Module):
         if self.__dict__.get("_handler") is not None and name != "training":
             raise CutError(
                 f"the model sets {name!r} of layer {self._index} while it runs. Layers run "
-                "elsewhere: give it to them as an argument."
+                "apart from the model: pass it to them as an argument."
             )
         super().__setattr__(name, value)
 
@@ -165,7 +165,7 @@ class Part:
                 raise CutError(
                     f"the model's code replaces buffer {binding.owner!r}, {list(before.shape)} of "
                     f"{before.dtype}, by {list(now.shape)} of {now.dtype}. Expected buffers that "
-                    "keep their shape and dtype; those that are no state are registered with "
+                    "keep their shape and dtype; register those that are not state with "
                     "persistent=False."
                 )
         return found

@@ -315,7 +315,7 @@ def refuse_without_weights(model: nn.Module) -> None:
     hollow = [name for name, parameter in model.named_parameters() if is_held(parameter)]
     if hollow:
         raise ValueError(
-            f"the model's parameters are hollow ({hollow[0]!r} and others): "
+            f"the model's parameters hold no values ({hollow[0]!r} and others): "
             f"{reason_for(model.get_parameter(hollow[0]))}"
         )
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]

@@ -69,8 +69,8 @@ class LayerTrial:
         value = self._try_layer(index, args, kwargs)
         if pytree.tree_structure((args, kwargs)) != form:
             raise CutError(
-                f"layer {index} adds to its arguments. What layers leave there is lost: let them "
-                "return what the model needs of them, as part of the hidden state."
+                f"layer {index} adds to its arguments, and what it adds there is lost: return what "
+                "the model needs as part of the hidden state."
             )
         self._note_written(index, attributes)
         part.take_over(buffers)
@@ -153,9 +153,9 @@ class LayerTrial:
             kind = type(given.get(before.name, before.value)).__name__
             raise CutError(
                 f"layer {layer} changes its argument {before.name!r} ({kind}), and layer {index} "
-                "reads what it has left there. Only the hidden state goes from layer to layer: "
-                "gradients through anything else would be lost. Turn off what shares it, or give "
-                "layers tensors that are made before the first of them."
+                "reads what it has left there. Only the hidden state is passed from layer to "
+                "layer: gradients through anything else would be lost. Turn off what shares it, or "
+                "pass layers tensors that are made before the first layer runs."
             )
 
     def _output(self, index: int, args: Any, kwargs: Any) -> Tensor:
@@ -193,5 +193,5 @@ class LayerTrial:
         if not same(Returns.unwrap(value), Returns.unwrap(again)):
             raise CutError(
                 f"layer {index} writes into a tensor that it is given besides its hidden state, "
-                "and would find it changed when it is run again. Let it work on a copy."
+                "and would find it changed when it runs again. Write into a copy instead."
             )
