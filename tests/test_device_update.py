@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from l2l.parameter_server import device_update
 from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.device_update import NUM_NUMBERS, FlatUnit, working_bytes
-from l2l.parameter_server.operands import EightBitMoments, num_blocks, rounding_seed
+from l2l.parameter_server.eight_bit import encoded, num_blocks, rounding_seed
+from l2l.parameter_server.operands import EightBitMoments
 from l2l.parameter_server.optimizer import (
     SGD,
     AdamW,
@@ -244,7 +245,7 @@ def check_codes(*, numel: int, position: int, seed: int, device: str) -> None:
         if start == stop:
             continue
         width = min(stop - start, 128)
-        found = device_update._encoded(
+        found = encoded(
             first[start:stop].view(-1, width).to(device),
             root[start:stop].view(-1, width).to(device),
             first_block=torch.full((1, 1), (position + start) // 128, device=device),

@@ -443,7 +443,7 @@ def test_the_plan_prints_every_line_and_choice() -> None:
 
 
 BUDGETED = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
-LEAST_MIB, MOST_MIB = 146, 240  # all layers streamed; everything on the device, with its state
+MIN_MIB, MAX_MIB = 146, 240  # all layers streamed; everything on the device, with its state
 
 
 @pytest.fixture
@@ -482,7 +482,7 @@ def test_training_in_any_budget_is_the_same(clip_norm: float | None, size: int |
     settings: dict[str, Any] = {"clip_norm": clip_norm, "microbatch_size": size}
     expected = train_in(None, batches, **settings)
     tails = []
-    for budget in (LEAST_MIB, 155, MOST_MIB):
+    for budget in (MIN_MIB, 155, MAX_MIB):
         found = train_in(f"{budget}MiB", batches, **settings)
         assert_close_training(found, expected)
         plan = found[2]
@@ -495,7 +495,7 @@ def test_training_in_any_budget_is_the_same(clip_norm: float | None, size: int |
 
 
 @pytest.mark.usefixtures("as_h200")
-@pytest.mark.parametrize("budget", [LEAST_MIB, 180, MOST_MIB])
+@pytest.mark.parametrize("budget", [MIN_MIB, 180, MAX_MIB])
 def test_the_ledger_of_a_budget_sums_up(budget: int) -> None:
     batches = [causal_batch(ROWS)]
     _, _, plan = train_in(f"{budget}MiB", batches, clip_norm=0.5)
@@ -558,7 +558,7 @@ def test_what_was_measured_is_in_the_plan_after_some_steps(
 
 @pytest.mark.usefixtures("as_h200")
 @pytest.mark.parametrize("clip_norm", [None, 0.5], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("budget", [170, MOST_MIB])
+@pytest.mark.parametrize("budget", [170, MAX_MIB])
 def test_a_longer_batch_is_planned_anew_and_nothing_is_lost(
     budget: int, clip_norm: float | None
 ) -> None:
@@ -706,7 +706,7 @@ def test_a_device_without_memory_for_any_plan_says_so(
 
 @pytest.mark.usefixtures("as_h200")
 def test_a_small_first_batch_does_not_make_microbatches_small() -> None:
-    with make_engine(build_llama(**BUDGETED), device_memory=f"{MOST_MIB}MiB") as engine:
+    with make_engine(build_llama(**BUDGETED), device_memory=f"{MAX_MIB}MiB") as engine:
         rows = []
         for number in (1, ROWS, 2, 2 * ROWS, ROWS):
             engine.evaluate(causal_batch(number))
@@ -736,7 +736,7 @@ def test_a_batch_that_does_not_fit_leaves_the_engine_usable() -> None:
 def test_evaluating_in_a_budget_sees_the_updated_weights() -> None:
     batch = causal_batch(ROWS)
     losses = []
-    for budget in (None, f"{LEAST_MIB}MiB", f"{MOST_MIB}MiB"):
+    for budget in (None, f"{MIN_MIB}MiB", f"{MAX_MIB}MiB"):
         settings = {"optimizer": l2l.AdamW(**ADAMW), "device_memory": budget, "clip_norm": 0.5}
         with make_engine(build_llama(**BUDGETED), **settings) as engine:
             engine.step(batch)

@@ -19,8 +19,7 @@ import l2l
 from l2l.checkpoint.checkpoint import Checkpoint, CheckpointError
 from l2l.checkpoint.saved_model import SavedModel
 from l2l.files.tensor_file import TensorFileError
-from l2l.hugging_face import export
-from l2l.hugging_face import models as hugging_face
+from l2l.hugging_face import export, tokenizer_of
 
 transformers.utils.logging.disable_progress_bar()
 NAMES = ["llama_tied", "llama_untied", "gpt2", "bert_classification", "bert_masked_lm", "qwen3"]
@@ -272,7 +271,7 @@ def test_a_tokenizer_is_saved_beside_the_weights(tmp_path: Path) -> None:
     with engine_of(build_llama()) as engine:
         for _ in range(2):
             engine.export(tmp_path / "export", tokenizer=tokenizer())
-    assert hugging_face.tokenizer_of(tmp_path / "export")("two one")["input_ids"] == [2, 1]
+    assert tokenizer_of(tmp_path / "export")("two one")["input_ids"] == [2, 1]
 
 
 def test_a_generation_config_that_transformers_refuses_is_left_out(tmp_path: Path) -> None:

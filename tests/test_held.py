@@ -535,12 +535,14 @@ def test_closing_without_giving_back() -> None:
     make_engine(model).close(give_back=False)
     with pytest.raises(RuntimeError, match=r"there are no weights for .*were let go"):
         model.state_dict()
-    with pytest.raises(ValueError, match=r"are hollow.*were let go"):
+    with pytest.raises(ValueError, match=r"hold no values.*were let go"):
         make_engine(model)
 
 
 def test_a_model_has_one_engine_at_a_time(llama: Opened) -> None:
-    with pytest.raises(ValueError, match=r"are hollow.*in another engine. Close that one first"):
+    with pytest.raises(
+        ValueError, match=r"hold no values.*in another engine. Close that one first"
+    ):
         make_engine(llama[1])
 
 

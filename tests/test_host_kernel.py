@@ -19,14 +19,10 @@ from torch import Tensor, nn
 
 import l2l
 from l2l.device import Event, open_device
-from l2l.parameter_server import ParameterServer, host_kernel, operands
-from l2l.parameter_server.host_kernel import (
-    AdamWUpdate,
-    Half,
-    HostKernel,
-    LionUpdate,
-    SGDUpdate,
-)
+from l2l.parameter_server import ParameterServer, eight_bit, host_kernel, operands
+from l2l.parameter_server.coefficients import AdamWUpdate, LionUpdate, SGDUpdate
+from l2l.parameter_server.division import form_of
+from l2l.parameter_server.host_kernel import Half, HostKernel
 from l2l.parameter_server.host_memory import Arena
 from l2l.parameter_server.operands import (
     EightBitMoments,
@@ -39,7 +35,7 @@ from l2l.parameter_server.operands import (
 )
 from l2l.parameter_server.optimizer import HostOptimizer, Update
 from l2l.parameter_server.precision import PrecisionPolicy, join_master
-from l2l.parameter_server.store import UpdateOrder, WaitingUpdate
+from l2l.parameter_server.waiting import UpdateOrder, WaitingUpdate
 
 SIZES = [0, 1, 127, 129, 1025, 100_003]  # around blocks, tiles and chunks, and none a multiple
 GRADIENT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -405,7 +401,7 @@ def plain_8bit_adamw(
     new_root = gradient * correctly_rounded_root(torch.tensor(1 - beta2))
     root = correctly_rounded_root(root * root + new_root * new_root)
     rate = torch.tensor(lr / (1 - beta1**step)) * correction
-    moments.encode(first, root, seed=operands.rounding_seed(3, step=step))
+    moments.encode(first, root, seed=eight_bit.rounding_seed(3, step=step))
     return weight * torch.tensor(1 - lr * decay) - rate * first / (
         root + torch.tensor(eps) * correction
     )
@@ -467,7 +463,7 @@ def test_8bit_rounding_is_unbiased() -> None:
     decoded_first, decoded_root = torch.zeros(numel).double(), torch.zeros(numel).double()
     num_seeds = 400
     for step in range(num_seeds):
-        moments.encode(first, root, seed=operands.rounding_seed(0, step=step))
+        moments.encode(first, root, seed=eight_bit.rounding_seed(0, step=step))
         once_first, once_root = moments.decode()
         decoded_first += once_first / num_seeds
         decoded_root += once_root / num_seeds
@@ -483,11 +479,11 @@ def test_8bit_rounding_is_unbiased() -> None:
 
 def test_the_rough_root_is_near_over_the_whole_range_of_codes() -> None:
     values = torch.cat([torch.logspace(-38, 5, 500_000), torch.linspace(0, 255**2, 500_000)[1:]])
-    error = operands._rough_root(values).double() / values.double().sqrt() - 1
+    error = eight_bit._rough_root(values).double() / values.double().sqrt() - 1
     assert error.abs().max() < 9e-4  # a quarter of a code in 255, where more than a half would do
-    assert operands._rough_root(torch.zeros(1)).item() == 0
+    assert eight_bit._rough_root(torch.zeros(1)).item() == 0
     subnormal = torch.tensor([1e-45, 1e-40])
-    assert operands._rough_root(subnormal).abs().max() < 1e-18
+    assert eight_bit._rough_root(subnormal).abs().max() < 1e-18
 
 
 @pytest.mark.parametrize("largest_code", [127, 255])
@@ -504,7 +500,7 @@ def test_codes_are_those_of_an_exact_square_root(largest_code: int) -> None:
         ]
     ).clamp(max=largest_code**2)
     random_bits = torch.randint(2**16, scaled.shape, generator=generator)
-    codes = operands._codes(scaled, random_bits, smallest=torch.tensor(0.0))
+    codes = eight_bit._codes(scaled, random_bits, smallest=torch.tensor(0.0))
     exact, u = scaled.double(), random_bits.double() / 2**16
     low = exact.sqrt().floor()
     threshold = low * low + u * (2 * low + 1)
@@ -519,7 +515,7 @@ def test_codes_are_those_of_an_exact_square_root(largest_code: int) -> None:
 def test_zero_has_code_zero_for_every_random_number() -> None:
     random_bits = torch.arange(2**16)
     zeros = torch.zeros(2**16)
-    assert not operands._codes(zeros, random_bits, smallest=torch.tensor(0.0)).any()
+    assert not eight_bit._codes(zeros, random_bits, smallest=torch.tensor(0.0)).any()
 
 
 def test_zeros_beside_others_stay_zero_and_the_largest_keeps_its_code(kernel: HostKernel) -> None:
@@ -667,7 +663,7 @@ def test_lion_is_its_formula(kernel: HostKernel) -> None:
 
 def blocks_of(numel: int) -> Tensor:
     """About half of the blocks: runs longer than a chunk, single ones, and the last."""
-    blocks = torch.arange(operands.num_blocks(numel))
+    blocks = torch.arange(eight_bit.num_blocks(numel))
     generator = torch.Generator().manual_seed(0)
     chosen = torch.where(
         blocks < 300, blocks > 3, torch.rand(len(blocks), generator=generator) < 0.4
@@ -683,13 +679,13 @@ def ranges_of(blocks: Tensor, numel: int) -> Tensor:
     last = ends - 1
     ranges = torch.cat([torch.cat([begins, last], 1), torch.cat([last, ends], 1)])
     order = torch.randperm(len(ranges), generator=torch.Generator().manual_seed(1))
-    return (ranges[order] * operands.BLOCK_SIZE).clamp(max=numel)
+    return (ranges[order] * eight_bit.BLOCK_SIZE).clamp(max=numel)
 
 
 def chosen_of(whole: list[Tensor], before: list[Tensor], blocks: Tensor) -> list[Tensor]:
     """What an update of some blocks gives: those of the whole update, all others as before."""
     numel = max(len(tensor) for tensor in before)
-    elements = blocks.repeat_interleave(operands.BLOCK_SIZE)[:numel]
+    elements = blocks.repeat_interleave(eight_bit.BLOCK_SIZE)[:numel]
     return [
         torch.where(elements if len(old) == numel else blocks, new, old)
         for new, old in zip(whole, before, strict=True)
@@ -736,7 +732,7 @@ def update_of(
     numel = 1925
     settings = optimizer.defaults
     state = {
-        name: random(operands.num_blocks(numel) if kind.per_block else numel, seed=3)
+        name: random(eight_bit.num_blocks(numel) if kind.per_block else numel, seed=3)
         .abs()
         .mul(10)
         .clamp(max=100)
@@ -778,7 +774,7 @@ def test_optimizers_honour_ranges(
     kernel: HostKernel, optimizer: HostOptimizer, dtype: torch.dtype, path: str
 ) -> None:
     numel = 1925
-    blocks = torch.arange(operands.num_blocks(numel)) % 3 != 1
+    blocks = torch.arange(eight_bit.num_blocks(numel)) % 3 != 1
 
     def updated(step: int, *parts: Tensor | None) -> list[Tensor]:
         update = update_of(optimizer, dtype, step=step, ranges=None)
@@ -832,7 +828,7 @@ def make_server(kernel: HostKernel | None, shapes: Shapes) -> ParameterServer:
         name: nn.Parameter(random(math.prod(shape), seed=0).view(shape))
         for name, shape in shapes.items()
     }
-    form = ParameterServer.form(
+    form = form_of(
         "outer",
         parameters=parameters,
         buffers={},
@@ -859,7 +855,7 @@ def tensors_of_unit(server: ParameterServer, *, steps: int) -> list[Tensor]:
 def test_the_parameter_server_updates_in_parts_of_one_step(kernel: HostKernel, path: str) -> None:
     shapes: Shapes = {"table": (50, 41), "norm": (41,)}
     order = order_of(shapes)
-    blocks = torch.arange(operands.num_blocks(50 * 41)) % 2 == 0
+    blocks = torch.arange(eight_bit.num_blocks(50 * 41)) % 2 == 0
     chosen, others = ranges_of(blocks, 50 * 41), ranges_of(~blocks, 50 * 41)
 
     def trained(*, in_parts: bool) -> list[Tensor]:
@@ -1031,7 +1027,7 @@ def test_optimizers_honour_halves(
 ) -> None:
     optimizer = l2l.AdamW(moments=moments)
     assert optimizer.has_halves
-    blocks = torch.arange(operands.num_blocks(1925)) % 3 != 1
+    blocks = torch.arange(eight_bit.num_blocks(1925)) % 3 != 1
     chosen, others = ranges_of(blocks, 1925), ranges_of(~blocks, 1925)
 
     def updated(*parts: tuple[Half | None, Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
@@ -1133,7 +1129,7 @@ def test_several_updates_find_the_size_of_all_their_changes(kernel: HostKernel) 
 @pytest.mark.parametrize("path", ["readable", "native"])
 def test_the_parameter_server_adds_the_sizes_of_changes(kernel: HostKernel, path: str) -> None:
     shapes: Shapes = {"table": (50, 41), "norm": (41,)}
-    blocks = torch.arange(operands.num_blocks(50 * 41)) % 2 == 0
+    blocks = torch.arange(eight_bit.num_blocks(50 * 41)) % 2 == 0
     chosen, others = ranges_of(blocks, 50 * 41), ranges_of(~blocks, 50 * 41)
     server = make_server(kernel if path == "native" else None, shapes)
 

@@ -6,7 +6,7 @@ from families import FAMILIES, masks
 from torch import Tensor
 
 import l2l
-from l2l.model.host_mirror import MOST_ELEMENTS, QUESTIONS, HostMirror
+from l2l.model.host_mirror import MAX_ELEMENTS, QUESTIONS, HostMirror
 from l2l.run.around_layers import AroundLayers
 from l2l.run.outer_pass import OuterPass
 
@@ -79,7 +79,7 @@ def test_packed_sequences_are_found_as_transformers_finds_them(ids: Tensor):
         pytest.param(lambda ids: (ids.float() * 0.1 > 0.35).any(), id="floating point"),
         pytest.param(lambda ids: torch.randint(0, 2, (1,))[0], id="random"),
         pytest.param(lambda ids: torch.randint_like(ids, 2)[0, 0], id="random, like another"),
-        pytest.param(lambda ids: torch.tensor([1, 2]).repeat(MOST_ELEMENTS).max(), id="large"),
+        pytest.param(lambda ids: torch.tensor([1, 2]).repeat(MAX_ELEMENTS).max(), id="large"),
         pytest.param(lambda ids: (ids + UNKNOWN).max(), id="of what is not known"),
     ],
 )

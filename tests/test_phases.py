@@ -40,6 +40,7 @@ from torch import Tensor, nn
 import l2l
 import l2l.model.compiled_layer
 from l2l.device import CheckingDevice
+from l2l.model import same
 from l2l.model.compiled_layer import Compiler, Handed, Packed, Program
 from l2l.model.layer_pass import BackwardResult
 from l2l.model.loss import Rule
@@ -47,8 +48,7 @@ from l2l.run.lookup import TableLookup
 from l2l.run.outer_pass import pieces
 from l2l.run.transfer import Transfer
 from l2l.schedule import Lane
-from l2l.trial.trial import Usage
-from l2l.trial.trial import _same as same
+from l2l.trial import Usage
 
 ROWS, SIZE = 8, 3  # three microbatches, the last one smaller
 EVEN = 6  # rows whose microbatches are all alike, so that compiled layers are compiled once

@@ -22,20 +22,14 @@ import l2l
 from l2l.bench.workload import Workload
 from l2l.device.byte_size import parse_bytes
 from l2l.parameter_server import UpdatePolicy
-from l2l.planner import (
-    ALWAYS,
-    STATE_ON_HOST,
-    Candidate,
-    Decisions,
-    DoesNotFitError,
-    Plan,
-    Problem,
-    Together,
-    find_plan,
-)
+from l2l.planner import STATE_ON_HOST, Decisions, DoesNotFitError, Plan, Together
 from l2l.planner.cost_model import CostModel
+from l2l.planner.decisions import ALWAYS
 from l2l.planner.hardware import H200
 from l2l.planner.layer_cost import count_pass
+from l2l.planner.line_costs import simulate_step
+from l2l.planner.problem import Problem
+from l2l.planner.search import Candidate, find_plan
 
 GIB = 2**30
 META = torch.device("meta")
@@ -116,7 +110,7 @@ def test_the_ledger_adds_up(name: str) -> None:
             own = [line.nbytes for line in device if line.phase == phase]
             assert nbytes == always + sum(own)
         assert plan.total_bytes("device") == max(plan.phases().values())
-        assert plan.total_bytes("device") == model.peak_bytes(one.decisions, one.rows)
+        assert plan.total_bytes("device") == model.memory.peak_bytes(one.decisions, one.rows)
         assert plan.total_bytes("device") <= budget * GIB
         host = {line.purpose: line.nbytes for line in one.ledger if line.place == "host"}
         assert plan.total_bytes("host") == sum(host.values())
@@ -159,7 +153,7 @@ def test_what_every_choice_takes_is_in_the_ledger() -> None:
     start = Decisions(microbatch_tokens=4096)
 
     def lines(**choices: Any) -> dict[tuple[str, str], int]:
-        ledger = model.ledger(replace(start, **choices), 4)
+        ledger = model.memory.ledger(replace(start, **choices), 4)
         return {
             (line.phase, line.purpose): line.nbytes for line in ledger if line.place == "device"
         }
@@ -189,7 +183,7 @@ def test_device_memory_of_streamed_layers_does_not_depend_on_their_number() -> N
     problem = problem_of("exact")
     deep = replace(problem, layers=problem.layers * 4, costs=problem.costs * 4)
     for decisions in (Decisions(), Decisions(keep=0.16, num_kept_cells=3, shares_memory=True)):
-        peaks = [CostModel(one, H200).peak_bytes(decisions, 8) for one in (problem, deep)]
+        peaks = [CostModel(one, H200).memory.peak_bytes(decisions, 8) for one in (problem, deep)]
         assert peaks[0] == peaks[1]
 
 
@@ -312,7 +306,7 @@ def test_faster_machines_are_faster_at_what_they_are_faster_at() -> None:
 def test_the_formula_and_the_simulation_agree(name: str) -> None:
     model = CostModel(problem_of(name), H200)
     for one in all_found(name):
-        simulated = model.simulate(one.decisions, one.rows).seconds
+        simulated = simulate_step(model, one.decisions, one.rows).seconds
         assert simulated == one.seconds
         assert model.estimate(one.decisions, one.rows) == pytest.approx(simulated, rel=0.35)
 
@@ -333,14 +327,14 @@ def test_they_agree_on_choices_that_are_not_the_best_too(rows: int) -> None:
     ):
         decisions = Decisions(microbatch_tokens=rows * 1024, **choices)
         estimated = model.estimate(decisions, rows)
-        assert estimated == pytest.approx(model.simulate(decisions, rows).seconds, rel=0.35), (
-            choices
-        )
+        assert estimated == pytest.approx(
+            simulate_step(model, decisions, rows).seconds, rel=0.35
+        ), choices
 
 
 def update_seconds_of(model: CostModel, **choices: Any) -> float:
     """What the host does of layers before they are fetched, in a simulated step."""
-    spans = model.simulate(Decisions(microbatch_tokens=4096, **choices), 4).trace.spans
+    spans = simulate_step(model, Decisions(microbatch_tokens=4096, **choices), 4).trace.spans
     late = re.compile(r"update L\d+ host \w+ late( weights)?$")
     lines = [span for span in spans if late.match(span.text)]
     return sum(span.end - span.start for span in lines)
@@ -461,7 +455,7 @@ def test_hidden_states_stay_between_layers_where_there_is_room() -> None:
         for fixed in (frozenset[str](), frozenset({"num_cells"}))
     )
     assert found.decisions.num_tail < 24
-    assert found.decisions.num_cells == CostModel(problem, H200).num_microbatches(found.rows) + 2
+    assert found.decisions.num_cells == problem.num_microbatches(found.rows) + 2
     assert 0.99 * fewer.seconds < found.seconds <= fewer.seconds
 
 
@@ -470,7 +464,9 @@ def test_a_table_is_updated_at_once_where_its_moments_would_follow_its_weights()
     model = CostModel(replace(problem_of("exact"), num_rows=8), H200)
     in_two = Decisions(halves=True, num_late=4, num_whole=1)
     at_once = replace(in_two, whole_tables=True)
-    assert model.simulate(at_once, rows=4).seconds < model.simulate(in_two, rows=4).seconds
+    assert (
+        simulate_step(model, at_once, rows=4).seconds < simulate_step(model, in_two, rows=4).seconds
+    )
     problem, machine = problem_of("large"), replace(H200, host_rate=1.3 * H200.host_rate)
     made = find_plan(replace(problem, num_rows=8), machine, budget_bytes=8 * GIB, rows=None)
     assert made.decisions.halves
@@ -532,10 +528,10 @@ def test_no_more_updates_are_left_than_the_host_has_room_for() -> None:
     free = CostModel(problem, slow)
     late = free.with_late(start, 4)
     assert late.num_late == len(problem.layers) - 2  # of two, updates are done under backward
-    lines = {line.purpose: line.nbytes for line in free.ledger(late, 4)}
+    lines = {line.purpose: line.nbytes for line in free.memory.ledger(late, 4)}
     assert lines["gradients of late updates"] == late.num_late * staging
     for number in (0, 1, 3):
-        room = free.host_bytes(start, 4) + number * staging + staging // 2
+        room = free.memory.host_bytes(start, 4) + number * staging + staging // 2
         tight = replace(problem, host_limit_bytes=room)
         assert CostModel(tight, slow).with_late(start, 4).num_late == number
         made = find_plan(tight, slow, budget_bytes=3 * GIB, rows=4)
@@ -618,7 +614,7 @@ def test_devices_that_share_everything_are_as_fast_as_what_joins_them() -> None:
 
     def seconds(**world: float) -> float:
         own = replace(problem, together=Together(**world))
-        return CostModel(own, H200).simulate(decisions, made.rows).seconds
+        return simulate_step(CostModel(own, H200), decisions, made.rows).seconds
 
     alone, together = seconds(), seconds(num_ranks=8, per_host=8)
     assert together <= 1.01 * alone

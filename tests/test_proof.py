@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 
 import l2l
 from l2l.device import CheckingDevice
-from l2l.model.partition import HIDDEN, Part, RecordedTensor, Recording, Stub
-from l2l.model.partition import Call as RecordedCall
+from l2l.model.recording import HIDDEN, RecordedTensor, Recording
+from l2l.model.recording import Call as RecordedCall
+from l2l.model.skeleton import Part, Stub
 from l2l.parameter_server import Adafactor
 from l2l.proof import Evidence, Proof, ProofError, ProofMemory
 from l2l.proof.evidence import ODD_FACTOR, WHOLE_ELEMENTS, check
@@ -36,7 +37,7 @@ from l2l.run.seeds import mix_seed
 from l2l.run.transfer import Transfer
 from l2l.run.updates import Updates
 from l2l.schedule import Action, Lane, Schedule, Wait, make_schedule
-from l2l.trial.trial import Trial
+from l2l.trial.layer_trial import LayerTrial
 
 WORDS, WIDTH, LENGTH = 40, 16, 6
 
@@ -479,7 +480,7 @@ def test_what_is_nothing_but_rounding_is_no_difference() -> None:
 
 
 def without_refusing_objects(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Trial, "_meet", lambda *_: None)
+    patch.setattr(LayerTrial, "meet", lambda *_: None)
 
 
 def with_caches(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import l2l
 from l2l.device import CheckingDevice
-from l2l.parameter_server import ParameterServer, adafactor, host_kernel
+from l2l.parameter_server import adafactor, host_kernel
+from l2l.parameter_server.division import form_of
 from l2l.parameter_server.precision import PrecisionPolicy
 from l2l.schedule import Lane
 
@@ -295,7 +296,7 @@ def test_bytes_of_the_host_for_a_parameter(optimizer, precision: str, expected: 
     with torch.device("meta"):
         layer = nn.TransformerEncoderLayer(2048, 16, 8192)
     parameters = dict(layer.named_parameters())
-    form = ParameterServer.form(
+    form = form_of(
         "L0",
         parameters=parameters,
         buffers={},

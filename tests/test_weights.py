@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import l2l
 from l2l.device import open_device
-from l2l.hugging_face import models as hugging_face
+from l2l.hugging_face import empty_model, recipes, tokenizer_of
 from l2l.hugging_face.weights import Incoming, WeightFiles
 
 transformers.utils.logging.disable_progress_bar()
@@ -179,13 +179,13 @@ def test_experts_are_stacked_one_by_one(
     model = FAMILIES[name].build()
     folder = saved(model, tmp_path)
     numbers = []
-    convert = hugging_face._convert
+    convert = recipes._convert
 
     def counting(template: Any, target: str, base: Any, sources: Any, read: Any) -> Any:
         numbers.append(len(sources))
         return convert(template, target, base, sources, read)
 
-    monkeypatch.setattr(hugging_face, "_convert", counting)
+    monkeypatch.setattr(recipes, "_convert", counting)
     found = delivered(on_meta(model), folder)
     assert max(numbers) == 2  # gate and up
     assert all(torch.equal(found[name], one) for name, one in model.named_parameters())
@@ -397,7 +397,7 @@ def test_without_a_mapping_transformers_loads_the_model(
     def unknown(*_: Any) -> None:
         raise ImportError("another transformers")
 
-    monkeypatch.setattr(hugging_face, "_recipes_for_loading", unknown)
+    monkeypatch.setattr(recipes, "_recipes_for_loading", unknown)
     model = FAMILIES["qwen3_moe"].build()
     folder = saved(model, tmp_path)
     empty = on_meta(model)
@@ -463,7 +463,7 @@ def test_what_nothing_fills_is_named() -> None:
     create = FAMILIES["hand_written"].build.args[0]  # type: ignore[attr-defined]
     with torch.device("meta"):
         empty = create()
-    pattern = r"nothing gives values to 'places'.*reset_parameters of HandWritten"
+    pattern = r"nothing initializes 'places'.*reset_parameters of HandWritten"
     with pytest.raises(ValueError, match=pattern):
         engine_of(empty, weights=l2l.RandomInit())
     assert all(one.is_meta for one in empty.parameters())
@@ -572,7 +572,7 @@ BROKEN = {
     ),
     "quantised": (
         lambda folder: (folder / "config.json").write_text('{"quantization_config": {"bits": 4}}'),
-        r"quantised \(quantization_config in config.json\)",
+        r"quantized \(quantization_config in config.json\)",
     ),
 }
 
@@ -587,7 +587,7 @@ def test_broken_folders_are_refused_by_name(name: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nothing is not there. Expected a folder with"):
+    with pytest.raises(ValueError, match=r"nothing does not exist. Expected a folder with"):
         delivered(on_meta(build_llama()), tmp_path / "nothing")
 
 
@@ -607,15 +607,13 @@ def test_the_model_of_a_folder_is_made_without_memory(tmp_path: Path) -> None:
     folder = saved(build_llama().bfloat16(), tmp_path)
     generation = {"max_new_tokens": 7, "eos_token_id": [2, 5]}
     (folder / "generation_config.json").write_text(json.dumps(generation))
-    model: Any = hugging_face.empty_model(folder, attention="eager")
+    model: Any = empty_model(folder, attention="eager")
     assert isinstance(model, transformers.LlamaForCausalLM)
     assert all(one.is_meta and one.dtype is torch.bfloat16 for one in model.parameters())
     assert model.generation_config.eos_token_id == [2, 5]
     assert model.config._attn_implementation == "eager"
     assert not model.training
-    assert isinstance(
-        hugging_face.empty_model(folder / "config.json"), transformers.LlamaForCausalLM
-    )
+    assert isinstance(empty_model(folder / "config.json"), transformers.LlamaForCausalLM)
 
 
 def test_the_task_says_which_model(tmp_path: Path) -> None:
@@ -627,7 +625,7 @@ def test_the_task_says_which_model(tmp_path: Path) -> None:
         ("masked", None): ("BertForMaskedLM", 5),
     }
     for (task, number), (kind, labels) in kinds.items():
-        model: Any = hugging_face.empty_model(folder, task=task, num_labels=number)
+        model: Any = empty_model(folder, task=task, num_labels=number)
         assert type(model).__name__ == kind
         assert model.config.num_labels == labels
         assert (model.config.problem_type == "regression") == (task == "regression")
@@ -638,19 +636,18 @@ def test_what_must_stay_float32_stays(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(kind, "_keep_in_fp32_modules_strict", ["norm"])
     folder = saved(build_llama().bfloat16(), tmp_path)
     expected = kind.from_pretrained(folder)
-    model = hugging_face.empty_model(folder)
+    model = empty_model(folder)
     l2l.Engine(model, device="cpu", weights=folder).close()
     assert_equal(model, expected)
     assert model.get_parameter("model.norm.weight").dtype is torch.float32
 
 
 def test_folders_that_lack_something_are_refused(tmp_path: Path) -> None:
-    empty_model, tokenizer_of = hugging_face.empty_model, hugging_face.tokenizer_of
-    with pytest.raises(ValueError, match=r"config.json is not there. Expected a folder with"):
+    with pytest.raises(ValueError, match=r"config.json does not exist. Expected a folder with"):
         empty_model(tmp_path)
     with pytest.raises(ValueError, match=r"has no tokenizer: expected one of .*found nothing"):
         tokenizer_of(tmp_path)
-    with pytest.raises(ValueError, match="gone is not there"):
+    with pytest.raises(ValueError, match="gone does not exist"):
         tokenizer_of(tmp_path / "gone")
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
     with pytest.raises(ValueError, match=r"is not a configuration that transformers .* knows"):
@@ -663,7 +660,7 @@ def test_folders_that_lack_something_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"makes no model of ViTConfig for task='causal'"):
         empty_model(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "quantization_config": {"a": 1}}')
-    with pytest.raises(ValueError, match="are quantised"):
+    with pytest.raises(ValueError, match="are quantized"):
         empty_model(tmp_path)
 
 

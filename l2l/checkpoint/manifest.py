@@ -23,7 +23,7 @@ FORMAT = "l2l checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 BUFFERS = "buffers"
-MOST_BYTES = 1 << 30  # of a manifest
+MAX_BYTES = 1 << 30  # of a manifest
 MOST = 2**63 - 1  # of any number
 FILE = re.compile(r"(buffers|(O|[LT]\d{1,9})(?:-(\d{1,9})of(\d{1,9}))?)", re.ASCII)
 CHECKSUM = re.compile(r"[0-9a-f]{8}")
@@ -189,9 +189,9 @@ def _parsed(path: Path) -> Any:
         ValueError, RecursionError: it is no such file.
     """
     with open_to_read(path) as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"it is larger than {MOST_BYTES:,} bytes")
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES:,} bytes")
     return json.loads(
         data.decode(),
         object_pairs_hook=_without_repetition,

@@ -276,7 +276,7 @@ class Persistence:
     ) -> None:
         """Compare a file with what it must have of a unit."""
         path = checkpoint.path(file)
-        wanted, found = self._server.kinds_in(form, share), checkpoint.kinds(file)
+        wanted, found = form.kinds_in(share), checkpoint.kinds(file)
         for name in dict.fromkeys((*wanted, *found)):
             if name not in found or name not in wanted:
                 has = "lacks" if name in wanted else "also has"

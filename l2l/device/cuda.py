@@ -8,13 +8,13 @@ watching a number in host memory.
 while too many others are queued, and loading a new kernel blocks until the device is done with all
 of them. If these queue behind a stream that waits for the host thread, and that waits for the lock,
 nothing ever goes on. So whoever submits waits for the host thread first, without the lock: before
-anything is compiled, and before more than `MOST_LAUNCHES` are queued behind it. For the latter
+anything is compiled, and before more than `MAX_LAUNCHES` are queued behind it. For the latter
 every event carries the number of the last piece of host work that it comes after. And where the
 allocator must tidy up, it waits for the whole device; torch lets go of the lock meanwhile, but not
 for compiled code, which is therefore given another function to allocate with.
 
 Short of that, the host thread would wait for the lock whenever launches block: so a line is
-submitted to the compute lane only while about `MOST_LAUNCHES` or fewer are queued there. And the
+submitted to the compute lane only while about `MAX_LAUNCHES` or fewer are queued there. And the
 host thread, which waits for the lock after each piece of its work, gets it within `SWITCH_SECONDS`
 during a step, not within Python's five milliseconds.
 """
@@ -42,7 +42,7 @@ from l2l.device.worker import WAITING, Worker, WorkerEvent, worker_spans
 from l2l.schedule import Lane, Span, Trace
 
 COPIES_AHEAD = 16
-MOST_LAUNCHES = 512  # the driver queues 1,024
+MAX_LAUNCHES = 512  # the driver queues 1,024
 SEGMENT_GROWTH = 20 << 20  # bytes
 LITTLE_MEMORY = 1 << 30
 LITTLE_CACHE = 4 << 20
@@ -54,8 +54,8 @@ LAUNCHES: Final[Mapping[str, int]] = {
     "forward": 40,
     "backward": 80,
     "regress": 40,
-    "epilogue": MOST_LAUNCHES,
-    "score": MOST_LAUNCHES,
+    "epilogue": MAX_LAUNCHES,
+    "score": MAX_LAUNCHES,
 }
 """Kernels that compiled lines launch, at most: a layer makes about 15 and 50; other lines: 8."""
 
@@ -329,7 +329,7 @@ class CudaDevice(Device):
         self._num_launches[lane] += num_launches
         if after.is_done:
             del self._after[lane]
-        elif self._num_launches[lane] > MOST_LAUNCHES:
+        elif self._num_launches[lane] > MAX_LAUNCHES:
             after.wait()
 
     def _keep_short(self, stream: torch.cuda.Stream, num_launches: int) -> None:
@@ -340,7 +340,7 @@ class CudaDevice(Device):
             self._launched.append(mark)
             self._num_unmarked = 0
         self._num_unmarked += num_launches
-        while len(self._launched) > MOST_LAUNCHES // MARKED_LAUNCHES:
+        while len(self._launched) > MAX_LAUNCHES // MARKED_LAUNCHES:
             self._launched.popleft().synchronize()
 
     def _comes_after(self, lane: Lane, event: WorkerEvent | None) -> None:

@@ -15,8 +15,11 @@ is there is replaced only if an earlier export wrote all that is in it.
 from __future__ import annotations
 
 import contextlib
+import copy
+import importlib
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,8 +37,8 @@ from l2l.files import (
     replace_folder,
     write_tensors,
 )
-from l2l.hugging_face import models as hugging_face
-from l2l.hugging_face.models import Recipe, plain_recipe
+from l2l.hugging_face.libraries import first_line, is_adapted, is_transformers
+from l2l.hugging_face.recipes import Read, Recipe, plain_recipe, recipes_for_saving
 from l2l.parameter_server import DTYPES, PrecisionPolicy
 
 MARK = "l2l_export.json"
@@ -73,14 +76,14 @@ def export_model(
         )
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes}; expected at least 1.")
-    hugging_face.refuse_loose_adapter(model)
+    refuse_loose_adapter(model)
     target = Path(folder).expanduser().absolute()
     recover(target)
     refuse_foreign(target)
     source = _Source(model, weight_of, buffers or {}, dtype)
     with _beside(target) as made:
-        if hugging_face.is_adapted(model):
-            hugging_face.write_adapter(model, made, read=source.read)
+        if is_adapted(model):
+            write_adapter(model, made, read=source.read)
         else:
             _write_model(model, made, source, shard_bytes)
         if tokenizer is not None:
@@ -205,12 +208,12 @@ class _Cook:
 
 def _write_model(model: nn.Module, folder: Path, source: _Source, shard_bytes: int) -> None:
     names = source.names
-    if hugging_face.is_transformers(model):
-        dropped = hugging_face.tied_names(model)
+    if is_transformers(model):
+        dropped = tied_names(model)
         empty = {name: source.empty(name) for name in names if name not in dropped}
         main = next((one.dtype for one in empty.values() if one.is_floating_point()), torch.float32)
-        hugging_face.write_config(model, folder, dtype=main)
-        recipes = hugging_face.recipes_for_saving(model, empty)
+        write_config(model, folder, dtype=main)
+        recipes = recipes_for_saving(model, empty)
     else:
         recipes = [plain_recipe(name, name) for name in names]
     shards = _shards(_entries(recipes, source), shard_bytes)
@@ -250,3 +253,59 @@ def _shards(entries: Iterable[Entry], shard_bytes: int) -> list[list[Entry]]:
         shards[-1].append(entry)
         filled += entry.nbytes
     return shards
+
+
+def tied_names(model: nn.Module) -> frozenset[str]:
+    """Names that are not saved, because loading ties them to others."""
+    base: Any = model
+    return frozenset(base.all_tied_weights_keys) | frozenset(base._keys_to_ignore_on_save or ())
+
+
+def write_config(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> None:
+    """What is beside the weights: config.json, and generation_config.json if text is generated."""
+    given: Any = model
+    config = copy.deepcopy(given.config)
+    inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    for one in (config, *inner):
+        if one is not None:
+            one.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    if not given.can_generate():
+        return
+    try:
+        given.generation_config.save_pretrained(folder)
+    except ValueError as error:
+        warnings.warn(
+            f"generation_config.json is left out, transformers refuses to write it: "
+            f"{first_line(error)}",
+            stacklevel=2,
+        )
+
+
+def refuse_loose_adapter(model: nn.Module) -> None:
+    """Refuse a transformers model with an adapter that is not a `peft.PeftModel`.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            "the model has an adapter that was added with model.add_adapter. Expected an adapter "
+            "of peft.get_peft_model(model, ...), which is exported in PEFT's format."
+        )
+
+
+def write_adapter(model: nn.Module, folder: Path, *, read: Read) -> None:
+    """A PEFT model's active adapter, as its own `save_pretrained` writes it."""
+    peft = importlib.import_module("peft")
+    adapted: Any = model
+    adapter = adapted.active_adapter
+    empty = {
+        name: torch.empty_like(tensor, device="meta")
+        for name, tensor in adapted.state_dict().items()
+    }
+    chosen = peft.get_peft_model_state_dict(adapted, state_dict=dict(empty), adapter_name=adapter)
+    wanted = {id(tensor) for tensor in chosen.values()}
+    tensors = {name: read(name) if id(one) in wanted else one for name, one in empty.items()}
+    adapted.save_pretrained(folder, state_dict=tensors, selected_adapters=[adapter])

@@ -1,6 +1,6 @@
 """Values for tensors that no file has, module by module: a model on the meta device is never whole.
 
-A model fills its tensors by code of its own (`hugging_face.fillings`), a call for each module. A
+A model fills its tensors by code of its own (`fillings`), a call for each module. A
 call may fill more than its module's own tensors: attention in GPT-2 fills the projection inside it
 once more, smaller the deeper the model. So a module's tensors are made by its own call and by those
 of all modules around it, in their order, while every other tensor is on the meta device, where
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -22,10 +24,60 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from l2l.hugging_face.models import Filling, fillings
+from l2l.hugging_face.libraries import is_adapted, is_transformers
 from l2l.model import copy_tree
 
+PLAIN_ADAPTER = (True, False, "gaussian")  # beginnings of an adapter that do not need the weights
 FAILURES = (RuntimeError, NotImplementedError, TypeError, AttributeError)  # of code without values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filling:
+    """A way to fill some of a model's tensors, in place."""
+
+    path: str  # of the module that it is for
+    run: Callable[[], Any]
+    is_last_resort: bool = False  # for what has no other way
+
+
+def fillings(tree: nn.Module) -> list[Filling]:
+    """A model's own ways to fill its tensors, in the order in which they are to be taken.
+
+    A module is filled after those inside it, and may fill these once more. Inside a transformers
+    model that is `_init_weights` of the nearest model around a module; elsewhere, and for what that
+    leaves alone, it is the module's own way. Adapters of a PEFT model have theirs.
+    """
+    found: list[Filling] = []
+    adapters: Mapping[str, Any] = getattr(tree, "peft_config", {}) if is_adapted(tree) else {}
+
+    def visit(path: str, module: Any, fill: Callable[[nn.Module], Any] | None) -> None:
+        fill = module._init_weights if is_transformers(module) else fill
+        for name, child in module.named_children():
+            visit(f"{path}.{name}" if path else name, child, fill)
+        for own in ("reset_parameters", "_reset_parameters"):
+            if callable(getattr(module, own, None)):
+                run = getattr(module, own)
+                found.append(Filling(path=path, run=run, is_last_resort=fill is not None))
+                break
+        if fill is not None:
+            found.append(Filling(path=path, run=partial(fill, module)))
+        if callable(getattr(module, "reset_lora_parameters", None)):
+            for adapter, config in adapters.items():
+                run = partial(_reset_adapter, path, module, adapter, config)
+                found.append(Filling(path=path, run=run))
+
+    visit("", tree, None)
+    return found
+
+
+def _reset_adapter(path: str, module: Any, adapter: str, config: Any) -> None:
+    if config.init_lora_weights not in PLAIN_ADAPTER:
+        raise ValueError(
+            f"the adapter of {path!r} begins with init_lora_weights={config.init_lora_weights!r}, "
+            "which needs the model's weights. Expected True, False or 'gaussian' for a model on "
+            "the meta device."
+        )
+    module.reset_lora_parameters(adapter, config.init_lora_weights)
 
 
 @final
@@ -79,9 +131,9 @@ class Initialization:
         if unfilled:
             kind = type(self._tree.get_submodule(path)).__name__
             raise ValueError(
-                f"nothing gives values to {', '.join(map(repr, unfilled))}, which no file has. "
+                f"nothing initializes {', '.join(map(repr, unfilled))}, which no file has. "
                 f"Expected _init_weights of a transformers model, or reset_parameters of {kind}, "
-                "to fill it. Give it that method, or build the model on the CPU."
+                "to fill it. Add that method, or build the model on the CPU."
             )
 
     def _run(

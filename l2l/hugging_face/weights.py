@@ -27,9 +27,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from l2l.files import TensorFile, TensorFileError
-from l2l.hugging_face import models as hugging_face
+from l2l.hugging_face.folder import refuse_quantized
 from l2l.hugging_face.initialization import Initialization
-from l2l.hugging_face.models import Read, Recipe, UnknownMappingError, plain_recipe
+from l2l.hugging_face.libraries import base_of, is_transformers
+from l2l.hugging_face.recipes import (
+    Read,
+    Recipe,
+    UnknownMappingError,
+    may_be_missing,
+    new_head,
+    plain_recipe,
+    recipes_for_loading,
+    whole_model,
+)
 from l2l.parameter_server import exchange, refuse_without_weights
 
 logger = logging.getLogger("l2l")
@@ -37,7 +47,7 @@ logger = logging.getLogger("l2l")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAPPED_BYTES = 256 << 20  # of a file that are read before its memory is given back
-MOST_NAMES = 20  # in a message
+MAX_NAMES = 20  # in a message
 READABLE = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 SetWeight = Callable[[str, Tensor], None]
@@ -135,7 +145,7 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
         )
     if not path.is_file():
         raise TensorFileError(
-            f"{path} is not there. Expected a folder with {SINGLE} or {INDEX}, or such a file."
+            f"{path} does not exist. Expected a folder with {SINGLE} or {INDEX}, or such a file."
         )
     return _indexed(path) if path.suffix == ".json" else {path: None}
 
@@ -343,7 +353,7 @@ class Incoming:
         """Find out what the files have for the model."""
         files = WeightFiles(path)
         self._place_of = files.place_of
-        hugging_face.refuse_quantized(files.folder)
+        refuse_quantized(files.folder)
         self._read = files.reader()
         recipes, unexpected, empty = self._recipes(files)
         order = {name: index for index, name in enumerate(files.names)}
@@ -359,18 +369,18 @@ class Incoming:
     def _recipes(self, files: WeightFiles) -> tuple[list[Recipe], Sequence[str], Read]:
         """What the files' tensors make, which of them make nothing, and a reader of shapes."""
         names, known = files.names, self._tensors.owner
-        if not hugging_face.is_transformers(hugging_face.base_of(self._model)):
+        if not is_transformers(base_of(self._model)):
             recipes = [plain_recipe(name, name) for name in names if name in known]
             return recipes, [name for name in names if name not in known], files.empty
         try:
-            recipes, unexpected = hugging_face.recipes_for_loading(self._model, names)
+            recipes, unexpected = recipes_for_loading(self._model, names)
         except UnknownMappingError as error:
             logger.warning(
                 "this transformers does not say how it maps names (%s): from_pretrained loads the "
                 "whole model first, which needs its memory besides the server's",
                 error,
             )
-            recipes, read = hugging_face.whole_model(self._model, files.folder)
+            recipes, read = whole_model(self._model, files.folder)
             self._read = read
             return recipes, (), lambda name: read(name).to("meta")
         return recipes, unexpected, files.empty
@@ -419,7 +429,7 @@ class Incoming:
             ValueError: it is more than a new head, and that is not allowed.
         """
         saved = [*self._tensors.parameters, *self._tensors.saved_buffers]
-        expected = [name for name in saved if not hugging_face.may_be_missing(self._model, name)]
+        expected = [name for name in saved if not may_be_missing(self._model, name)]
         missing = set(self._missing)
         lost = [name for name in expected if name in missing]
         kind = type(self._model).__name__
@@ -429,7 +439,7 @@ class Incoming:
                 f"{kind}. Missing: {_listed(lost)}. Expected the weights of "
                 "this model (config.json), or of one that it adds a head to."
             )
-        new = hugging_face.new_head(self._model, expected, missing, folder=weights)
+        new = new_head(self._model, expected, missing, folder=weights)
         trained = {*self._tensors.parameters, *(name for name in lost if _is_statistic(name))}
         damage = [name for name in lost if name in trained and name not in new]
         if damage and not allow_missing:
@@ -478,5 +488,5 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _joined(texts: Sequence[str]) -> str:
-    shown = ", ".join(texts[:MOST_NAMES])
-    return shown if len(texts) <= MOST_NAMES else f"{shown} and {len(texts) - MOST_NAMES} more"
+    shown = ", ".join(texts[:MAX_NAMES])
+    return shown if len(texts) <= MAX_NAMES else f"{shown} and {len(texts) - MAX_NAMES} more"

@@ -3,6 +3,7 @@
 from l2l.model.batch import (
     Microbatch,
     join_outputs,
+    move_batch,
     no_rows,
     num_rows,
     split_batch,
@@ -10,7 +11,9 @@ from l2l.model.batch import (
     take_rows,
     token_length,
 )
+from l2l.model.comparison import same, same_leaves
 from l2l.model.compiled_layer import EVERYTHING, Compiler, Handed, Program, parse_backend
+from l2l.model.configs import configs_of, takes_use_cache, without_cache
 from l2l.model.fake_weights import FakeWeights, fake_weight
 from l2l.model.given_objects import State, named_arguments, objects_in, states_of
 from l2l.model.held import (
@@ -56,22 +59,12 @@ from l2l.model.loss import (
     total_count,
     trial_batch,
 )
-from l2l.model.partition import (
-    Call,
-    Partition,
-    RecordedTensor,
-    Recording,
-    Returns,
-    UnitTensors,
-    attributes_of,
-    configs_of,
-    copy_tree,
-    first_argument,
-    is_plain,
-    own_numbers,
-    takes_use_cache,
-    without_cache,
-)
+from l2l.model.module_copy import copy_tree
+from l2l.model.partition import Partition
+from l2l.model.passing import Returns, first_argument
+from l2l.model.recording import Call, RecordedTensor, Recording
+from l2l.model.skeleton import UnitTensors
+from l2l.model.structures import attributes_of, is_plain, own_numbers
 
 __all__ = [
     "EVERYTHING",
@@ -120,6 +113,7 @@ __all__ = [
     "join_outputs",
     "leaves",
     "lend",
+    "move_batch",
     "named_arguments",
     "no_rows",
     "num_elements",
@@ -134,6 +128,8 @@ __all__ = [
     "registered",
     "release",
     "require_loss",
+    "same",
+    "same_leaves",
     "split_batch",
     "split_into",
     "states_of",

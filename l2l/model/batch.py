@@ -58,6 +58,14 @@ def take_rows(batch: Mapping[str, Any], start: int, end: int) -> Microbatch:
     }
 
 
+def move_batch(batch: Mapping[str, Any], device: torch.device | str) -> Microbatch:
+    """The batch with its tensors on a device."""
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
+
+
 def split_batch(batch: Any, *, microbatch_size: int) -> list[Microbatch]:
     """The microbatches of a batch, in order; the last of a dict may be smaller.
 

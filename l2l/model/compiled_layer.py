@@ -13,7 +13,7 @@ Handed-over tensors go through hooks. Weights, hidden state and recorded argumen
 cells, which will have other contents, or other addresses, when the backward pass comes: of these
 only the place is noted. The rest is *kept*: the relay moves it to the stash and back.
 
-One program serves all layers of a structure ([Template] in partition.py). A second one is
+One program serves all layers of a structure (`Template` in structures.py). A second one is
 compiled if the sizes of its inputs change; that one takes any size.
 
 [Note: random numbers] A recomputed layer must draw the random numbers of its forward pass. Layers
@@ -44,7 +44,8 @@ from torch.func import functional_call
 
 from l2l.device import Device
 from l2l.model.layer_pass import BackwardResult, LayerInputs
-from l2l.model.partition import Returns, Template
+from l2l.model.passing import Returns
+from l2l.model.structures import Template
 
 CLOSE_ENOUGH = 0.05  # relative difference of two gradients that differ by rounding to 16 bits
 SMALL_BYTES = 1 << 20  # kept on the device beside the stash: statistics, seeds

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-MOST_DEPTH = 5
-MOST_OBJECTS = 1000
+MAX_DEPTH = 5
+MAX_OBJECTS = 1000
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 OPAQUE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 
@@ -89,8 +89,8 @@ def objects_in(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
         anew for every layer from what was recorded.
     """
     seen: set[int] = set()
-    waiting = deque((name, value, False, MOST_DEPTH) for name, value in arguments.items())
-    while waiting and len(seen) < MOST_OBJECTS:
+    waiting = deque((name, value, False, MAX_DEPTH) for name, value in arguments.items())
+    while waiting and len(seen) < MAX_OBJECTS:
         name, value, shared, depth = waiting.popleft()
         contents = _contents(value) if id(value) not in seen else None
         if contents is None:

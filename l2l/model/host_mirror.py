@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from l2l.model.partition import METADATA
+from l2l.model.passing import METADATA
 
-MOST_ELEMENTS = 1 << 18  # of what is mirrored: tokens of a microbatch, not pairs of them
+MAX_ELEMENTS = 1 << 18  # of what is mirrored: tokens of a microbatch, not pairs of them
 HOST = torch.device("cpu")
 
 QUESTIONS = {
@@ -109,7 +109,7 @@ class HostMirror(TorchFunctionMode):
 
     def _note(self, tensor: Tensor, values: Any, *, as_given: bool) -> None:
         alike = isinstance(values, Tensor) and values.shape == tensor.shape
-        small = tensor.numel() <= MOST_ELEMENTS
+        small = tensor.numel() <= MAX_ELEMENTS
         exact = as_given or not tensor.is_floating_point()
         if alike and values.dtype is tensor.dtype and small and exact:
             self._mirrored[id(tensor)] = _Mirrored(tensor, tensor._version, values)
@@ -140,4 +140,4 @@ def _can_have_one(func: Any, result: Any) -> bool:
         return False
     name = getattr(func, "__name__", "")
     repeatable = not any(word in name for word in _NOT_REPEATED)
-    return repeatable and result.numel() <= MOST_ELEMENTS
+    return repeatable and result.numel() <= MAX_ELEMENTS

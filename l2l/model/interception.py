@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from l2l.model.partition import METADATA
+from l2l.model.passing import METADATA
 
 EVEN_ROWS = 128  # of matrices: products of others take as long as the next multiple's
 

@@ -27,7 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2l.model.partition import Call, Part, Returns
+from l2l.model.passing import Returns
+from l2l.model.recording import Call
+from l2l.model.skeleton import Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from l2l.model.layer_list import CutError
 
 IGNORED = -100
 TRIAL_TOKENS = 16
-MOST_TRIAL_ROWS = 16
+MAX_TRIAL_ROWS = 16
 SINGLE_TOLERANCE = 2e-5
 HALF_TOLERANCE = 2e-2
 
@@ -215,7 +215,7 @@ def compare_cut_loss(
     """
     first, second = microbatches[:2]
     rows = num_rows(first)
-    few = rows if rows <= MOST_TRIAL_ROWS else MOST_TRIAL_ROWS + rows % MOST_TRIAL_ROWS
+    few = rows if rows <= MAX_TRIAL_ROWS else MAX_TRIAL_ROWS + rows % MAX_TRIAL_ROWS
     verdict = None
     for number in dict.fromkeys((few, rows)):
         parts = take_rows(first, 0, number), take_rows(second, 0, number)

@@ -23,7 +23,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from l2l.parameter_server.optimizer import Optimizer, Settings, check
 
@@ -47,17 +46,6 @@ class Adafactor(Optimizer):
         check(self.lr >= 0, f"Adafactor: lr must not be negative, found {self.lr}")
         check(self.beta2_decay <= 0, f"Adafactor: beta2_decay must be <= 0: {self.beta2_decay}")
         check(self.d >= 1, f"Adafactor: d must be at least 1, found {self.d}")
-
-    @property
-    @override
-    def defaults(self) -> dict[str, Any]:
-        return {
-            "lr": self.lr,
-            "beta2_decay": self.beta2_decay,
-            "eps": tuple(self.eps),
-            "d": self.d,
-            "weight_decay": self.weight_decay,
-        }
 
     @staticmethod
     def state_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

@@ -38,24 +38,19 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
+from l2l.parameter_server.eight_bit import BLOCK_SIZE, decoded, encoded, num_blocks
 from l2l.parameter_server.layout import ALIGNMENT_BYTES, round_up
-from l2l.parameter_server.operands import BLOCK_SIZE, num_blocks, rounding_seed
 from l2l.parameter_server.optimizer import SGD, AdamW, HostOptimizer, Lion, Settings
-from l2l.parameter_server.precision import join_master
+from l2l.parameter_server.precision import COMPANION, join_master
 
 PIECE = 1 << 22  # elements updated at once eagerly, to bound the memory for what lies between
 FALLBACK_PIECE = 1 << 20  # the same where compilation failed, for which no memory was foreseen
 COMPILED_PIECE = 1 << 30  # elements updated at once when compiled: positions fit 32 bits
 
-_LARGEST_FIRST_CODE = 127
-_LARGEST_SECOND_CODE = 255
-_SMALLEST_SECOND_CODE = 4
-_GOLDEN_RATIO = 0x9E3779B1  # of 2^32
-_MODULUS = 0xFFFFFFFF
 _NAN_BITS = 0x7FC00000
 _EXAMPLE_ROWS = 2048  # what a function is compiled with
 
-_COMPANION = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
+_COMPANION = {**COMPANION, torch.float32: None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,45 +177,14 @@ def numbers(
     """
     if step < 1:
         raise ValueError(f"step must be 1 at the first update, found {step}")
-    rate = float(settings["lr"])
-    values: dict[str, float]
-    match optimizer:
-        case AdamW():
-            beta1, beta2 = settings["betas"]
-            rounding = rounding_seed(seed, step=step)
-            values = {
-                "decay": 1 - rate * settings["weight_decay"],
-                "rate": rate / (1 - beta1**step),
-                "blend_first": 1 - beta1,
-                "keep_second": beta2,
-                "blend_second": 1 - beta2,
-                "root_correction": (1 - beta2**step) ** 0.5,
-                "epsilon": settings["eps"],
-                "seed_high": rounding >> 16,
-                "seed_low": rounding & 0xFFFF,
-            }
-        case SGD():
-            values = {
-                "decay": settings["weight_decay"],
-                "rate": rate,
-                "keep_first": settings["momentum"],
-                "blend_first": 1 - settings["dampening"],
-                "first_step": step == 1,
-                "nesterov": settings["nesterov"],
-            }
-        case Lion():
-            beta1, beta2 = settings["betas"]
-            values = {
-                "decay": 1 - rate * settings["weight_decay"],
-                "rate": rate,
-                "keep_first": beta1,
-                "blend_first": 1 - beta1,
-                "keep_second": beta2,
-                "blend_second": 1 - beta2,
-            }
-        case _:
-            raise ValueError(f"{type(optimizer).__name__} cannot update on the device")
-    values |= {"apply": apply, "factor": factor}
+    found = None
+    if supports(optimizer):
+        found = optimizer.numbers(settings, step=step, factor=factor, seed=seed)
+    if found is None:
+        raise ValueError(f"{type(optimizer).__name__} cannot update on the device")
+    values = found.coefficients()
+    rounding = int(values.pop("seed", 0))
+    values |= {"apply": apply, "seed_high": rounding >> 16, "seed_low": rounding & 0xFFFF}
     ordered = [float(values.get(name, 0.0)) for name in _Numbers._fields]
     return [float(value) for value in torch.tensor(ordered, dtype=torch.float32).tolist()]
 
@@ -418,15 +382,14 @@ def _eight_bit_adamw(tensors: Tensors, numbers: Tensor) -> None:
     first, root = _eight_bit_moments(tensors, named)
     _write_master(tensors, _stepped(_master(tensors), first, root, named), named)
     seed = (named.seed_high.to(torch.int64) << 16) + named.seed_low.to(torch.int64)
-    for name, value in _encoded(first, root, first_block=tensors["first_block"], seed=seed).items():
+    for name, value in encoded(first, root, first_block=tensors["first_block"], seed=seed).items():
         _write(tensors[name], value, named)
 
 
 def _eight_bit_moments(tensors: Tensors, named: _Numbers) -> tuple[Tensor, Tensor]:
     """The next first moment of AdamW and the root of the next second, from 8-bit moments."""
-    first_code, root_code = tensors["exp_avg"].float(), tensors["exp_avg_sq"].float()
-    first = first_code * first_code.abs() * tensors["exp_avg_unit"]
-    root = root_code * root_code * tensors["exp_avg_sq_unit"]
+    names = ("exp_avg", "exp_avg_sq", "exp_avg_unit", "exp_avg_sq_unit")
+    first, root = decoded(*(tensors[name] for name in names))
     first, second = _moments(first, root.square(), _gradient(tensors, named), named)
     return first, second.sqrt()
 
@@ -501,69 +464,3 @@ def _sign_and_momentum(tensors: Tensors, named: _Numbers) -> tuple[Tensor, Tenso
     mixed = torch.addcmul(momentum * named.keep_first, gradient, named.blend_first)
     later = torch.addcmul(momentum * named.keep_second, gradient, named.blend_second)
     return mixed.sign(), later
-
-
-def _encoded(first: Tensor, root: Tensor, *, first_block: Tensor, seed: Tensor) -> Tensors:
-    """8-bit moments, in rows: `EightBitMoments.encode` for tensors on the device, bit by bit.
-
-    Compiled on CUDA, a code in ten million may round the other way.
-    """
-    random, others = _random_numbers(first, first_block=first_block, seed=seed)
-    magnitude = first.abs()
-    first_unit = _units(magnitude, largest_code=_LARGEST_FIRST_CODE)
-    root_unit = _units(root, largest_code=_LARGEST_SECOND_CODE)
-    smallest = torch.where(root_unit > 0, float(_SMALLEST_SECOND_CODE), 0.0)
-    first_code = _codes(magnitude, first_unit, random, smallest=torch.zeros_like(smallest))
-    return {
-        "exp_avg": torch.where(first < 0, -first_code, first_code).to(torch.int8),
-        "exp_avg_sq": _codes(root, root_unit, others, smallest=smallest).to(torch.uint8),
-        "exp_avg_unit": first_unit,
-        "exp_avg_sq_unit": root_unit,
-    }
-
-
-def _random_numbers(
-    like: Tensor, *, first_block: Tensor, seed: Tensor
-) -> tuple[Tensor, Tensor]:  # int32, in rows
-    """16 uniform bits per element, and those of the element half a block away."""
-    rows, width = like.shape
-    block = torch.arange(rows, device=like.device).view(-1, 1) + first_block
-    x = ((block & _MODULUS) ^ seed) * _GOLDEN_RATIO & _MODULUS
-    x = (x ^ (x >> 15)) * 0x85EBCA6B & _MODULUS
-    x = (x ^ (x >> 13)) * 0xC2B2AE35 & _MODULUS
-    x = x ^ (x >> 16)
-    within = torch.arange(width, dtype=torch.int32, device=like.device)
-    return _upper_half(x, within), _upper_half(x, within ^ (BLOCK_SIZE // 2))
-
-
-def _upper_half(hashed: Tensor, within: Tensor) -> Tensor:
-    """Of the sum of a hash and a multiple of the golden ratio; nothing overflows 32 bits."""
-    low = (hashed & 0xFFFF).int() + within * (_GOLDEN_RATIO & 0xFFFF)
-    high = (hashed >> 16).int() + within * (_GOLDEN_RATIO >> 16) + (low >> 16)
-    return high & 0xFFFF
-
-
-def _units(magnitude: Tensor, *, largest_code: int) -> Tensor:  # float32, one per row
-    largest = magnitude.amax(1, keepdim=True)
-    # Divided by a tensor: by a number, CUDA would multiply with its inverse.
-    units = largest / torch.full_like(largest, largest_code**2)
-    units = torch.where(largest < 1e-18, 0.0, units)
-    return torch.where(largest.isfinite(), units, torch.nan)
-
-
-def _codes(
-    magnitude: Tensor, unit: Tensor, random: Tensor, *, smallest: Tensor
-) -> Tensor:  # float32, in rows
-    inverse = torch.where(unit > 0, torch.full_like(unit, 0.9999997) / unit, 0.0)
-    scaled = magnitude * inverse
-    scaled = torch.where(scaled.isnan(), 0.0, scaled)
-    u = random.float() * 2.0**-16
-    low = torch.maximum((_rough_root(scaled) - u).round(), smallest)
-    return low + (scaled > low * (low + u + u) + u)
-
-
-def _rough_root(values: Tensor) -> Tensor:
-    """The square root to 0.0009 of itself, for codes: a guess and a Newton step."""
-    guess = (0x5F0B4000 - (values.view(torch.int32) >> 1)).view(torch.float32)
-    product = values * guess
-    return product * (1.891 - product * guess)

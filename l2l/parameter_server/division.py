@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from l2l.model import Partition, UnitTensors
-from l2l.parameter_server.optimizer import Optimizer
-from l2l.parameter_server.precision import PrecisionPolicy
-from l2l.parameter_server.store import ParameterServer
-from l2l.parameter_server.unit import UnitForm
+from l2l.parameter_server.adafactor import Adafactor
+from l2l.parameter_server.layout import FlatLayout
+from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind
+from l2l.parameter_server.precision import COMPANION, PrecisionPolicy
+from l2l.parameter_server.unit import UnitForm, state_name
 from l2l.schedule import OUTER
 
 
@@ -25,17 +28,65 @@ def units_of(partition: Partition) -> list[tuple[str, UnitTensors]]:
     return [*layers, *units, (OUTER, UnitTensors(parameters=rest, buffers={}))]
 
 
+def form_of(
+    name: str,
+    *,
+    parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    settings: Mapping[str, Settings],
+    precision: PrecisionPolicy,
+    optimizer: Optimizer,
+    num_shares: int = 1,
+) -> UnitForm:
+    """What a unit is made of; `settings` has those of the parameters that are trained.
+
+    What is trained comes first in its weights, as in everything else, so that whoever holds a share
+    of the gradient holds the same share of the weights.
+    """
+    described = [
+        (owner, tuple(parameter.shape), precision.link_dtype(owner, parameter.dtype))
+        for owner, parameter in parameters.items()
+    ]
+    trained = FlatLayout.of(
+        (entry for entry in described if entry[0] in settings), num_shares=num_shares
+    )
+    riding = list[tuple[str, tuple[int, ...], torch.dtype]]()
+    kinds: dict[str, StateKind] = {}
+    companions = {COMPANION[s.dtype] for s in trained.segments if s.dtype in COMPANION}
+    if isinstance(optimizer, HostOptimizer):
+        for owner in trained.names:
+            kinds |= optimizer.state_kinds(settings[owner])
+    elif isinstance(optimizer, Adafactor):
+        companions = set()
+        riding = [
+            (state_name(owner, state), state_shape, torch.float32)
+            for owner, shape, _ in described
+            if owner in settings
+            for state, state_shape in optimizer.state_shapes(shape).items()
+        ]
+    kept = [(key, tuple(value.shape), value.dtype) for key, value in buffers.items()]
+    frozen = [entry for entry in described if entry[0] not in settings]
+    rest = FlatLayout.of(frozen + kept + riding, num_shares=num_shares)
+    return UnitForm(
+        name=name,
+        weight_layout=FlatLayout.joined(trained, rest),
+        trained=trained,
+        state_kinds=kinds,
+        companion_dtype=next(iter(companions), None),
+    )
+
+
 def forms_of(
     partition: Partition,
     *,
     optimizer: Optimizer,
-    settings: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Settings],
     precision: PrecisionPolicy,
     num_shares: int = 1,
 ) -> list[UnitForm]:
     """What every unit is made of with an optimizer; `settings` has those of what is trained."""
     return [
-        ParameterServer.form(
+        form_of(
             name,
             parameters=tensors.parameters,
             buffers=tensors.buffers,

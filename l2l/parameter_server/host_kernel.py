@@ -3,8 +3,8 @@
 Also rows of tables that stay on the host: `HostKernel.gather` and `.add_rows`.
 
 `host_kernel.cpp` holds the arithmetic and its reasons ([Note: split master], [Note: 8-bit moments]
-and [Note: subnormals] are there); this module checks tensors, turns an optimizer's numbers into
-coefficients (in float64, rounded to float32 once) and calls the library. The interpreter's lock is
+and [Note: subnormals] are there); this module checks tensors and calls the library with an
+optimizer's coefficients (coefficients.py). The interpreter's lock is
 released meanwhile, so updates run beside the relay. Nothing is decided here: which range, when, and
 with how many threads is the caller's choice, and no result depends on the last.
 
@@ -26,15 +26,15 @@ import ctypes
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
+from l2l.parameter_server.coefficients import AdamWUpdate, LionUpdate, Numbers, SGDUpdate
+from l2l.parameter_server.eight_bit import BLOCK_SIZE
 from l2l.parameter_server.operands import (
-    BLOCK_SIZE,
     GRADIENT_FORMS,
     TARGET_FORMS,
     EightBitMoments,
@@ -48,7 +48,6 @@ from l2l.parameter_server.operands import (
     check_gather,
     check_tensor,
     checked_ranges,
-    rounding_seed,
 )
 
 LIBRARY = Path(__file__).with_name("libhost_kernel.so")
@@ -108,97 +107,6 @@ class _Call(ctypes.Structure):
         ("ranges", ctypes.c_void_p),
         ("num_ranges", ctypes.c_int64),
     ]
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdamWUpdate:
-    """The numbers of one AdamW update, under torch's names."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    step: int
-    """1 at the first update."""
-    factor: float = 1.0
-    """Multiplies the gradient first: clipping, the inverse of a loss scale."""
-    seed: int = 0
-    """Rounding of 8-bit moments follows from it and `step`; differ it by layer."""
-
-    def __post_init__(self) -> None:
-        if self.step < 1:
-            raise ValueError(f"step must be 1 at the first update, found {self.step}")
-
-    def _coefficients(self) -> _Coefficients:
-        beta1, beta2 = self.betas
-        return _Coefficients(
-            factor=self.factor,
-            decay=1 - self.lr * self.weight_decay,
-            rate=self.lr / (1 - beta1**self.step),
-            blend_first=1 - beta1,
-            keep_second=beta2,
-            blend_second=1 - beta2,
-            root_correction=(1 - beta2**self.step) ** 0.5,
-            epsilon=self.eps,
-            seed=rounding_seed(self.seed, step=self.step),
-        )
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SGDUpdate:
-    """The numbers of one update by gradient descent, under torch's names."""
-
-    lr: float
-    momentum: float = 0.0
-    dampening: float = 0.0
-    weight_decay: float = 0.0
-    nesterov: bool = False
-    step: int
-    """1 at the first update, which takes the gradient for the momentum."""
-    factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.step < 1:
-            raise ValueError(f"step must be 1 at the first update, found {self.step}")
-
-    def _coefficients(self) -> _Coefficients:
-        return _Coefficients(
-            factor=self.factor,
-            decay=self.weight_decay,
-            rate=self.lr,
-            keep_first=self.momentum,
-            blend_first=1 - self.dampening,
-            first_step=self.step == 1,
-            nesterov=self.nesterov,
-        )
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LionUpdate:
-    """The numbers of one Lion update."""
-
-    lr: float
-    betas: tuple[float, float]
-    weight_decay: float
-    factor: float = 1.0
-
-    def _coefficients(self) -> _Coefficients:
-        beta1, beta2 = self.betas
-        return _Coefficients(
-            factor=self.factor,
-            decay=1 - self.lr * self.weight_decay,
-            rate=self.lr,
-            keep_first=beta1,
-            blend_first=1 - beta1,
-            keep_second=beta2,
-            blend_second=1 - beta2,
-        )
-
-
-Numbers = AdamWUpdate | SGDUpdate | LionUpdate
 
 
 @final
@@ -287,7 +195,7 @@ class HostKernel:
         job = _Job(
             first=moments.first.data_ptr(),
             second=moments.second.data_ptr(),
-            coefficients=update._coefficients(),
+            coefficients=_Coefficients(**update.coefficients()),
         )
         if isinstance(moments, EightBitMoments):
             job.first_unit = moments.first_unit.data_ptr()
@@ -313,7 +221,7 @@ class HostKernel:
                 f"update.momentum is {update.momentum}: a momentum tensor must be given if and "
                 "only if it is not 0"
             )
-        job = _Job(coefficients=update._coefficients())
+        job = _Job(coefficients=_Coefficients(**update.coefficients()))
         if momentum is not None:
             numel = weight.weight.numel()
             check_tensor(momentum, name="momentum", dtypes=(torch.float32,), numel=numel)
@@ -334,7 +242,7 @@ class HostKernel:
         """One step of Lion, in place; of the elements in `ranges` only, if given."""
         numel = weight.weight.numel()
         check_tensor(momentum, name="momentum", dtypes=(torch.float32,), numel=numel)
-        job = _Job(first=momentum.data_ptr(), coefficients=update._coefficients())
+        job = _Job(first=momentum.data_ptr(), coefficients=_Coefficients(**update.coefficients()))
         self._update(4, job, weight, gradient, ranges, num_threads=num_threads)
 
     def _update(
@@ -511,7 +419,7 @@ class PreparedUpdates:
         """
         if numbers is not None:
             for job, one in zip(self._jobs, numbers, strict=True):
-                job.coefficients = one._coefficients()
+                job.coefficients = _Coefficients(**one.coefficients())
         if self._array is None:
             self._array = (_Call * len(self._calls))(*self._calls)
         given = itertools.repeat(None) if ranges is None else ranges

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,6 +57,41 @@ def let_go(unit: Unit, arena: Arena) -> None:
         arena.give_back(unit.held.companion_name, unit.companion)
     for name, buffer in unit.state.items():
         arena.give_back(name, buffer)
+
+
+def rearranged(
+    units: Mapping[str, Unit], moves: Sequence[Move], share: Share, arena: Arena
+) -> dict[str, Unit]:
+    """The units with these layers, in this order; those around the layers stay.
+
+    A unit that only gets another name keeps its memory; memory of layers that are gone is given
+    back. If memory is short, nothing has changed.
+    """
+    made: dict[str, Unit] = {}
+    taken: list[Unit] = []
+    try:
+        for move in moves:
+            source = None if move.source is None else units[move.source]
+            if source is not None and not move.is_copy and is_alike(source, move.form):
+                made[move.form.name] = renamed(source, move)
+                continue
+            if source is None:
+                unit = empty_unit(move.form, share, arena)
+            else:
+                unit = copied(source, move, arena)
+            taken.append(unit)
+            made[move.form.name] = unit
+    except BaseException:
+        for unit in taken:
+            let_go(unit, arena)
+        raise
+    kept = {unit.weights.data_ptr() for unit in made.values()}
+    for name, unit in units.items():
+        if not name.startswith("L"):
+            made[name] = unit
+        elif unit.weights.data_ptr() not in kept:
+            let_go(unit, arena)
+    return made
 
 
 def is_alike(unit: Unit, form: UnitForm) -> bool:

@@ -1,7 +1,8 @@
 """What the host kernel works on: forms of weights and moments, ranges, and rows of tables.
 
-`EightBitMoments.encode` and `.decode` say in PyTorch, bit by bit, what the library does with 8-bit
-moments. They are its oracle, and serve to take moments from elsewhere and to show them. `gather`
+`EightBitMoments.encode` and `.decode` do in PyTorch, bit by bit, what the library does with 8-bit
+moments (eight_bit.py). They are its oracle, and serve to take moments from elsewhere and to show
+them. `gather`
 and `add_rows` do in PyTorch what the library does with rows, where it was not built.
 """
 
@@ -13,14 +14,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-BLOCK_SIZE = 128  # elements that share a unit, in 8-bit moments
+from l2l.parameter_server.eight_bit import BLOCK_SIZE, decoded, encoded, num_blocks
+
 GRADIENT_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TARGET_FORMS = {torch.float32: 0, torch.bfloat16: 1}
-_LARGEST_FIRST_CODE = 127
-_LARGEST_SECOND_CODE = 255
-_SMALLEST_SECOND_CODE = 4
-_GOLDEN_RATIO = 0x9E3779B1  # of 2^32
-_MODULUS = 0xFFFFFFFF
 
 
 def check_tensor(
@@ -136,28 +133,31 @@ class EightBitMoments:
 
     def decode(self) -> tuple[Tensor, Tensor]:
         """The first moment and the root of the second, float32 [numel] each."""
-        first_code, second_code = self.first.float(), self.second.float()
-        first = first_code * first_code.abs() * _per_element(self.first_unit, self.first.numel())
-        root = second_code * second_code * _per_element(self.second_unit, self.first.numel())
-        return first, root
+        numel = self.first.numel()
+        units = (_per_element(unit, numel) for unit in (self.first_unit, self.second_unit))
+        return decoded(self.first, self.second, *units)
 
     def encode(self, first: Tensor, root: Tensor, *, seed: int) -> None:
         """Take over a first moment and the root of a second, rounded by `seed`."""
         numel = self.first.numel()
         check_tensor(first, name="first", dtypes=(torch.float32,), numel=numel)
         check_tensor(root, name="root", dtypes=(torch.float32,), numel=numel)
-        random = _random_numbers(numel, seed=seed, position=self.position)
-        others = _random_numbers(numel, seed=seed, position=self.position, others=True)
-        self.first_unit.copy_(_units(first, largest_code=_LARGEST_FIRST_CODE))
-        self.second_unit.copy_(_units(root, largest_code=_LARGEST_SECOND_CODE))
-        zero = torch.tensor(0.0)
-        smallest = torch.where(self.second_unit > 0, float(_SMALLEST_SECOND_CODE), zero)
-        first_scaled = first.abs() * _inverses(self.first_unit, numel)
-        root_scaled = root * _inverses(self.second_unit, numel)
-        first_code = _codes(first_scaled, random, smallest=zero)
-        second_code = _codes(root_scaled, others, smallest=_per_element(smallest, numel))
-        self.first.copy_(torch.where(first < 0, -first_code, first_code))
-        self.second.copy_(second_code)
+        whole = numel // BLOCK_SIZE * BLOCK_SIZE
+        for start, stop in ((0, whole), (whole, numel)):  # rows of whole blocks, and what is left
+            if start == stop:
+                continue
+            span, blocks = slice(start, stop), slice(start // BLOCK_SIZE, num_blocks(stop))
+            width = min(stop - start, BLOCK_SIZE)
+            made = encoded(
+                first[span].view(-1, width),
+                root[span].view(-1, width),
+                first_block=torch.tensor(self.position // BLOCK_SIZE + blocks.start),
+                seed=torch.tensor(seed),
+            )
+            self.first[span] = made["exp_avg"].view(-1)
+            self.second[span] = made["exp_avg_sq"].view(-1)
+            self.first_unit[blocks] = made["exp_avg_unit"].view(-1)
+            self.second_unit[blocks] = made["exp_avg_sq_unit"].view(-1)
 
 
 def checked_ranges(ranges: Tensor, *, numel: int) -> Tensor:  # int64 [n, 2]
@@ -283,63 +283,10 @@ def add_rows(target: Tensor, ids: Tensor, source: Tensor, *, without: int | None
     return float((after.double().square() - before.double().square()).sum())
 
 
-def num_blocks(numel: int) -> int:
-    """Number of units that 8-bit moments of `numel` elements need, for each moment."""
-    return -(-numel // BLOCK_SIZE)
-
-
 def correctly_rounded_root(values: Tensor) -> Tensor:
     """The float32 square root as the processor computes it; torch's may be off by one bit."""
     return values.double().sqrt().float()
 
 
-def rounding_seed(seed: int, *, step: int) -> int:
-    """The 32-bit seed from which an update of 8-bit moments rounds."""
-    return (seed * 0x85EBCA6B + step * _GOLDEN_RATIO) & _MODULUS
-
-
 def _per_element(of_blocks: Tensor, numel: int) -> Tensor:
     return of_blocks.repeat_interleave(BLOCK_SIZE)[:numel]
-
-
-def _random_numbers(
-    numel: int, *, seed: int, position: int, others: bool = False
-) -> Tensor:  # int64 [numel]
-    """16 uniform bits per element: a hash of its block plus multiples of the golden ratio.
-
-    `others`: those of the element half a block away.
-    """
-    block = torch.arange(num_blocks(numel)) + position // BLOCK_SIZE
-    x = ((block & _MODULUS) ^ seed) * _GOLDEN_RATIO & _MODULUS
-    x = (x ^ (x >> 15)) * 0x85EBCA6B & _MODULUS
-    x = (x ^ (x >> 13)) * 0xC2B2AE35 & _MODULUS
-    within = torch.arange(numel) % BLOCK_SIZE ^ (BLOCK_SIZE // 2 if others else 0)
-    return ((_per_element(x ^ (x >> 16), numel) + within * _GOLDEN_RATIO) & _MODULUS) >> 16
-
-
-def _units(values: Tensor, *, largest_code: int) -> Tensor:  # float32 [blocks]
-    blocks = num_blocks(values.numel())
-    padded = torch.zeros(blocks * BLOCK_SIZE)
-    padded[: values.numel()] = values.abs()
-    largest = padded.view(blocks, BLOCK_SIZE).amax(1)
-    units = torch.where(largest < 1e-18, 0.0, largest / float(largest_code**2))
-    return torch.where(largest.isfinite(), units, torch.nan)
-
-
-def _inverses(units: Tensor, numel: int) -> Tensor:  # float32 [numel]
-    inverses = torch.where(units > 0, torch.tensor(0.9999997) / units, 0.0)
-    return _per_element(inverses, numel)
-
-
-def _rough_root(values: Tensor) -> Tensor:
-    """The square root to 0.0009 of itself, for codes: a guess and a Newton step."""
-    guess = (0x5F0B4000 - (values.view(torch.int32) >> 1)).view(torch.float32)
-    product = values * guess
-    return product * (torch.tensor(1.891) - product * guess)
-
-
-def _codes(scaled: Tensor, random: Tensor, *, smallest: Tensor) -> Tensor:  # int32 [numel]
-    scaled = torch.nan_to_num(scaled, nan=0.0)
-    u = random.float() * 2.0**-16
-    low = torch.maximum((_rough_root(scaled) - u).round(), smallest)
-    return (low + (scaled > low * (low + u + u) + u)).int()

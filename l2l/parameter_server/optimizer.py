@@ -16,15 +16,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, final
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from l2l.parameter_server import host_kernel, operands
-from l2l.parameter_server.host_kernel import HostKernel
+from l2l.parameter_server import operands
+from l2l.parameter_server.coefficients import AdamWUpdate, LionUpdate, Numbers, SGDUpdate
+from l2l.parameter_server.eight_bit import BLOCK_SIZE, num_blocks, rounding_seed
+from l2l.parameter_server.host_kernel import Half, HostKernel
 from l2l.parameter_server.precision import join_master, split_master
 
 Settings = Mapping[str, Any]
@@ -36,7 +38,7 @@ class StateKind:
     """A tensor that an optimizer keeps for every parameter."""
 
     dtype: torch.dtype = torch.float32
-    per_block: bool = False  # one entry for every block of `operands.BLOCK_SIZE` elements
+    per_block: bool = False  # one entry for every block of `eight_bit.BLOCK_SIZE` elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,12 @@ class Update:
     factor: float  # what the gradient is multiplied with
     seed: int  # of rounding
     ranges: Tensor | None = None  # the only elements to update (`operands.checked_ranges`)
-    half: host_kernel.Half | None = None  # what alone changes, if the optimizer has halves
+    half: Half | None = None  # what alone changes, if the optimizer has halves
+
+    def own_numbers(self) -> dict[str, Any]:
+        """What `HostOptimizer.numbers` asks for."""
+        names = ("settings", "step", "factor", "seed")
+        return {name: getattr(self, name) for name in names}
 
     def native_weight(self) -> operands.Weight:
         """The weight as the native kernel takes it."""
@@ -75,26 +82,31 @@ class Update:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer(ABC):
+class Optimizer:
     """What all optimizers have: settings by parameter group."""
 
     groups: Groups | None = None
     """(name, parameter) -> what differs for it, such as `{"weight_decay": 0.0}`; or None."""
 
     @property
-    @abstractmethod
     def defaults(self) -> dict[str, Any]:
         """Settings of a parameter for which `groups` says nothing, under torch's names."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in found.items()
+            if name not in ("groups", "moments")
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostOptimizer(Optimizer):
+class HostOptimizer(Optimizer, ABC):
     """An optimizer whose state and arithmetic are on the host."""
 
-    @property
-    def has_halves(self) -> bool:
-        """Whether weights can be updated first, and moments later from the same gradient."""
-        return False
+    may_prepare: ClassVar[bool] = False
+    """Whether native updates of the same memory differ in their numbers only."""
+    has_halves: ClassVar[bool] = False
+    """Whether weights can be updated first, and moments later from the same gradient."""
 
     @abstractmethod
     def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
@@ -111,10 +123,8 @@ class HostOptimizer(Optimizer):
         The size of a change is known only where the kernel makes it.
         """
 
-    def numbers(
-        self, settings: Settings, *, step: int, factor: float, seed: int
-    ) -> host_kernel.Numbers | None:
-        """What of a native update differs from step to step; None if more than numbers does."""
+    def numbers(self, settings: Settings, *, step: int, factor: float, seed: int) -> Numbers | None:
+        """The numbers of an update; None if it has none."""
         return None
 
     def readable(self, update: Update) -> None:
@@ -145,13 +155,13 @@ class HostOptimizer(Optimizer):
         """
         numel = update.weight.numel()
         ranges = torch.tensor([[0, numel]]) if update.ranges is None else update.ranges
-        edges = torch.zeros(operands.num_blocks(numel) + 1, dtype=torch.int64)
+        edges = torch.zeros(num_blocks(numel) + 1, dtype=torch.int64)
         begins, ends = operands.checked_ranges(ranges, numel=numel).unbind(1)
         one = torch.ones_like(begins)
-        edges.index_add_(0, begins // operands.BLOCK_SIZE, one)
-        edges.index_add_(0, -(-ends // operands.BLOCK_SIZE), -one)
+        edges.index_add_(0, begins // BLOCK_SIZE, one)
+        edges.index_add_(0, -(-ends // BLOCK_SIZE), -one)
         blocks = edges.cumsum(0)[:-1] > 0
-        elements = blocks.repeat_interleave(operands.BLOCK_SIZE)[:numel]
+        elements = blocks.repeat_interleave(BLOCK_SIZE)[:numel]
         copy = replace(
             update,
             ranges=None,
@@ -192,6 +202,7 @@ class AdamW(HostOptimizer):
     instead of 8, at the price of exactness.
     """
 
+    may_prepare = has_halves = True
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -209,21 +220,6 @@ class AdamW(HostOptimizer):
             self.moments in ("float32", "8bit"),
             f"AdamW: moments must be 'float32' or '8bit', found {self.moments!r}",
         )
-
-    @property
-    @override
-    def has_halves(self) -> bool:
-        return True
-
-    @property
-    @override
-    def defaults(self) -> dict[str, Any]:
-        return {
-            "lr": self.lr,
-            "betas": tuple(self.betas),
-            "eps": self.eps,
-            "weight_decay": self.weight_decay,
-        }
 
     @override
     def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
@@ -254,14 +250,12 @@ class AdamW(HostOptimizer):
         denominator = (second_moment.sqrt() / bias_correction2**0.5).add_(settings["eps"])
         weight.addcdiv_(first_moment, denominator, value=-(learning_rate / bias_correction1))
         if self.moments == "8bit":
-            seed = operands.rounding_seed(update.seed, step=step)
+            seed = rounding_seed(update.seed, step=step)
             eight_bit.encode(first_moment, second_moment.sqrt(), seed=seed)
 
     @override
-    def numbers(
-        self, settings: Settings, *, step: int, factor: float, seed: int
-    ) -> host_kernel.AdamWUpdate:
-        return host_kernel.AdamWUpdate(
+    def numbers(self, settings: Settings, *, step: int, factor: float, seed: int) -> AdamWUpdate:
+        return AdamWUpdate(
             lr=float(settings["lr"]),
             betas=settings["betas"],
             eps=settings["eps"],
@@ -274,7 +268,7 @@ class AdamW(HostOptimizer):
     @override
     def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
         kernel.adamw(
-            self.numbers(update.settings, step=update.step, factor=update.factor, seed=update.seed),
+            self.numbers(**update.own_numbers()),
             weight=update.native_weight(),
             gradient=update.gradient,
             moments=self._eight_bit(update)
@@ -315,17 +309,6 @@ class SGD(HostOptimizer):
             "SGD: nesterov needs momentum > 0 and dampening = 0",
         )
 
-    @property
-    @override
-    def defaults(self) -> dict[str, Any]:
-        return {
-            "lr": self.lr,
-            "momentum": self.momentum,
-            "dampening": self.dampening,
-            "weight_decay": self.weight_decay,
-            "nesterov": self.nesterov,
-        }
-
     @override
     def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
         return {"momentum_buffer": StateKind()} if settings["momentum"] else {}
@@ -348,21 +331,25 @@ class SGD(HostOptimizer):
         weight.add_(gradient, alpha=-float(settings["lr"]))
 
     @override
+    def numbers(self, settings: Settings, *, step: int, factor: float, seed: int) -> SGDUpdate:
+        return SGDUpdate(
+            lr=float(settings["lr"]),
+            momentum=settings["momentum"],
+            dampening=settings["dampening"],
+            weight_decay=settings["weight_decay"],
+            nesterov=settings["nesterov"],
+            step=step,
+            factor=factor,
+        )
+
+    @override
     def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
-        settings = update.settings
+        numbers = self.numbers(**update.own_numbers())
         kernel.sgd(
-            host_kernel.SGDUpdate(
-                lr=float(settings["lr"]),
-                momentum=settings["momentum"],
-                dampening=settings["dampening"],
-                weight_decay=settings["weight_decay"],
-                nesterov=settings["nesterov"],
-                step=update.step,
-                factor=update.factor,
-            ),
+            numbers,
             weight=update.native_weight(),
             gradient=update.gradient,
-            momentum=update.state["momentum_buffer"] if settings["momentum"] else None,
+            momentum=update.state["momentum_buffer"] if numbers.momentum else None,
             num_threads=num_threads,
             ranges=update.ranges,
         )
@@ -373,6 +360,7 @@ class SGD(HostOptimizer):
 class Lion(HostOptimizer):
     """Lion: the sign of an interpolated momentum, with decoupled weight decay."""
 
+    may_prepare = True
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
@@ -383,11 +371,6 @@ class Lion(HostOptimizer):
             all(0 <= beta < 1 for beta in self.betas),
             f"Lion: betas must lie in [0, 1), found {self.betas}",
         )
-
-    @property
-    @override
-    def defaults(self) -> dict[str, Any]:
-        return {"lr": self.lr, "betas": tuple(self.betas), "weight_decay": self.weight_decay}
 
     @override
     def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
@@ -403,10 +386,8 @@ class Lion(HostOptimizer):
         momentum.mul_(beta2).add_(gradient, alpha=1 - beta2)
 
     @override
-    def numbers(
-        self, settings: Settings, *, step: int, factor: float, seed: int
-    ) -> host_kernel.LionUpdate:
-        return host_kernel.LionUpdate(
+    def numbers(self, settings: Settings, *, step: int, factor: float, seed: int) -> LionUpdate:
+        return LionUpdate(
             lr=float(settings["lr"]),
             betas=settings["betas"],
             weight_decay=settings["weight_decay"],
@@ -416,7 +397,7 @@ class Lion(HostOptimizer):
     @override
     def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
         kernel.lion(
-            self.numbers(update.settings, step=update.step, factor=update.factor, seed=update.seed),
+            self.numbers(**update.own_numbers()),
             weight=update.native_weight(),
             gradient=update.gradient,
             momentum=update.state["exp_avg"],

@@ -37,6 +37,8 @@ import torch
 from torch import Tensor, nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+COMPANION = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
+"""What completes a 16-bit link weight, by its dtype: the bits that it lacks, or a master apart."""
 
 
 def parse_precision(precision: str | torch.dtype) -> torch.dtype:

@@ -15,102 +15,31 @@ float32 (4 + 8), 14 with float16 (2 + 4 + 8); 6.1 with 8-bit moments; 2 with Ada
 All but `weights` cover the trained parameters only, at the element offsets of `Unit.trained`. A
 flat buffer can be cut at any multiple of the alignment: there it will be divided over ranks.
 
-[Note: updates that wait] An update belongs to its step and carries that step's numbers (learning
-rate, decay, clip factor: `UpdateOrder`), however late it runs. An update submitted to the update
-lane is *pending*: the fetch lane waits for its event before it reads the weights. An update left to
-the next step is *waiting*, its gradient in staging; the next schedule settles it before the fetch.
-The host settles both before it reads. So nobody sees stale weights.
+How updates wait for a later step: [Note: updates that wait] in waiting.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import accumulate
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from l2l.device import Device, Event
-from l2l.distributed import Alone, Share, World
+from l2l.distributed import Alone, World
 from l2l.model import Reader, hold
-from l2l.parameter_server import moving
-from l2l.parameter_server.adafactor import Adafactor
-from l2l.parameter_server.host_kernel import (
-    Half,
-    HostKernel,
-    Numbers,
-    working_threads,
-)
+from l2l.parameter_server import gathering, moving, torch_optimizer
+from l2l.parameter_server.copying import copy_into, copy_starts
+from l2l.parameter_server.host_kernel import Half, HostKernel, working_threads
 from l2l.parameter_server.host_memory import Arena, SparePages
-from l2l.parameter_server.layout import ALIGNMENT_BYTES, ALIGNMENT_ELEMENTS, FlatLayout, round_up
+from l2l.parameter_server.host_update import HostUpdate
 from l2l.parameter_server.moving import Move
-from l2l.parameter_server.operands import SplitWeight
-from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind, Update
-from l2l.parameter_server.precision import PrecisionPolicy, join_master, split_master
+from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings
 from l2l.parameter_server.snapshot import WRITING_CORES, Image, Snapshot
-from l2l.parameter_server.unit import (
-    COMPANION,
-    Unit,
-    UnitForm,
-    exchange,
-    nothing_like,
-    other_rows,
-    row_ranges,
-    shapes_of,
-    state_name,
-)
-
-MOST_PREPARED = 64  # ways to update a unit that are remembered
-COPY_ALIGNMENT = 64
-COPYING_THREADS = 4  # that copy what nobody waits for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateOrder:
-    """The numbers of an update: those of its own step."""
-
-    settings: Mapping[str, Settings]  # by parameter name
-    received: frozenset[str]  # parameters that got a gradient in this step
-    factor: float = 1.0  # what gradients are multiplied with
-    changes: dict[str, float] | None = None
-    """By unit, the sum of squares of what updates have changed: they add to it."""
-
-
-@dataclass(slots=True, kw_only=True)
-class WaitingUpdate:
-    """An update left to a later step."""
-
-    unit: str
-    order: Callable[[], UpdateOrder | None]  # None: the step is skipped
-    drained: Event
-    gradient: Tensor | None = None  # staging bytes; None: it is on the device
-    finish: Callable[[WaitingUpdate], None] | None = None
-    """Called when the update is done; for one on the device, does it."""
-    refreshed: list[Tensor] = field(default_factory=list)  # rows that are done already
-    refresher: object = None  # whose rows these are: those of one step are distinct
-    halves: bool = False  # of these rows only the weights are done
-    advanced: bool = False  # all weights are done, the moments are not
-    step: Any = None  # whose update it is, where that is done on the device
-    numbers: Tensor | None = None  # of an update on the device; zero until they are written
-    ordered: bool = False  # whether they are written, and the step is counted
-    renewed: bool = False  # whether that update is done, so that the host's weights are old
-    performed: bool = False  # whether nothing is left to do
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableRows:
-    """Rows of a table, ascending, and where they are in each of its unit's parameters."""
-
-    rows: Tensor
-    ranges: Mapping[str, Tensor]  # by parameter
-
-    def __len__(self) -> int:
-        return len(self.rows)
+from l2l.parameter_server.unit import Unit, UnitForm, exchange, nothing_like
+from l2l.parameter_server.waiting import TableRows, UpdateOrder, WaitingUpdate
 
 
 @final
@@ -155,54 +84,6 @@ class ParameterServer:
         """Whether an update can be done in two: `advance`, then `perform`."""
         return isinstance(self.optimizer, HostOptimizer) and self.optimizer.has_halves
 
-    @staticmethod
-    def form(
-        name: str,
-        *,
-        parameters: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, Tensor],
-        settings: Mapping[str, Settings],
-        precision: PrecisionPolicy,
-        optimizer: Optimizer,
-        num_shares: int = 1,
-    ) -> UnitForm:
-        """What a unit is made of; `settings` has those of the parameters that are trained.
-
-        What is trained comes first in its weights, as in everything else, so that whoever holds a
-        share of the gradient holds the same share of the weights.
-        """
-        described = [
-            (owner, tuple(parameter.shape), precision.link_dtype(owner, parameter.dtype))
-            for owner, parameter in parameters.items()
-        ]
-        trained = FlatLayout.of(
-            (entry for entry in described if entry[0] in settings), num_shares=num_shares
-        )
-        riding = list[tuple[str, tuple[int, ...], torch.dtype]]()
-        kinds: dict[str, StateKind] = {}
-        companions = {COMPANION[s.dtype] for s in trained.segments if s.dtype in COMPANION}
-        if isinstance(optimizer, HostOptimizer):
-            for owner in trained.names:
-                kinds |= optimizer.state_kinds(settings[owner])
-        elif isinstance(optimizer, Adafactor):
-            companions = set()
-            riding = [
-                (state_name(owner, state), state_shape, torch.float32)
-                for owner, shape, _ in described
-                if owner in settings
-                for state, state_shape in optimizer.state_shapes(shape).items()
-            ]
-        kept = [(key, tuple(value.shape), value.dtype) for key, value in buffers.items()]
-        frozen = [entry for entry in described if entry[0] not in settings]
-        rest = FlatLayout.of(frozen + kept + riding, num_shares=num_shares)
-        return UnitForm(
-            name=name,
-            weight_layout=FlatLayout.joined(trained, rest),
-            trained=trained,
-            state_kinds=kinds,
-            companion_dtype=next(iter(companions), None),
-        )
-
     def add(
         self,
         form: UnitForm,
@@ -226,7 +107,7 @@ class ParameterServer:
         self, unit: Unit, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]
     ) -> None:
         """Copy tensors into a unit, and hollow out the parameters."""
-        self._set_buffers(unit, buffers)
+        unit.set_buffers(buffers)
         for owner, parameter in parameters.items():
             if not parameter.is_meta:
                 self.set_weight(owner, parameter.data)
@@ -234,55 +115,26 @@ class ParameterServer:
             exchange(parameter, nothing_like(parameter))
             hold(parameter, owner, self.reader)
 
-    @staticmethod
-    def _set_buffers(unit: Unit, buffers: Mapping[str, Tensor]) -> None:
-        for key, value in buffers.items():
-            if key in unit.held.weight_layout.names:
-                unit.weight_of(key).copy_(unit.piece_of(key, value))
-
     def rearrange(self, moves: Sequence[Move]) -> None:
         """Let the layers be these, in this order; units around them stay.
 
         All updates must have been done, and nobody may read a unit meanwhile. A unit that only gets
         another name keeps its memory. If memory is short nothing has changed.
         """
-        made: dict[str, Unit] = {}
-        taken: list[Unit] = []
-        try:
-            for move in moves:
-                source = None if move.source is None else self.units[move.source]
-                if source is not None and not move.is_copy and moving.is_alike(source, move.form):
-                    made[move.form.name] = moving.renamed(source, move)
-                    continue
-                if source is None:
-                    unit = moving.empty_unit(move.form, self.world.share, self._arena)
-                else:
-                    unit = moving.copied(source, move, self._arena)
-                taken.append(unit)
-                made[move.form.name] = unit
-        except BaseException:
-            for unit in taken:
-                moving.let_go(unit, self._arena)
-            raise
-        kept = {unit.weights.data_ptr() for unit in made.values()}
-        for name, unit in self.units.items():
-            if not name.startswith("L"):
-                made[name] = unit
-            elif unit.weights.data_ptr() not in kept:
-                moving.let_go(unit, self._arena)
-        old, self.units = self.units, made
+        old = self.units
+        self.units = moving.rearranged(old, moves, self.world.share, self._arena)
         gone = {id(unit) for name, unit in old.items() if name.startswith("L")}
         left = {o for o, u in self._unit_of.items() if id(u) in gone}
         self._unit_of = {o: u for o, u in self._unit_of.items() if o not in left}
         self.reader.places = {o: p for o, p in self.reader.places.items() if o not in left}
         self.reader.forget()
         for move in moves:
-            unit = made[move.form.name]
+            unit = self.units[move.form.name]
             self._unit_of.update(dict.fromkeys(move.parameters, unit))
             if move.source is None:
                 self._fill(unit, move.parameters, move.buffers)
                 continue
-            self._set_buffers(unit, move.buffers)
+            unit.set_buffers(move.buffers)
             for owner, parameter in move.parameters.items():
                 hold(parameter, owner, self.reader)
 
@@ -301,75 +153,19 @@ class ParameterServer:
 
     def whole(self, name: str) -> Unit:
         """A unit with all of its weights, without its state; its ranks must ask together."""
-        unit = self.units[name]
-        if unit.share.number == 1:
-            return unit
-        form, companion = unit.form, unit.companion
-        weights = self._joined(unit.held.weight_layout, unit.weights, form.weight_layout.nbytes)
-        if companion is not None:
-            dtype = companion.dtype
-            layout = unit.held.trained.astype({one.dtype: dtype for one in form.trained.segments})
-            nbytes = form.trained.padded_numel * dtype.itemsize
-            companion = self._joined(layout, companion.view(torch.uint8), nbytes).view(dtype)
-        return replace(
-            unit, held=form, share=Share(), weights=weights, companion=companion, state={}
-        )
-
-    def _joined(self, layout: FlatLayout, own: Tensor, nbytes: int) -> Tensor:
-        """The shares of all ranks, segment by segment, in one buffer."""
-        parts = [
-            self.world.gather_host(view.view(torch.uint8)) for view in layout.segment_views(own)
-        ]
-        found = torch.zeros(nbytes, dtype=torch.uint8)
-        start = 0
-        for part in parts:
-            found[start : start + part.numel()] = part
-            start = round_up(start + part.numel(), ALIGNMENT_BYTES)
-        return found
+        return gathering.whole(self.units[name], self.world)
 
     def weights_of(self, name: str) -> Callable[[str], Tensor]:
         """Present values of a unit's parameters, by name; its ranks must ask together."""
-        return partial(self._value, self.whole(name))
+        return self.whole(name).value
 
-    @contextlib.contextmanager
-    def values(self) -> Iterator[Callable[[str], Tensor] | None]:
-        """Present values of all parameters, for one rank: the others help it inside and get None.
-
-        Raises:
-            RuntimeError: on the others, if the block has failed on that rank.
-        """
-        world = self.world
-        if not world.is_parallel:
-            yield self.weight
-            return
-        if world.rank:
-            while (asked := world.gather_facts("")[0]) in self.units:
-                self.whole(asked)
-            if asked:
-                raise RuntimeError(f"rank 0: {asked}")
-            yield None
-            return
-        names = {id(unit): name for name, unit in self.units.items()}
-        last: dict[str, Unit] = {}
-
-        def value(owner: str) -> Tensor:
-            name = names[id(self._unit_of[owner])]
-            if name not in last:
-                last.clear()
-                world.gather_facts(name)
-                last[name] = self.whole(name)
-            return self._value(last[name], owner)
-
-        try:
-            yield value
-        except Exception as error:
-            world.gather_facts(str(error) or repr(error))
-            raise
-        world.gather_facts("")
+    def values(self) -> contextlib.AbstractContextManager[Callable[[str], Tensor] | None]:
+        """Present values of all parameters, for rank 0: the others help it inside and get None."""
+        return gathering.values(self.units, self._unit_of, self.world)
 
     def weight(self, owner: str) -> Tensor:
         """A parameter's present value, or this rank's piece of it."""
-        return self._value(self._unit_of[owner], owner)
+        return self._unit_of[owner].value(owner)
 
     def _read(self, owner: str) -> Tensor:
         """A parameter's present value, all of it, after the updates that wait.
@@ -386,57 +182,14 @@ class ParameterServer:
         self.settle_all()
         return self.weight(owner)
 
-    @staticmethod
-    def _value(unit: Unit, owner: str) -> Tensor:
-        """The float32 master if there is one, else the link weight."""
-        weight, companion = unit.weight_of(owner), unit.companion_of(owner)
-        if companion is None:
-            return weight
-        companion = companion.to(weight.device)
-        return join_master(weight, companion) if weight.dtype is torch.bfloat16 else companion
-
     def set_weight(self, owner: str, value: Tensor) -> None:
         """Overwrite a parameter's value; `value` is all of it."""
-        unit = self._unit_of[owner]
-        if owner not in unit.held.weight_layout.names:
-            return
-        value = unit.piece_of(owner, value)
-        weight, companion = unit.weight_of(owner), unit.companion_of(owner)
-        if companion is None:
-            weight.copy_(value)
-        elif weight.dtype is not torch.bfloat16:
-            weight.copy_(value)
-            companion.copy_(value)
-        elif value.dtype is torch.bfloat16:
-            weight.copy_(value)
-            companion.zero_()
-        elif self._kernel is None:
-            split_master(value.to(torch.float32).cpu(), weight, companion)
-        else:
-            halves = SplitWeight(weight=weight.view(-1), remainder=companion.view(-1))
-            master = value.to(torch.float32).cpu().reshape(-1)
-            self._kernel.split(master, weight=halves, num_threads=torch.get_num_threads())
+        self._unit_of[owner].set_value(owner, value, self._kernel)
 
     def state_of(self, owner: str) -> dict[str, Any]:
         """A parameter's optimizer state as views, torch's names; empty before its first step."""
         self.settle_all()
-        unit = self._unit_of[owner]
-        if isinstance(self.optimizer, Adafactor):
-            prefix = state_name(owner, "")
-            views = {
-                name.removeprefix(prefix): unit.weight_of(name)
-                for name in unit.form.weight_layout.names
-                if name.startswith(prefix)
-            }
-            return views if views and float(views["step"]) else {}
-        if not unit.steps.get(owner):
-            return {}
-        shape = unit.weight_of(owner).shape
-        views = {
-            name: flat.view(shape) if flat.numel() == shape.numel() else flat
-            for name, flat in unit.state_of(owner).items()
-        }
-        return {"step": torch.tensor(float(unit.steps[owner])), **views}
+        return torch_optimizer.state_of(self._unit_of[owner], owner, self.optimizer)
 
     def update(
         self,
@@ -464,99 +217,27 @@ class ParameterServer:
         if count_step:
             for owner in order.received:
                 unit.steps[owner] += 1
+        assert isinstance(self.optimizer, HostOptimizer)
         owners = [owner for owner in unit.held.trained.names if owner in order.received]
-        given = [None if ranges is None else ranges.get(owner) for owner in owners]
-        perform = self._update_readably if self._kernel is None else self._update_natively
-        change = perform(unit, owners, gradient, order, given, half)
+        found = HostUpdate(
+            optimizer=self.optimizer,
+            unit=unit,
+            gradient=gradient,
+            order=order,
+            owners=owners,
+            ranges=[None if ranges is None else ranges.get(owner) for owner in owners],
+            half=half,
+            seed=self.seed,
+        )
+        if self._kernel is None:
+            change = found.readably()
+        else:
+            num_threads = working_threads()
+            if self.snapshot is not None:  # its writers need cores, and would take them anyway
+                num_threads = max(1, num_threads - WRITING_CORES)
+            change = found.natively(self._kernel, num_threads=num_threads)
         if order.changes is not None:
             order.changes[name] = order.changes.get(name, 0.0) + change
-
-    def _update_readably(
-        self,
-        unit: Unit,
-        owners: Sequence[str],
-        gradient: Tensor,
-        order: UpdateOrder,
-        ranges: Sequence[Tensor | None],
-        half: Half | None,
-    ) -> float:
-        """`update` in PyTorch; the sum of squares of the changes of the float32 masters."""
-        optimizer, change = self.optimizer, 0.0
-        assert isinstance(optimizer, HostOptimizer)
-        updates = self._updates_of(unit, owners, gradient, order, half)
-        for update, own in zip(updates, ranges, strict=True):
-            before = update.master()
-            optimizer.readable(replace(update, ranges=own))
-            change += float((update.master() - before).double().square().sum())
-        return change
-
-    def _update_natively(
-        self,
-        unit: Unit,
-        owners: Sequence[str],
-        gradient: Tensor,
-        order: UpdateOrder,
-        ranges: Sequence[Tensor | None],
-        half: Half | None,
-    ) -> float:
-        """The same with the native kernel."""
-        optimizer, kernel, num_threads = self.optimizer, self._kernel, working_threads()
-        assert isinstance(optimizer, HostOptimizer)
-        assert kernel is not None
-        if self.snapshot is not None:  # whose writers need cores, and would take them in the middle
-            num_threads = max(1, num_threads - WRITING_CORES)
-        key = (half, order.received, gradient.data_ptr(), gradient.numel(), *unit.addresses())
-        prepared, numbers = unit.prepared.get(key), self._numbers_of(unit, owners, order)
-        if prepared is None:
-            with kernel.preparing() as prepared:
-                for update in self._updates_of(unit, owners, gradient, order, half):
-                    optimizer.native(kernel, update, num_threads=num_threads)
-            if numbers is not None:
-                kept = unit.prepared if len(unit.prepared) < MOST_PREPARED else {}
-                unit.prepared = {**kept, key: prepared}
-        return prepared.perform(numbers, ranges=ranges, num_threads=num_threads)
-
-    def _numbers_of(
-        self, unit: Unit, owners: Sequence[str], order: UpdateOrder
-    ) -> list[Numbers] | None:
-        """What of updates differs from step to step, by parameter; None if more does."""
-        optimizer, steps = self.optimizer, unit.steps
-        assert isinstance(optimizer, HostOptimizer)
-        found: list[Numbers] = []
-        for owner in owners:
-            one = optimizer.numbers(
-                order.settings[owner], step=steps[owner], factor=order.factor, seed=self.seed
-            )
-            if one is None:
-                return None
-            found.append(one)
-        return found
-
-    def _updates_of(
-        self,
-        unit: Unit,
-        owners: Sequence[str],
-        gradient: Tensor,
-        order: UpdateOrder,
-        half: Half | None,
-    ) -> Iterator[Update]:
-        """The updates of a unit's parameters."""
-        for owner in owners:
-            companion = unit.companion_of(owner)
-            yield Update(
-                name=owner,
-                shape=tuple(unit.weight_of(owner).shape),
-                weight=unit.weight_of(owner).view(-1),
-                companion=None if companion is None else companion.view(-1),
-                gradient=unit.held.staging_layout.view(gradient, owner).view(-1),
-                state=unit.state_of(owner),
-                position=unit.position_of(owner),
-                step=unit.steps[owner],
-                settings=order.settings[owner],
-                factor=order.factor,
-                seed=self.seed,
-                half=half,
-            )
 
     def check_settings(self, settings: Mapping[str, Settings]) -> None:
         """Refuse settings that need state which was not set up.
@@ -603,84 +284,22 @@ class ParameterServer:
                 are done alike.
             refresher: Whose rows these are. Another one comes if a step has failed in between.
         """
-        order, form = waiting.order(), self.units[waiting.unit].form
-        assert waiting.gradient is not None
-        if order is None or waiting.advanced:
-            return
-        first, shapes = not waiting.refreshed, shapes_of(form)
-        if any(shape[-1] % ALIGNMENT_ELEMENTS for shape in shapes):
-            # Rows that do not begin at a block are not updated apart: all are done at first.
-            every = torch.arange(max(shape[0] for shape in shapes) if first else 0)
-            rows = self.table_rows(waiting.unit, every)
-        if not first and waiting.refresher is not refresher:
-            fresh = ~torch.isin(rows.rows, torch.cat(waiting.refreshed))
-            rows = self.table_rows(waiting.unit, rows.rows[fresh])
-        waiting.refresher = refresher
-        waiting.halves = halves if first else waiting.halves
-        half: Half | None = "weights" if waiting.halves else None
-        self.update(waiting.unit, waiting.gradient, order, rows.ranges, count_step=first, half=half)
-        waiting.refreshed.append(rows.rows)
+        form = self.units[waiting.unit].form
+        waiting.refresh(form, self.update, rows, halves=halves, refresher=refresher)
 
     def advance(self, waiting: WaitingUpdate) -> None:
         """Do the weights of an update that was left, where `refresh` has not; `perform` follows."""
-        if not waiting.advanced:
-            self._perform_rest(waiting, half="weights")
-            waiting.advanced = True
+        waiting.advance(self.units[waiting.unit].form, self.update)
 
     def perform(self, waiting: WaitingUpdate) -> None:
         """Do an update that was left, or what `refresh` and `advance` have left of it."""
-        if waiting.performed:
-            return
-        if not waiting.advanced:
-            self._perform_rest(waiting)
-            if waiting.refreshed and waiting.halves:
-                rows = torch.cat(waiting.refreshed).sort().values
-                self._complete(waiting, self.table_rows(waiting.unit, rows).ranges)
-        elif not waiting.refreshed or waiting.halves:
-            self._complete(waiting, None)
-        else:
-            self._complete(waiting, self._other_ranges(waiting))
-        if waiting.finish is not None:
-            waiting.finish(waiting)
-        waiting.performed = True
-        self._after_update(waiting.unit)
-
-    def _perform_rest(self, waiting: WaitingUpdate, *, half: Half | None = None) -> None:
-        """The update, or half of it, of all but the rows that were refreshed."""
-        order = waiting.order()
-        if order is None or waiting.gradient is None:
-            return
-        first = not waiting.refreshed
-        ranges = None if first else self._other_ranges(waiting)
-        counted = not first or waiting.ordered  # by a step that failed before the end
-        self.update(
-            waiting.unit, waiting.gradient, order, ranges, count_step=not counted, half=half
-        )
-
-    def _complete(self, waiting: WaitingUpdate, ranges: Mapping[str, Tensor] | None) -> None:
-        """The moments of an update whose weights are done."""
-        order = waiting.order()
-        if order is not None and waiting.gradient is not None:
-            self.update(
-                waiting.unit, waiting.gradient, order, ranges, count_step=False, half="moments"
-            )
+        if not waiting.performed:
+            waiting.perform(self.units[waiting.unit].form, self.update)
+            self._after_update(waiting.unit)
 
     def table_rows(self, unit: str, rows: Tensor) -> TableRows:
         """What `refresh` takes, for ascending rows: made where nobody waits for it."""
-        form = self.units[unit].form
-        ranges = {
-            name: row_ranges(rows, shape[-1])
-            for name, shape in zip(form.trained.names, shapes_of(form), strict=True)
-        }
-        return TableRows(rows=rows, ranges=ranges)
-
-    def _other_ranges(self, waiting: WaitingUpdate) -> dict[str, Tensor]:
-        """All but the rows that were refreshed."""
-        form, refreshed = self.units[waiting.unit].form, torch.cat(waiting.refreshed)
-        return {
-            name: row_ranges(other_rows(refreshed, shape[0]), shape[-1])
-            for name, shape in zip(form.trained.names, shapes_of(form), strict=True)
-        }
+        return TableRows.of(self.units[unit].form, rows)
 
     def register(self, name: str, device: Device) -> None:
         """Let the device copy from and to a unit's companion and state without the host."""
@@ -718,35 +337,7 @@ class ParameterServer:
     def image(self, name: str) -> Image:
         """All that a unit holds, without copying: weights by name, the rest as `owner|what`."""
         unit = self.units[name]
-        tensors = {owner: unit.weight_of(owner) for owner in unit.held.weight_layout.names}
-        for owner in unit.held.trained.names:
-            companion = unit.companion_of(owner)
-            if companion is not None:
-                tensors[state_name(owner, unit.form.companion_name)] = companion
-            tensors |= {
-                state_name(owner, kind): tensor for kind, tensor in unit.state_of(owner).items()
-            }
-        return Image(unit=name, tensors=tensors, steps=unit.steps)
-
-    @staticmethod
-    def kinds_in(
-        form: UnitForm, share: Share
-    ) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
-        """Names, dtypes and shapes of the tensors that `image` has of a share of a unit."""
-        weights, trained = (one.cut_for(share.number) for one in (form.weight_layout, form.trained))
-        held = replace(form, weight_layout=weights, trained=trained).held(share)
-        layout = held.weight_layout
-        found = {owner: (layout.dtype_of(owner), layout.shape_of(owner)) for owner in layout.names}
-        for owner in held.trained.names:
-            shape = held.trained.shape_of(owner)
-            numel = math.prod(shape)
-            if held.companion_dtype is not None and held.trained.dtype_of(owner) in COMPANION:
-                name = state_name(owner, held.companion_name)
-                found[name] = (held.companion_dtype, shape)
-            for kind, state in held.state_kinds.items():
-                number = -(-numel // ALIGNMENT_ELEMENTS) if state.per_block else numel
-                found[state_name(owner, kind)] = (state.dtype, (number,))
-        return found
+        return Image(unit=name, tensors=unit.tensors(), steps=unit.steps)
 
     def begin_snapshot(
         self,
@@ -795,24 +386,7 @@ class ParameterServer:
 
     def _copy(self, tensors: Mapping[str, Tensor], urgent: bool) -> dict[str, Tensor]:  # noqa: FBT001
         """Copies in one block of spare pages."""
-        starts, copies = _copy_starts(tensors), dict[str, Tensor]()
-        if not starts[-1]:  # ranks hold nothing of a unit that is smaller than their number
-            return {name: tensor.clone() for name, tensor in tensors.items()}
-        block = self.spare.take(starts[-1])
-        num_threads = working_threads() if urgent else min(COPYING_THREADS, working_threads())
-        for start, (name, tensor) in zip(starts, tensors.items(), strict=False):
-            copy = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            if tensor.device.type != "cpu" or self._kernel is None or not tensor.is_contiguous():
-                copy.copy_(tensor.detach())
-            else:
-                self._kernel.copy(
-                    copy.data_ptr(),
-                    source=tensor.data_ptr(),
-                    num_bytes=tensor.nbytes,
-                    num_threads=num_threads,
-                )
-            copies[name] = copy
-        return copies
+        return copy_into(self.spare, tensors, kernel=self._kernel, urgent=urgent)
 
     def _release(self, copy: Image) -> None:
         if copy.nbytes:
@@ -822,7 +396,7 @@ class ParameterServer:
         """Make the pages that copies of units will need, beside whatever else happens."""
         sizes: list[int] = []
         for name in order:
-            nbytes = _copy_starts(self.image(name).tensors)[-1]
+            nbytes = copy_starts(self.image(name).tensors)[-1]
             if self.units[name].form.trained.names and sum(sizes) + nbytes <= most_bytes:
                 sizes.append(nbytes)
         self.spare.fill(sizes)
@@ -843,8 +417,3 @@ class ParameterServer:
         self.perform(waiting)
         self.unfinished.discard(name)
         del self.waiting[name]
-
-
-def _copy_starts(tensors: Mapping[str, Tensor]) -> list[int]:
-    """Where copies of tensors begin in their block, and where the last one ends."""
-    return [0, *accumulate(round_up(one.nbytes, COPY_ALIGNMENT) for one in tensors.values())]

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.optimizer import SGD, AdamW, Optimizer, Settings
+from l2l.parameter_server.unit import Unit, state_name
 
 _TORCH_OPTIMIZERS: Mapping[type, Callable[..., Optimizer]] = {
     torch.optim.AdamW: AdamW,
@@ -207,6 +209,26 @@ class ServerOptimizer(torch.optim.Optimizer):
             "the optimizer's state belongs to the engine's parameter server and is not loaded "
             "through engine.optimizer."
         )
+
+
+def state_of(unit: Unit, owner: str, optimizer: Optimizer) -> dict[str, Any]:
+    """A parameter's optimizer state as views, torch's names; empty before its first step."""
+    if isinstance(optimizer, Adafactor):
+        prefix = state_name(owner, "")
+        views = {
+            name.removeprefix(prefix): unit.weight_of(name)
+            for name in unit.form.weight_layout.names
+            if name.startswith(prefix)
+        }
+        return views if views and float(views["step"]) else {}
+    if not unit.steps.get(owner):
+        return {}
+    shape = unit.weight_of(owner).shape
+    views = {
+        name: flat.view(shape) if flat.numel() == shape.numel() else flat
+        for name, flat in unit.state_of(owner).items()
+    }
+    return {"step": torch.tensor(float(unit.steps[owner])), **views}
 
 
 def groups_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,13 +14,14 @@ from l2l.device import Event
 from l2l.distributed import Share
 from l2l.model import is_held, reason_for, release
 from l2l.parameter_server import device_update
-from l2l.parameter_server.host_kernel import PreparedUpdates
+from l2l.parameter_server.host_kernel import HostKernel, PreparedUpdates
 from l2l.parameter_server.layout import ALIGNMENT_ELEMENTS, FlatLayout, round_up
+from l2l.parameter_server.operands import SplitWeight
 from l2l.parameter_server.optimizer import StateKind
+from l2l.parameter_server.precision import COMPANION, join_master, split_master
 
 ACCUMULATE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 DRAINED = {torch.float16: torch.float32}  # a sum of scaled gradients may not fit a float16
-COMPANION = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 
 
 def state_name(owner: str, state: str) -> str:
@@ -79,6 +81,23 @@ class UnitForm:
         trained, weights = self.trained.segments, self.weight_layout.segments
         return len(trained) == 1 and bool(weights) and weights[0] == trained[0]
 
+    def kinds_in(self, share: Share) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
+        """Names, dtypes and shapes of `Unit.tensors` of a share."""
+        weights, trained = (one.cut_for(share.number) for one in (self.weight_layout, self.trained))
+        held = replace(self, weight_layout=weights, trained=trained).held(share)
+        layout = held.weight_layout
+        found = {owner: (layout.dtype_of(owner), layout.shape_of(owner)) for owner in layout.names}
+        for owner in held.trained.names:
+            shape = held.trained.shape_of(owner)
+            numel = math.prod(shape)
+            if held.companion_dtype is not None and held.trained.dtype_of(owner) in COMPANION:
+                name = state_name(owner, held.companion_name)
+                found[name] = (held.companion_dtype, shape)
+            for kind, state in held.state_kinds.items():
+                number = -(-numel // ALIGNMENT_ELEMENTS) if state.per_block else numel
+                found[state_name(owner, kind)] = (state.dtype, (number,))
+        return found
+
     def state_numel(self, kind: StateKind) -> int:
         """Elements of a state buffer."""
         numel = self.trained.padded_numel
@@ -136,6 +155,51 @@ class Unit:
         if self.weight_of(owner).dtype not in COMPANION:
             return None
         return self.companion[self.held.trained.span(owner)].view(self.weight_of(owner).shape)
+
+    def value(self, owner: str) -> Tensor:
+        """The float32 master if there is one, else the link weight."""
+        weight, companion = self.weight_of(owner), self.companion_of(owner)
+        if companion is None:
+            return weight
+        companion = companion.to(weight.device)
+        return join_master(weight, companion) if weight.dtype is torch.bfloat16 else companion
+
+    def set_value(self, owner: str, value: Tensor, kernel: HostKernel | None) -> None:
+        """Overwrite a parameter, or the piece of it that is here; `value` is all of it."""
+        if owner not in self.held.weight_layout.names:
+            return
+        value = self.piece_of(owner, value)
+        weight, companion = self.weight_of(owner), self.companion_of(owner)
+        if companion is None:
+            weight.copy_(value)
+        elif weight.dtype is not torch.bfloat16:
+            weight.copy_(value)
+            companion.copy_(value)
+        elif value.dtype is torch.bfloat16:
+            weight.copy_(value)
+            companion.zero_()
+        elif kernel is None:
+            split_master(value.to(torch.float32).cpu(), weight, companion)
+        else:
+            halves = SplitWeight(weight=weight.view(-1), remainder=companion.view(-1))
+            master = value.to(torch.float32).cpu().reshape(-1)
+            kernel.split(master, weight=halves, num_threads=torch.get_num_threads())
+
+    def set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Overwrite the buffers, or the pieces of them that are here."""
+        for key, value in buffers.items():
+            if key in self.held.weight_layout.names:
+                self.weight_of(key).copy_(self.piece_of(key, value))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is here, without copying: weights by name, the rest as `owner|what`."""
+        found = {owner: self.weight_of(owner) for owner in self.held.weight_layout.names}
+        for owner in self.held.trained.names:
+            companion = self.companion_of(owner)
+            if companion is not None:
+                found[state_name(owner, self.form.companion_name)] = companion
+            found |= {state_name(owner, kind): one for kind, one in self.state_of(owner).items()}
+        return found
 
     def flat(
         self, owners: tuple[str, ...], *, weights: Tensor, gradients: Tensor
@@ -251,7 +315,7 @@ def refuse_without_weights(model: nn.Module) -> None:
     hollow = [name for name, parameter in model.named_parameters() if is_held(parameter)]
     if hollow:
         raise ValueError(
-            f"the model's parameters are hollow ({hollow[0]!r} and others): "
+            f"the model's parameters hold no values ({hollow[0]!r} and others): "
             f"{reason_for(model.get_parameter(hollow[0]))}"
         )
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]

@@ -37,6 +37,7 @@ from l2l.parameter_server import (
 from l2l.planner.cost_model import CostModel
 from l2l.planner.decisions import STATE_ON_HOST, Decisions, LedgerLine, Plan, ScalingPoint
 from l2l.planner.hardware import Hardware, known_hardware
+from l2l.planner.line_costs import simulate_step
 from l2l.planner.problem import Problem, Together
 from l2l.planner.search import Candidate, DoesNotFitError, find_plan
 from l2l.planner.survey import head_of, is_eight_bit, layer_costs, unit_size, update_bytes
@@ -47,7 +48,7 @@ from l2l.trial import Usage
 logger = logging.getLogger("l2l")
 
 FREE_SHARE = 0.9  # of free device memory that is used if the user names no budget
-LEAST_KEPT_BACK = 32 << 20  # of a budget, once a plan has turned out too tight
+MIN_KEPT_BACK = 32 << 20  # of a budget, once a plan has turned out too tight
 NUM_MARKS = 4  # steps after which prediction and measurement are compared
 
 
@@ -172,7 +173,7 @@ class Planning:
         """
         if self._candidate is None or self._budget is None:
             return False
-        more = max(LEAST_KEPT_BACK, self._budget // 16)
+        more = max(MIN_KEPT_BACK, self._budget // 16)
         if self._kept_back + more > self._budget // 2:
             return False
         self._kept_back += more
@@ -317,7 +318,7 @@ class Planning:
             decisions = (
                 found.decisions if world.num_ranks == 1 else found.decisions.override(STATE_ON_HOST)
             )
-            run = CostModel(own, self._hardware).simulate(decisions, found.rows)
+            run = simulate_step(CostModel(own, self._hardware), decisions, found.rows)
             points.append(
                 ScalingPoint(
                     num_ranks=world.num_ranks,

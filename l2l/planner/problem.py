@@ -24,6 +24,11 @@ class UnitSize:
     state_bytes: int  # optimizer state, and what completes the master
     num_trained: int  # parameters
 
+    @property
+    def lent_bytes(self) -> int:
+        """What is copied to the device for an update there."""
+        return self.state_bytes + self.staging_bytes + self.weight_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
@@ -145,6 +150,10 @@ class Problem:
     server_bytes: int  # of the parameter server, on the host
     host_limit_bytes: int
     together: Together = Together()
+
+    def num_microbatches(self, rows: int) -> int:
+        """Microbatches of a step, each of so many rows."""
+        return -(-self.num_rows // rows)
 
     @property
     def num_tokens(self) -> int:

@@ -21,30 +21,31 @@ from l2l.parameter_server import UpdatePolicy
 from l2l.planner.cost_model import CostModel
 from l2l.planner.decisions import Decisions, LedgerLine
 from l2l.planner.hardware import Hardware
+from l2l.planner.line_costs import simulate_step
 from l2l.planner.problem import Problem
 from l2l.schedule import NUM_LENT, Simulation
 
-MOST_TOKENS = 16384  # of a microbatch: more gain nothing
+MAX_TOKENS = 16384  # of a microbatch: more gain nothing
 PIECES = (8192, 4096, 2048, 1024, 768, 512, 384, 256, 128)  # matrix products like 128s
 KEEPS = (0.0, 0.08, 0.16, 0.3)
 KEPT_CELLS = (2, 3)
 NUM_RANKED = 60  # candidates that are looked at more closely
 NUM_SIMULATED = 2  # of each kind
-MOST_SIMULATED = 24  # of all
-MOST_IN_VAIN = 8  # in a row that gain nothing, where the device is what is slow
+MAX_SIMULATED = 24  # of all
+MAX_IN_VAIN = 8  # in a row that gain nothing, where the device is what is slow
 REFINED = (0.85, 0.75, 0.6, 0.5, 0.35, 0.25, 0.15)  # of updates that are left, or done whole
 TAILS = (0.75, 0.5, 0.25)  # of the tail that the formula likes best
 CERTAIN = 0.98  # of an estimate: what a simulation takes at least
-MOST_PIECES = 6  # ways to run the epilogue that fit
-MOST_CELLS = 18
+MAX_PIECES = 6  # ways to run the epilogue that fit
+MAX_CELLS = 18
 SLACK = 0.02  # of the budget, for what lies between tensors
 WHOLE = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of streamed layers that are not updated in two
 LENDING_GAIN = 0.05  # that lending must promise: it burdens the host's memory like nothing else
 LENT_PIECES = (6, 16)  # few are sooner submitted, many take less memory
 AT_ONCE_PIECES = (NUM_LENT, *LENT_PIECES)  # of all layers: all pieces of one arrive ahead, or fewer
-MOST_CLIMBED = 40  # simulations
+MAX_CLIMBED = 40  # simulations
 STEPS = (1, -1, 3, -3)
-LEAST_GAIN = 0.002
+MIN_GAIN = 0.002
 SHARES = (0.0, 0.2, 0.35, 0.5)  # of streamed layers that the device updates
 
 
@@ -95,10 +96,10 @@ def find_plan(
         decisions = replace(candidate, **chosen) if chosen else candidate
         if decisions.num_device_states > decisions.num_tail:
             continue  # chosen by the user for a longer tail
-        taken = model.peak_bytes(decisions, number)
+        taken = model.memory.peak_bytes(decisions, number)
         if least is None or taken < least[0]:
             least = (taken, decisions, number)
-        found = fitting if model.fits_host(decisions, number) else overfull
+        found = fitting if model.memory.fits_host(decisions, number) else overfull
         if taken <= limit and (decisions, number) not in found:
             found[decisions, number] = model.estimate(decisions, number)
     fitting = fitting or overfull
@@ -108,7 +109,7 @@ def find_plan(
     ranked = sorted(fitting, key=fitting.__getitem__)[:NUM_RANKED]
     if "num_shared" not in fixed:
         shared = ((replace(one, **chosen), number) for one, number in _shared(model, ranked))
-        ranked = [one for one in shared if model.peak_bytes(*one) <= limit]
+        ranked = [one for one in shared if model.memory.fits(*one, limit)]
     if "num_late" not in fixed:
         ranked = list(_late(model, ranked))
     if "halves" not in fixed:
@@ -123,7 +124,7 @@ def find_plan(
     return Candidate(
         decisions=decisions,
         rows=number,
-        ledger=tuple(model.ledger(decisions, number)),
+        ledger=tuple(model.memory.ledger(decisions, number)),
         seconds=simulation.seconds,
         bound=simulation.bound,
     )
@@ -137,16 +138,16 @@ def _simulated(
     num_simulated = num_in_vain = 0
     for decisions, number in _distinct(ranked):
         least = _rated(CERTAIN * model.estimate(decisions, number), decisions)
-        if num_simulated == MOST_SIMULATED or (best is not None and least > best[0]):
+        if num_simulated == MAX_SIMULATED or (best is not None and least > best[0]):
             continue
-        if best is not None and best[1].bound == "compute" and num_in_vain == MOST_IN_VAIN:
+        if best is not None and best[1].bound == "compute" and num_in_vain == MAX_IN_VAIN:
             break  # how updates are done hardly matters then
-        found = model.simulate(decisions, number)
+        found = simulate_step(model, decisions, number)
         num_simulated += 1
         num_in_vain += 1
         rated = _rated(found.seconds, decisions)
         if best is None or rated < best[0]:
-            if best is None or rated < (1 - LEAST_GAIN) * best[0]:
+            if best is None or rated < (1 - MIN_GAIN) * best[0]:
                 num_in_vain = 0
             best = (rated, found, decisions, number)
     assert best is not None
@@ -164,7 +165,7 @@ def _shorter(
     What a tail saves is certain; what its weights and gradients hold up in the middle of a step is
     not in the formula.
     """
-    decisions, rows = best[1:]
+    (_, decisions, rows), memory = best, model.memory
     for share in TAILS if "num_device_states" not in fixed else ():
         number = int(share * decisions.num_tail)
         other = replace(
@@ -173,9 +174,9 @@ def _shorter(
         if number in (0, decisions.num_tail) or other.outer_state:
             continue
         keeps = other.num_kept_cells > 0
-        if model.peak_bytes(other, rows) > limit or (keeps and not model.may_keep(other, rows)):
+        if not memory.fits(other, rows, limit) or (keeps and not memory.may_keep(other, rows)):
             continue
-        simulation = model.simulate(other, rows)
+        simulation = simulate_step(model, other, rows)
         if _rated(simulation.seconds, other) < _rated(best[0].seconds, best[1]):
             best = (simulation, other, rows)
     return best
@@ -197,7 +198,7 @@ def _refined(
         numbers = {int(share * present) for share in REFINED} - {getattr(decisions, name), 0}
         for number in sorted(numbers if name not in fixed else (), reverse=True):
             other = decisions.override({name: number})
-            simulation = model.simulate(other, rows)
+            simulation = simulate_step(model, other, rows)
             if simulation.seconds < best[0].seconds:
                 best = (simulation, other, rows)
     return best
@@ -218,12 +219,12 @@ def _climbed(
     while best[0].bound == "host" and best[1] is not last:
         _, last, rows = best
         for other in _neighbours(model, last, fixed):
-            fits = model.peak_bytes(other, rows) <= limit and model.fits_host(other, rows)
-            if num_simulated == MOST_CLIMBED or not fits:
+            fits = model.memory.fits(other, rows, limit) and model.memory.fits_host(other, rows)
+            if num_simulated == MAX_CLIMBED or not fits:
                 continue
             num_simulated += 1
-            simulation = model.simulate(other, rows)
-            if simulation.seconds < (1 - LEAST_GAIN) * best[0].seconds:
+            simulation = simulate_step(model, other, rows)
+            if simulation.seconds < (1 - MIN_GAIN) * best[0].seconds:
                 best = (simulation, other, rows)
     return best
 
@@ -241,17 +242,17 @@ def _roomier(
     """
     simulation, decisions, rows = best
     other = replace(decisions, num_cells=_many_cells(model, rows))
-    more = decisions.num_cells < other.num_cells <= MOST_CELLS
+    more = decisions.num_cells < other.num_cells <= MAX_CELLS
     streams = decisions.num_tail < len(model.problem.layers)
-    if "num_cells" in fixed or not (more and streams) or model.peak_bytes(other, rows) > limit:
+    if "num_cells" in fixed or not (more and streams) or not model.memory.fits(other, rows, limit):
         return best
-    found = model.simulate(other, rows)
+    found = simulate_step(model, other, rows)
     return (found, other, rows) if found.seconds <= simulation.seconds else best
 
 
 def _many_cells(model: CostModel, rows: int) -> int:
     """Cells in which the hidden states of all microbatches stay for a while."""
-    return model.num_microbatches(rows) + 2
+    return model.problem.num_microbatches(rows) + 2
 
 
 def _neighbours(
@@ -303,7 +304,7 @@ def _late(
     for decisions, rows in candidates:
         yield decisions, rows
         all_late = replace(decisions, num_late=every)
-        if decisions.num_late and model.fits_host(all_late, rows):
+        if decisions.num_late and model.memory.fits_host(all_late, rows):
             yield all_late, rows
 
 
@@ -343,7 +344,7 @@ def _candidates(
     model: CostModel, budget_bytes: int, rows: int | None
 ) -> Iterator[tuple[Decisions, int]]:
     problem = model.problem
-    most = max(1, min(problem.num_rows, MOST_TOKENS // problem.length))
+    most = max(1, min(problem.num_rows, MAX_TOKENS // problem.length))
     choices = [rows] if rows else sorted({1, most, *(2**i for i in range(12) if 2**i <= most)})
     for number in choices:
         tokens = number * problem.length
@@ -352,7 +353,7 @@ def _candidates(
             smallest = 1 if problem.may_cut_positions else problem.length
             pieces += [size for size in PIECES if smallest <= size < tokens]
         many = _many_cells(model, number)
-        cells = sorted({Decisions().num_cells, many if many <= MOST_CELLS else 0} - {0})
+        cells = sorted({Decisions().num_cells, many if many <= MAX_CELLS else 0} - {0})
         num_fitting, start_piece = 0, pieces[0]
         for piece, shares, num_cells in product(pieces, (False, True), cells):
             start = Decisions(
@@ -361,10 +362,10 @@ def _candidates(
                 shares_memory=shares,
                 num_cells=max(num_cells, Decisions().num_cells),
             )
-            if num_fitting >= MOST_PIECES and piece != start_piece:
+            if num_fitting >= MAX_PIECES and piece != start_piece:
                 break  # smaller ones are only slower
             start_piece = piece
-            num_fitting += model.peak_bytes(start, number) <= budget_bytes * (1 - SLACK)
+            num_fitting += model.memory.peak_bytes(start, number) <= budget_bytes * (1 - SLACK)
             yield from _tails(model, start, number, budget_bytes)
 
 
@@ -375,33 +376,33 @@ def _tails(
     yield model.with_late(start, rows), rows
     for keep, number in product(KEEPS[1:], KEPT_CELLS):
         kept = replace(start, keep=keep, num_kept_cells=number)
-        if model.may_keep(kept, rows) and model.peak_bytes(kept, rows) <= limit:
+        if model.memory.may_keep(kept, rows) and model.memory.fits(kept, rows, limit):
             yield model.with_late(kept, rows), rows
     num_layers = len(problem.layers)
     for tail in range(1, num_layers + 1, max(1, num_layers // 32)):
         one = replace(start, num_tail=tail)
-        if model.peak_bytes(one, rows) > limit:
+        if not model.memory.fits(one, rows, limit):
             return
         states = [0]
         if problem.may_update_on_device:
-            most = model.most_states(one, rows, limit)
+            most = model.memory.most_states(one, rows, limit)
             states = sorted({0, most, most // 2, most // 4})
         for number in states:
             two = replace(one, num_device_states=number)
             yield model.with_late(two, rows), rows
             whole = replace(two, outer_state=True)
-            if number == tail == num_layers and model.peak_bytes(whole, rows) <= limit:
+            if number == tail == num_layers and model.memory.fits(whole, rows, limit):
                 yield model.with_late(whole, rows), rows
             if tail < num_layers:
                 kept = replace(two, keep=KEEPS[1], num_kept_cells=KEPT_CELLS[-1])
-                if model.may_keep(kept, rows) and model.peak_bytes(kept, rows) <= limit:
+                if model.memory.may_keep(kept, rows) and model.memory.fits(kept, rows, limit):
                     yield model.with_late(kept, rows), rows
 
 
 def _refusal(model: CostModel, budget_bytes: int, least: tuple[int, Decisions, int]) -> str:
     taken, decisions, rows = least
     lines = sorted(
-        (line for line in model.ledger(decisions, rows) if line.place == "device"),
+        (line for line in model.memory.ledger(decisions, rows) if line.place == "device"),
         key=lambda line: -line.nbytes,
     )
     largest = ", ".join(f"{line.purpose} {format_bytes(line.nbytes)}" for line in lines[:4])

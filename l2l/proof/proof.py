@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from l2l.device import Device
 from l2l.distributed import World
-from l2l.model import LossFunction, Microbatch, Partition, Rule, total_count
+from l2l.model import LossFunction, Microbatch, Partition, Rule, same, total_count
 from l2l.parameter_server import ParameterServer
 from l2l.proof.evidence import ODD_FACTOR, TOLERANCE, Evidence, ProofError, check
 from l2l.proof.memory import ProofMemory, key_of
-from l2l.proof.reference import Reference, SeedOf, same
+from l2l.proof.reference import Reference, SeedOf
 from l2l.proof.rows import Batches, proof_rows
 
 logger = logging.getLogger("l2l")

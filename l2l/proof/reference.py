@@ -31,7 +31,9 @@ from l2l.model import (
     Partition,
     configs_of,
     lend,
+    move_batch,
     require_loss,
+    same,
     take_back,
     takes_use_cache,
     without_cache,
@@ -142,10 +144,7 @@ class Reference:
 
     def _one(self, microbatch: Microbatch, share: float) -> float:
         """A microbatch, forward and backward; the weight that the user's loss gives it."""
-        inputs = {
-            name: value.to(self._place) if isinstance(value, Tensor) else value
-            for name, value in microbatch.items()
-        }
+        inputs = move_batch(microbatch, self._place)
         self._device.seed(self._seed_of(None, self._m))
         self._saved_bytes = 0
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -387,15 +386,3 @@ def _put_back(module: nn.Module, contents: Contents) -> None:
 def _restore(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     parameter.grad = gradient
     take_back(parameter)
-
-
-def same(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have the same values, wherever they are; NaN is like NaN."""
-    if first.shape != second.shape or first.dtype is not second.dtype:
-        return False
-    second = second.to(first.device)
-    if not first.is_floating_point():
-        return torch.equal(first, second)
-    return torch.equal(first.isnan(), second.isnan()) and torch.equal(
-        first.nan_to_num(), second.nan_to_num()
-    )

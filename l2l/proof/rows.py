@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2l.model import IGNORED, Microbatch, Rule, count, num_rows, take_rows, trial_batch
+from l2l.model import IGNORED, Microbatch, Rule, count, move_batch, num_rows, take_rows, trial_batch
 
 Batches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -29,7 +29,7 @@ def proof_rows(batch: Batches, rule: Rule, *, cut: bool) -> list[Microbatch]:
         first, second = dict(batch[0]), dict(batch[-1])
     parts = [first] if rule is Rule.UNKNOWN else [first, second]
     found = [_with_labels(trial_batch(part, cut=cut), rule) for part in parts]
-    return [{n: v.cpu() if isinstance(v, Tensor) else v for n, v in one.items()} for one in found]
+    return [move_batch(one, "cpu") for one in found]
 
 
 def _has_rows(value: Any) -> bool:

@@ -11,10 +11,10 @@ from typing import final
 from l2l.planner.layer_cost.costs import PassCost, moved_bytes, plain_costs
 from l2l.planner.layer_cost.tape import Kind, Operation, Tape
 
-MOST_SOURCES = 8
-MOST_SHARED_SOURCES = 4  # of a value with several readers
-MOST_KERNELS_APART = 64  # between two that are looked at to become one
-MOST_KERNELS = 1000  # that are looked at at all
+MAX_SOURCES = 8
+MAX_SHARED_SOURCES = 4  # of a value with several readers
+MAX_KERNELS_APART = 64  # between two that are looked at to become one
+MAX_KERNELS = 1000  # that are looked at at all
 
 
 def fused_costs(tape: Tape) -> list[PassCost]:
@@ -80,7 +80,7 @@ class _Fusion:
         self._sources: dict[int, dict[int, int]] = {}  # of values that are not written
         kernels = [self._kernel(operation, phase) for phase, operation in operations]
         self._kernels = [kernel for kernel in kernels if kernel is not None]
-        if len(self._kernels) <= MOST_KERNELS:
+        if len(self._kernels) <= MAX_KERNELS:
             self._kernels = _Joining(self._kernels).run()
 
     def _needed(self) -> list[tuple[int, Operation]]:
@@ -145,7 +145,7 @@ class _Fusion:
             or self._tape.buffers[buffer].is_input
             or Kind.MATRIX in readers
             or Kind.APART in readers
-            or len(sources) > (MOST_SHARED_SOURCES if len(readers) > 1 else MOST_SOURCES)
+            or len(sources) > (MAX_SHARED_SOURCES if len(readers) > 1 else MAX_SOURCES)
         )
 
     def costs(self) -> list[PassCost]:
@@ -249,7 +249,7 @@ class _Joining:
     def run(self) -> list[_Kernel]:
         """The kernels that are left, in an order that respects what they read."""
         for later in range(len(self._kernels)):
-            for earlier in range(later - 1, max(-1, later - 1 - MOST_KERNELS_APART), -1):
+            for earlier in range(later - 1, max(-1, later - 1 - MAX_KERNELS_APART), -1):
                 if self._can_join(earlier, later):
                     self._join(earlier, later)
         needs = {i: self._needs[i] for i in range(len(self._kernels)) if i not in self._joined}

@@ -1,0 +1,243 @@
+"""What a model folder holds, without its weights: configuration, empty model, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from l2l.hugging_face.libraries import described, first_line, library
+
+TASKS = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "classification": "AutoModelForSequenceClassification",
+    "regression": "AutoModelForSequenceClassification",
+}
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+TOKENIZER_TABLES = (  # that are JSON objects
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
+
+
+def read_config(folder: Path | str, **settings: Any) -> Any:
+    """The configuration in a folder, or in a config.json.
+
+    Raises:
+        ValueError: it is not there, or transformers does not know it.
+    """
+    path = _config_file(folder)
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist. Expected a folder with the config.json of a model, or such a "
+            "file. Nothing is downloaded: to get a model from the Hugging Face Hub, run "
+            "'hf download NAME --local-dir FOLDER'."
+        )
+    transformers = library()
+    try:
+        read_json(path)
+        config = transformers.AutoConfig.from_pretrained(
+            path if path.name != "config.json" else path.parent, trust_remote_code=False, **settings
+        )
+        number = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    except Exception as error:  # whatever is wrong with a file of the user's
+        raise ValueError(
+            f"{path} is not a configuration that transformers {transformers.__version__} knows: "
+            f"{described(error)} Expected the config.json of a model folder, with its model_type."
+        ) from error
+    if isinstance(number, int) and number < 1:
+        raise ValueError(f"{path}: num_hidden_layers is {number}. Expected at least one layer.")
+    return config
+
+
+def empty_model(
+    folder: Path | str,
+    *,
+    task: str = "causal",
+    num_labels: int | None = None,
+    attention: str | None = None,
+) -> nn.Module:
+    """The model of a folder, on the meta device: for `l2l.Engine(model, weights=folder)`.
+
+    Args:
+        folder: with a config.json, or that file.
+        task: "causal", "masked", "classification" or "regression".
+        num_labels: classes, or numbers to predict. None: as many as the configuration has; one for
+            regression.
+        attention: transformers' attn_implementation. None: its default.
+
+    Raises:
+        ValueError: there is no such folder or task, or no model for both.
+    """
+    if task not in TASKS:
+        raise ValueError(
+            f"task={task!r} is not known. Expected one of {', '.join(map(repr, TASKS))}."
+        )
+    if num_labels is not None and (num_labels < 1 or task in ("causal", "masked")):
+        raise ValueError(
+            f"num_labels={num_labels} with task={task!r}: expected at least one label, of "
+            "'classification' or 'regression'."
+        )
+    config = read_config(folder, **_label_settings(task, num_labels))
+    refuse_quantized(Path(folder).expanduser())
+    transformers = library()
+    options = {} if attention is None else {"attn_implementation": attention}
+    try:
+        with torch.device("meta"):
+            model: Any = getattr(transformers, TASKS[task]).from_config(config, **options)
+    except Exception as error:  # whatever the configuration makes it do
+        raise ValueError(
+            f"{_config_file(folder)}: transformers {transformers.__version__} makes no model of "
+            f"{type(config).__name__} for task={task!r}: {described(error)} Expected an "
+            "architecture of transformers; code of its own in a model folder is not run."
+        ) from error
+    _keep_float32(model)
+    _read_generation_config(model, Path(folder).expanduser())
+    done: nn.Module = model.eval()  # as from_pretrained
+    return done
+
+
+def _config_file(folder: Path | str) -> Path:
+    path = Path(folder).expanduser()
+    return path / "config.json" if path.is_dir() else path
+
+
+def _label_settings(task: str, num_labels: int | None) -> dict[str, Any]:
+    if task == "regression":
+        return {"num_labels": num_labels or 1, "problem_type": "regression"}
+    if task == "classification" and num_labels is not None:
+        return {"num_labels": num_labels, "problem_type": "single_label_classification"}
+    return {} if num_labels is None else {"num_labels": num_labels}
+
+
+def class_names(folder: Path) -> list[str]:
+    """The names of the classes of a model in a folder, in the order of their numbers.
+
+    Raises:
+        ValueError: config.json is damaged.
+    """
+    path = folder / "config.json"
+    numbers = read_json(path).get("label2id") or {}
+    if not isinstance(numbers, dict) or not all(isinstance(n, int) for n in numbers.values()):
+        raise ValueError(
+            f"{path}: label2id is {str(numbers)[:60]}. Expected an object: a number for each class."
+        )
+    return sorted(numbers, key=numbers.__getitem__)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: it cannot be read, or is something else; the message names the file.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} cannot be read: {first_line(error)}. Expected a JSON object: download the "
+            "folder again."
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path} holds {type(found).__name__} {str(found)[:40]!r}. Expected a JSON object: "
+            "download the folder again."
+        )
+    return found
+
+
+def refuse_quantized(folder: Path) -> None:
+    """Refuse weights that are not numbers as they are.
+
+    Raises:
+        ValueError: config.json in the folder says so.
+    """
+    path = folder / "config.json" if folder.is_dir() else folder
+    if path.is_file() and read_json(path).get("quantization_config"):
+        raise ValueError(
+            f"the weights in {folder} are quantized (quantization_config in {path.name}). Expected "
+            "weights in float32, bfloat16 or float16: use the model that this one was made from."
+        )
+
+
+def _keep_float32(model: Any) -> None:
+    """Parameters that stay float32 whatever the dtype, as from_pretrained keeps them."""
+    words = [word.replace("*", ".*") for word in model._get_dtype_plan(model.dtype)]
+    for name, parameter in model.named_parameters():
+        if any(re.search(word, name) for word in words):
+            parameter.data = parameter.data.float()
+
+
+def _read_generation_config(model: Any, folder: Path) -> None:
+    path = folder / "generation_config.json"
+    if not model.can_generate() or not path.is_file():
+        return
+    read_json(path)
+    try:
+        model.generation_config = library().GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # whatever is wrong with a file of the user's
+        raise ValueError(f"{path} cannot be read: {described(error)}") from error
+
+
+def tokenizer_of(folder: Path | str) -> Any:
+    """The tokenizer in a model folder.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise ValueError(f"{path} does not exist. Expected a folder with a tokenizer.")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        found = ", ".join(sorted(child.name for child in path.iterdir())) or "nothing"
+        raise ValueError(
+            f"{path} has no tokenizer: expected one of {', '.join(TOKENIZER_FILES)}, found {found}."
+        )
+    for name in TOKENIZER_TABLES:
+        if (path / name).exists():
+            read_json(path / name)
+    try:
+        tokenizer = library().AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer.model_max_length > 1  # noqa: B015 (raises if it is no number)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # panics of the tokenizers library are no Exception
+        raise ValueError(
+            f"the tokenizer in {path} cannot be read: {_culprit(path)}: {described(error)}"
+        ) from error
+    return tokenizer
+
+
+def _culprit(folder: Path) -> str:
+    """The file because of which a tokenizer cannot be read.
+
+    Raises:
+        ValueError: it is config.json.
+    """
+    if (folder / "config.json").is_file():
+        read_config(folder)
+    whole, settings = (folder / name for name in ("tokenizer.json", "tokenizer_config.json"))
+    if whole.is_file() and settings.is_file():
+        try:
+            library().PreTrainedTokenizerFast(tokenizer_file=str(whole))
+        except BaseException:
+            return whole.name
+        return settings.name
+    found = [name for name in (*TOKENIZER_FILES, settings.name) if (folder / name).is_file()]
+    return " or ".join(found)

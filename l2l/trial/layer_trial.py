@@ -1,0 +1,197 @@
+"""One layer of each structure, run on a few rows: what it returns, changes, draws and reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from l2l.device import Device
+from l2l.model import (
+    Compiler,
+    CutError,
+    Partition,
+    Returns,
+    State,
+    attributes_of,
+    first_argument,
+    named_arguments,
+    objects_in,
+    same,
+    states_of,
+)
+from l2l.parameter_server import ParameterServer
+from l2l.trial.repeating import TRIAL_SEED, repeats
+
+
+@final
+@dataclass(slots=True)
+class LayerTrial:
+    """Runs layers with their real weights, slowly, and refuses those that cannot be streamed."""
+
+    _partition: Partition
+    _server: ParameterServer
+    _device: Device
+    _compiler: Compiler
+    _changing: dict[str, list[int]] = field(default_factory=dict)
+    """By structure, positions among buffers."""
+    _left: dict[int, tuple[State, int]] = field(default_factory=dict)
+    """Objects before a layer changed them."""
+    _reshaped: str | None = None  # a layer that changes the shape of the hidden state
+
+    def begin(self) -> None:
+        """Forget what layers have left in objects."""
+        self._left.clear()
+        self._reshaped = None
+
+    def changing_buffers(self, index: int) -> dict[str, Tensor]:
+        """The user's buffers that a layer changes when it runs."""
+        tensors = self._partition.layer_tensors[index].buffers
+        owners = list(tensors)
+        positions = self._changing.get(self._partition.structures[index], [])
+        return {owners[position]: tensors[owners[position]] for position in positions}
+
+    def run(self, index: int, args: Any, kwargs: Any) -> Any:
+        """Run a layer of a structure that is not known yet; what it returns."""
+        part, structure = self._partition.layers[index], self._partition.structures[index]
+        weights = self._layer_weights(index)
+        part.bind(weights)
+        buffers = part.buffers()
+        before = {owner: buffer.clone() for owner, buffer in buffers.items()}
+        given = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
+        attributes, form = attributes_of(part.module), pytree.tree_structure((args, kwargs))
+        states = states_of(named_arguments(part.module, args, kwargs))
+        num_draws = self._device.random_numbers.num_draws
+        self._device.seed(TRIAL_SEED)
+        value = self._try_layer(index, args, kwargs)
+        if pytree.tree_structure((args, kwargs)) != form:
+            raise CutError(
+                f"layer {index} adds to its arguments, and what it adds there is lost: return what "
+                "the model needs as part of the hidden state."
+            )
+        self._note_written(index, attributes)
+        part.take_over(buffers)
+        changed = [
+            position
+            for position, owner in enumerate(before)
+            if not torch.equal(before[owner], buffers[owner])
+        ]
+        self._changing[structure] = changed
+        for state in states:
+            if state.is_past():
+                self._left.setdefault(id(state.value), (state, index))
+        self.meet(index, args, kwargs)
+        part.bind(weights)
+        self._refuse_written(index, (args, kwargs), given=given, value=value)
+        # Once more, from the same seed and arguments: what differs was drawn from a generator that
+        # is not ours.
+        self._device.seed(TRIAL_SEED)
+        again = part.module(*given[0], **given[1])
+        agrees = repeats(self._device, value, again)
+        if not agrees or self._device.random_numbers.num_draws > num_draws:
+            self._compiler.note_random(structure)
+        if changed:
+            self._compiler.refuse(structure)
+        return value
+
+    def _note_written(self, index: int, before: dict[tuple[str, str], Any]) -> None:
+        """Tell stubs of layers like this one which attributes such a layer writes."""
+        structure, module = self._partition.structures[index], self._partition.layers[index].module
+        written = {
+            path.partition(".")[0] or name
+            for (path, name), found in attributes_of(module).items()
+            if (path, name) not in before or found != before[path, name]
+        }
+        for other, stub in zip(self._partition.structures, self._partition.stubs, strict=True):
+            if other == structure:
+                stub.note_written(written)
+
+    def _try_layer(self, index: int, args: Any, kwargs: Any) -> Any:
+        """Run a layer; what it returns."""
+        try:
+            value = self._partition.layers[index].module(*args, **kwargs)
+        except Exception as error:
+            if self._reshaped is None:
+                raise
+            raise CutError(
+                f"layer {index} does not run on the hidden state that enters the first layer: "
+                f"{self._reshaped}. Expected layers that keep the shape of their hidden state; "
+                "name another list with layers='dotted.name'."
+            ) from error
+        given, hidden = first_argument(args, kwargs), Returns.unwrap(value)
+        if given.shape != hidden.shape:
+            shapes = f"is given {list(given.shape)} and returns {list(hidden.shape)}"
+            self._reshaped = f"layer {index} {shapes}"
+        return value
+
+    def meet(self, index: int, args: Any, kwargs: Any) -> None:
+        """Refuse a layer that reads what another one, or itself, has left in an object.
+
+        It is run with the objects as they are, and as they were before anything was left in them.
+        """
+        if not self._left:
+            return
+        given = named_arguments(self._partition.layers[index].module, args, kwargs)
+        met = [self._left[id(v)] for _, v, _ in objects_in(given) if id(v) in self._left]
+        if not met:
+            return
+        now = [before.now() for before, _ in met]
+        found = self._output(index, args, kwargs)
+        for before, _ in met:
+            before.restore()
+        try:
+            reads = not same(self._output(index, args, kwargs), found)
+        except Exception:  # what it reads is not there
+            reads = True
+        for state in now:
+            state.restore()
+        if reads:
+            before, layer = met[0]
+            kind = type(given.get(before.name, before.value)).__name__
+            raise CutError(
+                f"layer {layer} changes its argument {before.name!r} ({kind}), and layer {index} "
+                "reads what it has left there. Only the hidden state is passed from layer to "
+                "layer: gradients through anything else would be lost. Turn off what shares it, or "
+                "pass layers tensors that are made before the first layer runs."
+            )
+
+    def _output(self, index: int, args: Any, kwargs: Any) -> Tensor:
+        """What a layer makes of another hidden state than the one that is given."""
+        hidden = first_argument(args, kwargs)
+        other = hidden * 1.25 + 0.25 if hidden.is_floating_point() else hidden
+        part = self._partition.layers[index]
+        part.bind(self._layer_weights(index))
+        self._device.seed(TRIAL_SEED)
+        return Returns.unwrap(
+            part.module(
+                *(other if value is hidden else value for value in args),
+                **{name: other if value is hidden else value for name, value in kwargs.items()},
+            )
+        )
+
+    def _layer_weights(self, index: int) -> dict[str, Tensor]:
+        """A copy on the device of a layer's weights and buffers, into which it may write."""
+        unit = self._server.whole(f"L{index}")
+        weights = unit.weights.to(self._device.torch_device, copy=True)
+        return unit.form.weight_layout.views(weights)
+
+    def _refuse_written(self, index: int, now: Any, *, given: Any, value: Any) -> None:
+        """Refuse a layer that writes into a tensor besides its hidden state and reads it again."""
+        hidden = first_argument(*now)
+        pairs = zip(pytree.tree_leaves(now), pytree.tree_leaves(given), strict=True)
+        if all(new is hidden or same(old, new) for new, old in pairs):
+            return
+        original = first_argument(*given)
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda one: original.clone() if one is hidden else one.clone(), now
+        )
+        self._device.seed(TRIAL_SEED)
+        again = self._partition.layers[index].module(*args, **kwargs)
+        if not same(Returns.unwrap(value), Returns.unwrap(again)):
+            raise CutError(
+                f"layer {index} writes into a tensor that it is given besides its hidden state, "
+                "and would find it changed when it runs again. Write into a copy instead."
+            )
