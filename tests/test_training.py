@@ -31,7 +31,7 @@ from l2l.train.data import Batches
 from l2l.train.disk import Writing
 from l2l.train.progress import Display, Status, read_metrics
 from l2l.train.settings import Settings, SettingsError
-from l2l.train.settings.values import to_toml
+from l2l.train.settings.reading import to_toml
 
 ROOT = Path(__file__).parent.parent
 TEXTS = {

@@ -13,7 +13,7 @@ from l2l.bench.kernel import describe_host, measure_host
 from l2l.bench.plot import BOTTOM, FONT_SIZE, HEIGHT, LEFT, RIGHT, TOP, WIDTH, draw
 from l2l.bench.scale import (
     CONFIRMED,
-    OPTIMIZERS,
+    LEARNING_RATES,
     Scale,
     ScaleResult,
     StepFacts,
@@ -28,8 +28,8 @@ __all__ = [
     "FAILED",
     "FONT_SIZE",
     "HEIGHT",
+    "LEARNING_RATES",
     "LEFT",
-    "OPTIMIZERS",
     "PLAIN_VARIANTS",
     "RIGHT",
     "SHAPES",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import shutil
 import time
@@ -290,8 +289,8 @@ class Training:
             )
 
     def _make_batches(self, *, packing: bool | None) -> None:
-        data = dataclasses.replace(self._settings.data, packing=bool(packing))
-        self._settings = dataclasses.replace(self._settings, data=data)
+        data = self._settings.data.model_copy(update={"packing": bool(packing)})
+        self._settings = self._settings.model_copy(update={"data": data})
         training = self._settings.training
         self._batches = self._batches_of(self._examples, training.rows)
         self._num_steps = training.steps or self._batches.num_steps(training.epochs or 1.0)
