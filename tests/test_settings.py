@@ -223,7 +223,10 @@ def test_differences_are_those_that_change_the_result(folder: Path) -> None:
         ("[optimizer]\nbetas = [0.9, 1.5]", ["betas must lie in [0, 1)"]),
         ("[optimizer]\nmomentum = 0.9", ["momentum is not for adamw", "betas"]),
         ("[optimizer]\neps = [1e-8, 1e-3]", ["eps", "a number, at least 0 for adamw"]),
-        ('[optimizer]\nname = "adafactor"\neps = 1e-8', ["two numbers in brackets, at least 0 for adafactor"]),
+        (
+            '[optimizer]\nname = "adafactor"\neps = 1e-8',
+            ["at least 0 for adafactor"],
+        ),
         ('[optimizer]\nname = "adam"', ["Did you mean adamw?"]),
         ('[optimizer]\nname = "sgd"\nnesterov = true', ["nesterov needs momentum"]),
         ("[optimizer]\nlearning_rate = -1", ["at least 0"]),

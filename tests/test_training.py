@@ -29,7 +29,8 @@ from l2l.train import RunFolder, Training, TrainingError
 from l2l.train import run as run_module
 from l2l.train.data import Batches
 from l2l.train.disk import Writing
-from l2l.train.progress import Display, Status, read_metrics
+from l2l.train.display import Display, Status
+from l2l.train.metrics_file import read_metrics
 from l2l.train.settings import Settings, SettingsError
 from l2l.train.settings.reading import to_toml
 

@@ -16,6 +16,7 @@ from l2l.bench import (
     SHAPES,
     SYSTEMS,
     Outcome,
+    PlotError,
     Run,
     Workload,
     compare,
@@ -109,7 +110,10 @@ def bench_step(runs: Sequence[Run], *, folder: Path | None, time_limit_seconds: 
         if folder is not None:  # after each, so that nothing is lost if this is stopped
             (folder / "results.json").write_text(json.dumps(data, indent=1))
             title = table.splitlines()[0]
-            (folder / "speed.svg").write_text(draw(plot_points(outcomes), title=title))
+            try:
+                (folder / "speed.svg").write_text(draw(plot_points(outcomes), title=title))
+            except PlotError as error:
+                print(f"no speed.svg: {error}", file=sys.stderr, flush=True)
     print(table)
     print(json.dumps(data))
     return 1 if any(outcome.status == FAILED for outcome in outcomes) else 0

@@ -30,8 +30,10 @@ from l2l.model import IGNORED
 from l2l.planner import Plan, measured_hardware, plan
 from l2l.train.data import Batches, Examples, make_examples, packing_holds, read_records
 from l2l.train.disk import Writing
+from l2l.train.display import Display
 from l2l.train.evaluation import evaluate, own_rows
 from l2l.train.folder import RunFolder, TrainingError
+from l2l.train.metrics_file import MetricsFile, open_events, read_metrics
 from l2l.train.parts import (
     make_engine,
     make_model,
@@ -40,7 +42,7 @@ from l2l.train.parts import (
     pad_id_of,
     run_manifest,
 )
-from l2l.train.progress import Display, Facts, MetricsFile, Progress, open_events, read_metrics
+from l2l.train.progress import Facts, Progress
 from l2l.train.settings import LANGUAGE_TASKS, Settings
 
 T = TypeVar("T")
