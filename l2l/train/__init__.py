@@ -15,10 +15,15 @@ the result are named, and hold from there on.
 
 A run is stopped between two steps: `Training.stop` may be called at any time, by a signal too.
 
+    settings     what is to be done, read and checked
+    data         from files to batches
     folder       where everything is
     parts        tokenizer, model and engine, as the settings say
+    prepared     what there is before the engine: batches, the model without weights
     disk         whether it takes what will be written
     evaluation   the metrics of a task
+    progress     what happens, passed on to display and metrics_file
+    keeping      checkpoints while the run goes
     run          the steps, and what is between them
 """
 
