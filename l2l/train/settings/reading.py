@@ -256,7 +256,7 @@ class Key:
     @property
     def help(self) -> str:
         """What it is for, and its default if that is a value."""
-        if self.default in (None, False) or "Default:" in self.words:
+        if self.default is None or self.default is False or "Default:" in self.words:
             return self.words
         return f"{self.words} Default: {self.default}."
 
