@@ -33,18 +33,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l
-from l2l.bench import child_process
-from l2l.bench.plot import (
-    BOTTOM,
-    FONT_SIZE,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    line_element,
-    text_element,
-)
+from l2l.bench import Curve, child_process, draw_curves
 from l2l.device.byte_size import format_bytes
 from l2l.parameter_server.precision import DTYPES
 
@@ -374,55 +363,30 @@ def write_curves(results: Sequence[Result], settings: Settings, folder: Path) ->
 
 
 def draw(curves: dict[str, list[Loss]], *, title: str) -> str:
-    """Losses over steps as SVG. The axes of `l2l.bench.plot` fit memory and speed."""
-    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
-    font = f'font-family="system-ui, Helvetica, Arial, sans-serif" font-size="{FONT_SIZE}"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} fill="#1f2937">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        text_element(LEFT, 34, "Training loss by precision", font_size="18", font_weight="600"),
-        text_element(LEFT, 54, title, fill="#6b7280"),
-    ]
-    highest = max((loss for curve in curves.values() for loss in curve if loss), default=1.0)
-    num_steps = max(len(curve) for curve in curves.values())
-    parts += draw_axes(num_steps, math.ceil(highest))
-    for index, (precision, curve) in enumerate(curves.items()):
-        colour = COLOURS[precision]
-        points = places(curve, math.ceil(highest))
-        parts += [f'<circle cx="{x}" cy="{y}" r="1.2" fill="{colour}"/>' for x, y in points]
-        path = " ".join(f"{x},{y}" for x, y in places(smoothed(curve), math.ceil(highest)))
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        left = LEFT + 100 * index
-        parts.append(line_element(left, 72, left + 16, 72, colour=colour, width=2.5))
-        parts.append(text_element(left + 22, 76, precision))
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def draw_axes(num_steps: int, highest: int) -> Iterator[str]:
-    """The field: losses from zero, steps from one."""
-    for loss in range(0, highest + 1, max(1, highest // 8)):
-        y = BOTTOM - loss / highest * (BOTTOM - TOP)
-        yield line_element(LEFT, y, RIGHT, y, colour="#e5e7eb" if loss else "#6b7280")
-        yield text_element(LEFT - 10, y + 4, str(loss), text_anchor="end")
-    for step in range(0, num_steps + 1, max(1, num_steps // 10)):
-        x = LEFT + step / num_steps * (RIGHT - LEFT)
-        yield text_element(x, BOTTOM + 20, str(step), text_anchor="middle")
-    yield text_element((LEFT + RIGHT) / 2, HEIGHT - 22, "step", text_anchor="middle")
-    middle = (TOP + BOTTOM) / 2
-    turn = f"rotate(-90 22 {middle:.0f})"
-    yield text_element(22, middle, "loss, in nats a byte", text_anchor="middle", transform=turn)
-
-
-def places(curve: Sequence[Loss], highest: int) -> list[tuple[float, float]]:
-    """Where the losses that are finite lie in the picture."""
-    return [
-        (
-            round(LEFT + step / len(curve) * (RIGHT - LEFT), 1),
-            round(BOTTOM - loss / highest * (BOTTOM - TOP), 1),
-        )
-        for step, loss in enumerate(curve, start=1)
-        if loss is not None
-    ]
+    """Losses over steps as SVG."""
+    drawn = []
+    for name, losses in curves.items():
+        means = smoothed(losses)
+        for kind, values in (("steps", losses), ("mean", means)):
+            points = [(step, loss) for step, loss in enumerate(values, start=1) if loss is not None]
+            single = kind == "steps"
+            drawn.append(
+                Curve(
+                    name=f"{name} {kind}",
+                    points=points,
+                    colour=COLOURS[name],
+                    width=0 if single else 2,
+                    point_size=1.5 if single else 0,
+                    label="" if single else name,
+                )
+            )
+    return draw_curves(
+        drawn,
+        heading="Training loss by precision",
+        title=title,
+        unit="loss, in nats a byte",
+        from_zero=True,
+    )
 
 
 # -------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from l2l import cli
 EDGES = ("start", "save", "export")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 NEEDED = (  # by a run, imported before it is forked
-    "l2l.cli.verbs",
+    "l2l.cli.train",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",

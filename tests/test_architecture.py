@@ -45,7 +45,9 @@ OPTIONAL = {
     "transformers",
     "peft",
     "datasets",
+    "pydantic",
     "rich",
+    "matplotlib",
     "tensorboard",
     "deepspeed",
     "roundpipe",
@@ -53,9 +55,17 @@ OPTIONAL = {
 LOOKS_FOR_OPTIONAL = {  # by name, inside functions
     "__init__",  # for rooms of its own, when they are asked for
     "bench",
+    "cli",  # for its verbs, when they are asked for
     "hugging_face",
     "train",
 }
+IMPORTS_OPTIONAL = {  # source -> the one library that it is written for
+    "bench/plot.py": "matplotlib",  # inside functions, and for types
+    "train/live_display.py": "rich",
+    "train/settings/reading.py": "pydantic",
+    "train/settings/sections.py": "pydantic",
+}
+NEEDS_PYDANTIC = {"train", "export", "report"}  # verbs of the command line: they import `train`
 KNOWS_CUDA = {
     PACKAGE / "device" / "cuda.py",
     PACKAGE / "bench" / "workload.py",
@@ -157,8 +167,10 @@ def test_the_schedule_in_the_documentation_is_a_golden_file() -> None:
 
 @every_source
 def test_third_parties_are_only_those_required(source: Path) -> None:
-    tops = {name.split(".")[0] for name in imports(source)}
-    assert tops <= REQUIRED | {"l2l"} | sys.stdlib_module_names
+    tops = {name.split(".")[0].removesuffix("_core") for name in imports(source)}
+    own = IMPORTS_OPTIONAL.get(source.relative_to(PACKAGE).as_posix())
+    third = tops - REQUIRED - {"l2l"} - sys.stdlib_module_names
+    assert third == ({own} if own else set())
 
 
 def test_the_schedule_needs_the_standard_library_only() -> None:
@@ -181,8 +193,9 @@ def test_what_is_optional_is_looked_for_when_it_is_asked_for(source: Path) -> No
                 assert str(node.args[0].value).split(".")[0] in OPTIONAL
 
 
-def test_the_package_imports_without_what_is_optional() -> None:
-    program = f"""
+def without_optional(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program where nothing optional is installed."""
+    forbid = f"""
 import sys
 
 class Forbid:
@@ -191,19 +204,58 @@ class Forbid:
             raise ModuleNotFoundError(f"no module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Forbid())
-import l2l
-for name in l2l.__all__:
-    getattr(l2l, name)
-assert not {OPTIONAL!r} & set(sys.modules)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", forbid + program],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_the_package_imports_without_what_is_optional() -> None:
+    done = without_optional(f"""
+import importlib
+import l2l
+for name in l2l.__all__:
+    getattr(l2l, name)
+for room in {sorted(set(MAY_IMPORT) - {"train"})!r}:
+    importlib.import_module(f"l2l.{{room}}")
+assert not {OPTIONAL!r} & set(sys.modules)
+""")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("verb", ["bench", "export", "plan", "report", "train"])
+def test_a_verb_that_needs_more_says_what_to_install(verb: str) -> None:
+    done = without_optional(f"""
+from l2l import cli
+sys.exit(cli.main([{verb!r}, "--help"]))
+""")
+    if verb in NEEDS_PYDANTIC:
+        assert done.returncode == 1
+        assert done.stderr == (
+            f"l2l {verb} needs pydantic, which is not installed. Install it with: pip install "
+            "'l2l[train]'\n"
+        )
+    else:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"usage: l2l {verb}")
+
+
+def test_only_the_command_line_imports_what_needs_pydantic() -> None:
+    users = {source for source in SOURCES if "train" in own_imports(source)}
+    verbs = {PACKAGE / "cli" / f"{verb}.py" for verb in NEEDS_PYDANTIC}
+    assert users == verbs
+
+
+def test_the_live_display_is_imported_when_it_is_asked_for() -> None:
+    for source in SOURCES:
+        top = [
+            node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ImportFrom)
+        ]
+        assert "l2l.train.live_display" not in {node.module for node in top}, source
 
 
 @every_source

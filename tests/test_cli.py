@@ -42,7 +42,7 @@ def test_an_unknown_level_is_named(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_kernel_that_was_not_built_is_named(monkeypatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("l2l.cli.verbs.load_kernel", lambda: None)
+    monkeypatch.setattr("l2l.cli.bench.load_kernel", lambda: None)
     assert cli.main(["bench", "host"]) == 1
     assert "make kernel" in capsys.readouterr().err
 

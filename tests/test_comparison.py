@@ -17,7 +17,7 @@ from l2l.bench.comparison import (
     plot_points,
     read_outcome,
 )
-from l2l.bench.plot import KINDS, Point, draw
+from l2l.bench.plot import KINDS, PlotError, Point, draw
 from l2l.bench.workload import FAILED, MEASURED, NOT_INSTALLED, Measurement, Run, Workload
 
 ROOT = Path(__file__).parent.parent
@@ -171,8 +171,18 @@ def test_ratios_without_anything_to_compare_with_are_left_open():
 # ---- the plot -----------------------------------------------------------------------------------
 
 
+def elements_in(element: ElementTree.Element, tag: str) -> list[ElementTree.Element]:
+    return list(element.iter(f"{{http://www.w3.org/2000/svg}}{tag}"))
+
+
 def elements(text: str, tag: str) -> list[ElementTree.Element]:
-    return list(ElementTree.fromstring(text).iter(f"{{http://www.w3.org/2000/svg}}{tag}"))
+    return elements_in(ElementTree.fromstring(text), tag)
+
+
+def group(text: str, name: str) -> ElementTree.Element:
+    """What is drawn under a name."""
+    (found,) = [one for one in elements(text, "g") if one.get("id") == name]
+    return found
 
 
 def words(text: str) -> list[str | None]:
@@ -182,15 +192,18 @@ def words(text: str) -> list[str | None]:
 def test_the_plot_has_a_line_over_budgets_and_a_labelled_point_for_every_run():
     points = plot_points(OUTCOMES)
     text = draw(points, title="title & more")
-    (line,) = elements(text, "polyline")
-    places = [tuple(map(float, place.split(","))) for place in line.get("points", "").split()]
-    (x4, y4), (x8, y8), (x16, y16) = places
+    drawn = {kind: group(text, kind) for kind in KINDS}
+    line = elements_in(drawn["engine"], "path")[0].get("d", "")
+    (x4, y4), (x8, y8), (x16, y16) = [
+        tuple(map(float, place.split())) for place in line.replace("M", "").split("L")
+    ]
     assert x8 - x4 == pytest.approx(x16 - x8, abs=0.2)  # memory by its logarithm
     assert y4 - y8 == pytest.approx(y8 - y16, abs=0.2)  # speed as it is
     assert {"title & more", *(point.label for point in points)} <= set(words(text))
     assert [point.label for point in points][2:5] == ["16GiB", "plain compiled", "deepspeed zero-3"]
     assert {legend for _, legend in KINDS.values()} <= set(words(text))
-    assert len(elements(text, "circle")) == len(points) + len(KINDS)
+    for kind in KINDS:
+        assert len(elements_in(drawn[kind], "use")) == sum(one.kind == kind for one in points)
     assert {"4 GiB", "8 GiB", "16 GiB", "32 GiB"} <= set(words(text))
     assert {"0", "5,000", "25,000"} <= set(words(text))
     assert text == draw(points, title="title & more")
@@ -202,7 +215,26 @@ def test_points_in_one_place_have_labels_apart():
         Point(label=name, kind="exact", device_bytes=GIB, tokens_per_second=100.0) for name in names
     ]
     labels = [e for e in elements(draw(points, title=""), "text") if e.text in names]
-    assert len({(label.get("x"), label.get("y")) for label in labels}) == 5
+    assert len({label.get("transform") for label in labels}) == 5
+
+
+def test_labels_lie_in_the_picture_and_off_the_line():
+    points = plot_points(OUTCOMES)
+    text = draw(points, title="")
+    by_label = {one.text: one for one in elements(text, "text")}
+    marks = [mark for kind in KINDS for mark in elements_in(group(text, kind), "use")]
+    places = {(float(mark.get("x", 0)), float(mark.get("y", 0))) for mark in marks}
+    for point in points:
+        x, y = (float(by_label[point.label].get(name, -1)) for name in ("x", "y"))
+        assert 0 <= x <= 648
+        assert 0 <= y <= 403
+        assert (x, y) not in places
+
+
+def test_without_matplotlib_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(PlotError, match=r"matplotlib.*pip install 'l2l\[plot\]'"):
+        draw([], title="")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -382,7 +382,7 @@ def test_classes_of_training_hold_for_other_data() -> None:
     assert (other.targets.tolist(), other.num_labels) == ([1], 2)
     assert other.label_names == ("no", "yes")
     said = refusal({"text": "a", "label": "yess"}, task="classification", like=named)
-    assert said.endswith("not among those of the training data: 'no', 'yes'; did you mean 'yes'?")
+    assert said.endswith("not among those of the training data: 'no', 'yes'. Did you mean yes?")
     assert "labels of the training data are texts" in refusal(
         {"text": "a", "label": 1}, task="classification", like=named
     )
@@ -454,7 +454,7 @@ def test_columns_can_be_named() -> None:
         (
             {"text": "one"},
             {"columns": Columns(text="txt")},
-            "there is no column 'txt'. Found 'text'; did you mean 'text'?",
+            "there is no column 'txt'. Found 'text'. Did you mean text?",
         ),
         ({"text": 3}, {}, "column 'text' holds 3 (int). Expected text."),
         (
@@ -477,14 +477,14 @@ def test_columns_that_are_not_there_are_named_with_those_that_are(row, form, sai
 def test_a_column_that_a_later_record_lacks_is_named_with_its_line() -> None:
     said = refusal({"text": "one"}, {"test": "two"})
     assert said == (
-        "data.jsonl, line 2: there is no column 'text'. Found 'test'; did you mean 'test'?"
+        "data.jsonl, line 2: there is no column 'text'. Found 'test'. Did you mean test?"
     )
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"task": "casual"}, "regression; did you mean 'causal'?"),
+        ({"task": "casual"}, "regression. Did you mean causal?"),
         ({"max_length": 1}, "at least 2 tokens"),
         ({"template": "x"}, "task 'causal' uses none"),
         ({"columns": Columns(label="x")}, "columns name the label, which task 'causal'"),

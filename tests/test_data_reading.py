@@ -51,7 +51,7 @@ def test_a_text_can_be_one_document_or_one_a_line(tmp_path) -> None:
     path = write(tmp_path / "a.txt", TEXT)
     assert texts(path, documents="line") == ["first line", "second line", "third"]
     assert texts(path, documents="file") == ["first line\nsecond line\n \n\t\nthird\n"]
-    with pytest.raises(ValueError, match=r"blank lines, line, file; did you mean 'line'\?"):
+    with pytest.raises(ValueError, match=r"blank lines, line, file\. Did you mean line\?"):
         read_records(path, documents="lines")
 
 
@@ -124,9 +124,9 @@ def test_what_is_missing_is_said_before_anything_is_read(tmp_path, monkeypatch) 
     monkeypatch.chdir(tmp_path)
     there = write(tmp_path / "train.jsonl", objects("1"))
     missing = tmp_path / "trian.jsonl"
-    with pytest.raises(DataError, match=r"trian.jsonl is not there; did you mean 'train.jsonl'\?"):
+    with pytest.raises(DataError, match=r"trian.jsonl is not there\. Did you mean train.jsonl\?"):
         read_records([there, missing])
-    with pytest.raises(DataError, match=r"^trian.jsonl is not there; did you mean 'train.jsonl'"):
+    with pytest.raises(DataError, match=r"^trian.jsonl is not there\. Did you mean train.jsonl"):
         read_records("trian.jsonl")
     with pytest.raises(DataError, match=r"^\./nothing is not there\.$"):
         read_records("./nothing")

@@ -25,13 +25,14 @@ from l2l.checkpoint.checkpoint import CheckpointError, CheckpointFolder
 from l2l.checkpoint.manifest import checksum_of
 from l2l.cli import train as train_module
 from l2l.planner import planning
-from l2l.train import RunFolder, Training, TrainingError
+from l2l.train import RunFolder, Training, TrainingError, prepared
 from l2l.train import run as run_module
 from l2l.train.data import Batches
 from l2l.train.disk import Writing
-from l2l.train.progress import Display, Status, read_metrics
+from l2l.train.display import Display, Status
+from l2l.train.metrics_file import read_metrics
 from l2l.train.settings import Settings, SettingsError
-from l2l.train.settings.values import to_toml
+from l2l.train.settings.reading import to_toml
 
 ROOT = Path(__file__).parent.parent
 TEXTS = {
@@ -198,8 +199,8 @@ def assert_equal_runs(found: Path, expected: Path) -> None:
 def predictions(model: Any, folder: Path) -> tuple[Any, torch.Tensor]:
     """Outputs of a plain model for what a run has held out, and the labels."""
     training = Training(Settings.read(folder / "run" / "run.toml"), display=Record())
-    assert training._held_out is not None
-    batches = Batches(training._held_out, pad_id=1, rows=6, length=64, packing=False)
+    assert training._prepared.held_out is not None
+    batches = Batches(training._prepared.held_out, pad_id=1, rows=6, length=64, packing=False)
     (batch,) = batches.in_order()
     with torch.no_grad():
         return model.eval()(**batch), batch["labels"]
@@ -323,7 +324,7 @@ def test_what_convolves_over_tokens_is_not_packed(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A short convolution reaches into the next example, by too little for a loss to show it."""
-    make_model = run_module.make_model
+    make_model = prepared.make_model
 
     def with_convolution(*args: Any, **settings: Any) -> nn.Module:
         model = make_model(*args, **settings)
@@ -331,7 +332,7 @@ def test_what_convolves_over_tokens_is_not_packed(
         model.short.requires_grad_(False)
         return model
 
-    monkeypatch.setattr(run_module, "make_model", with_convolution)
+    monkeypatch.setattr(prepared, "make_model", with_convolution)
     monkeypatch.setattr(run_module, "packing_holds", lambda *_: True)
     display = Record()
     train(write_settings(tiny, tmp_path, training={"steps": 1}), display)
@@ -859,6 +860,7 @@ def test_a_signal_before_anything_is_written_ends_at_once(
     targets: dict[str, tuple[Any, str]] = {
         "Settings.read": (Settings, "read"),
         "started_by_torchrun": (train_module, "started_by_torchrun"),
+        "make_tokenizer": (prepared, "make_tokenizer"),
         "mkdir": (Path, "mkdir"),
     }
     owner, name = targets.get(place, (run_module, place))
@@ -971,9 +973,21 @@ def test_a_report_sums_a_run_up(uninterrupted: Path, capsys: pytest.CaptureFixtu
     assert found["best_evaluation"]["step"] == best["step"]
     assert [one["step"] for one in found["checkpoints"]] == [6, 8]
     assert found["tokens"] == sum(record["tokens"] for record in steps)
-    assert Path(found["plot"]).read_text().startswith("<svg")
+    assert 'id="training"' in Path(found["plot"]).read_text()
     for word in ("steps: 8 of 8", "best evaluation: loss", "tokens/s", "step-00000008", "adamw"):
         assert word in shown
+
+
+def test_a_report_without_matplotlib_says_what_to_install(
+    uninterrupted: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["report", str(uninterrupted / "run")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = json.loads(lines[-1])
+    assert (found["steps"], found["plot"]) == (8, None)
+    assert "losses: plots need matplotlib" in lines[-2]
+    assert "pip install 'l2l[plot]'" in lines[-2]
 
 
 def test_a_report_of_what_is_no_run_is_refused(

@@ -10,10 +10,10 @@ from l2l.bench.comparison import (
     plot_points,
 )
 from l2l.bench.kernel import describe_host, measure_host
-from l2l.bench.plot import BOTTOM, FONT_SIZE, HEIGHT, LEFT, RIGHT, TOP, WIDTH, draw
+from l2l.bench.plot import Curve, PlotError, draw, draw_curves
 from l2l.bench.scale import (
     CONFIRMED,
-    OPTIMIZERS,
+    LEARNING_RATES,
     Scale,
     ScaleResult,
     StepFacts,
@@ -23,20 +23,15 @@ from l2l.bench.scale import (
 from l2l.bench.workload import FAILED, SHAPES, Run, Workload
 
 __all__ = [
-    "BOTTOM",
     "CONFIRMED",
     "FAILED",
-    "FONT_SIZE",
-    "HEIGHT",
-    "LEFT",
-    "OPTIMIZERS",
+    "LEARNING_RATES",
     "PLAIN_VARIANTS",
-    "RIGHT",
     "SHAPES",
     "SYSTEMS",
-    "TOP",
-    "WIDTH",
+    "Curve",
     "Outcome",
+    "PlotError",
     "Run",
     "Scale",
     "ScaleResult",
@@ -47,6 +42,7 @@ __all__ = [
     "describe_host",
     "describe_scale",
     "draw",
+    "draw_curves",
     "list_runs",
     "measure_host",
     "measure_scale",

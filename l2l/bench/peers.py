@@ -14,6 +14,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -242,50 +243,20 @@ def _installed(name: str) -> Any:
 NO_MASTER = "no float32 master"
 
 PEERS = (
-    Peer(
-        system="plain",
-        variant="compiled",
-        make=partial(plain, compiled=True, recompute=False),
-        in_memory=True,
-        caveat=NO_MASTER,
-    ),
-    Peer(
-        system="plain",
-        variant="compiled-recompute",
-        make=partial(plain, compiled=True, recompute=True),
-        in_memory=True,
-        caveat=NO_MASTER,
-    ),
-    Peer(
-        system="plain",
-        variant="eager",
-        make=partial(plain, compiled=False, recompute=False),
-        in_memory=True,
-        caveat=NO_MASTER,
-    ),
-    Peer(
-        system="plain",
-        variant="eager-recompute",
-        make=partial(plain, compiled=False, recompute=True),
-        in_memory=True,
-        caveat=NO_MASTER,
+    *(
+        Peer(
+            system="plain",
+            variant=f"{'compiled' if compiled else 'eager'}{'-recompute' if recompute else ''}",
+            make=partial(plain, compiled=compiled, recompute=recompute),
+            in_memory=True,
+            caveat=NO_MASTER,
+        )
+        for compiled, recompute in product((True, False), (False, True))
     ),
     Peer(system="fsdp2", variant="offload", make=fsdp2),
-    Peer(
-        system="deepspeed",
-        variant="zero-3",
-        make=partial(deepspeed, stage=3),
-    ),
-    Peer(
-        system="deepspeed",
-        variant="zero-2",
-        make=partial(deepspeed, stage=2),
-    ),
-    Peer(
-        system="roundpipe",
-        variant="synchronous",
-        make=partial(roundpipe, stale=False),
-    ),
+    Peer(system="deepspeed", variant="zero-3", make=partial(deepspeed, stage=3)),
+    Peer(system="deepspeed", variant="zero-2", make=partial(deepspeed, stage=2)),
+    Peer(system="roundpipe", variant="synchronous", make=partial(roundpipe, stale=False)),
     Peer(
         system="roundpipe",
         variant="default",

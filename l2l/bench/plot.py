@@ -1,23 +1,45 @@
-"""The plot of `l2l bench step`: training speed over device memory, as SVG text.
+"""Plots as SVG text, by matplotlib: speeds over device memory, and curves such as losses.
 
-Written by hand, since all it needs is two axes, a line and some labelled points. `draw` is a
-function of its points and nothing else: the same points give the same text. Memory is drawn by its
-logarithm, since budgets double; speed from zero, so that heights can be compared.
+The same points give the same text, so a plot in a repository changes only with what it shows. Words
+stay words: they can be searched for, and found by tests.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
-from itertools import pairwise
+from itertools import product
+from typing import TYPE_CHECKING, Any, cast
 
-WIDTH, HEIGHT = 900, 560  # of the picture, in pixels
-LEFT, RIGHT, TOP, BOTTOM = 84, 872, 92, 492  # edges of the field
-FONT_SIZE, CHARACTER_WIDTH, LABEL_HEIGHT = 12, 6.5, 15
-LONGEST_WITHOUT_LEADER = 15  # pixels from a point to its label
-MOST_TICKS = 10
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+STYLE: dict[Any, Any] = {
+    "axes.edgecolor": "#6b7280",
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 9,
+    "grid.color": "#e5e7eb",
+    "legend.columnspacing": 1.5,
+    "legend.frameon": False,
+    "legend.handletextpad": 0.4,
+    "path.simplify": False,  # every value is drawn
+    "svg.fonttype": "none",  # words, not outlines
+    "svg.hashsalt": "l2l",  # the same names of elements each time
+    "text.color": "#1f2937",
+    "text.parse_math": False,
+    "ytick.major.size": 0,
+}
+FIELD = (0.09, 0.12, 0.88, 0.72)  # of the picture: left, bottom, width, height
+GREY = "#6b7280"
+SIDES = {"left": 7, "right": -7, "center": 0}  # how a label is aligned, and how far off that is
+HEIGHTS = (0, 10, -10, 20, -20, 30, -30, 40, -40)  # of a label over its point
+LONGEST_WITHOUT_LEADER = 14
 KINDS = {  # what a point stands for: its colour, its words in the legend
     "engine": ("#c2410c", "this engine, by budget"),
     "in memory": ("#475569", "plain PyTorch, all on the device"),
@@ -26,9 +48,13 @@ KINDS = {  # what a point stands for: its colour, its words in the legend
 }
 
 
+class PlotError(RuntimeError):
+    """Nothing can be drawn; the message says what to install."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One run in the plot."""
+    """One run in the plot of speeds."""
 
     label: str
     kind: str  # of KINDS
@@ -36,191 +62,163 @@ class Point:
     tokens_per_second: float
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A part of the picture, in pixels."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def meets(self, other: Box) -> bool:
-        """Whether the two overlap."""
-        return (
-            self.left < other.right
-            and other.left < self.right
-            and self.top < other.bottom
-            and other.top < self.bottom
-        )
-
-    def nearest(self, x: float, y: float) -> tuple[float, float]:
-        """Its place nearest to a place."""
-        return min(max(x, self.left), self.right), min(max(y, self.top), self.bottom)
-
-    def is_within(self, other: Box) -> bool:
-        """Whether it sticks out nowhere."""
-        return (
-            self.left >= other.left
-            and self.right <= other.right
-            and self.top >= other.top
-            and self.bottom <= other.bottom
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Axes:
-    """Where a point of the data lies in the picture; memory by its logarithm, speed from zero."""
+class Curve:
+    """Values over steps."""
 
-    lowest: float  # logarithms to base two, of bytes
-    highest: float
-    speed_step: float
-    num_speed_steps: int
-
-    @classmethod
-    def around(cls, points: Sequence[Point]) -> Axes:
-        """Axes that hold all points, with some room around them."""
-        lowest = math.log2(min(point.device_bytes for point in points))
-        highest = math.log2(max(point.device_bytes for point in points))
-        room = max(0.4, 1.0 - (highest - lowest) / 2)  # two powers of two are in view at least
-        most = max(point.tokens_per_second for point in points) * 1.05
-        magnitude = 10.0 ** math.floor(math.log10(most / 5))
-        step = next(n * magnitude for n in (1, 2, 5, 10) if n * magnitude >= most / 6)
-        return cls(
-            lowest=lowest - room,
-            highest=highest + room,
-            speed_step=step,
-            num_speed_steps=math.ceil(most / step),
-        )
-
-    def place(self, device_bytes: float, tokens_per_second: float) -> tuple[float, float]:
-        """Pixels from the left and from the top."""
-        across = (math.log2(device_bytes) - self.lowest) / (self.highest - self.lowest)
-        up = tokens_per_second / (self.speed_step * self.num_speed_steps)
-        return LEFT + across * (RIGHT - LEFT), BOTTOM - up * (BOTTOM - TOP)
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: str
+    label: str = ""  # in the legend; empty: not there
+    width: float = 1.5  # of the line; 0: points only
+    opacity: float = 1.0
+    point_size: float = 0.0
 
 
 def draw(points: Sequence[Point], *, title: str) -> str:
-    """The plot as SVG: tokens/s over device memory, the engine as a line, others as points."""
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, Helvetica, Arial, sans-serif" '
-        f'font-size="{FONT_SIZE}" fill="#1f2937">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        text_element(
-            LEFT, 34, "Training speed over device memory", font_size="18", font_weight="600"
-        ),
-        text_element(LEFT, 54, title, fill="#6b7280"),
-    ]
-    if points:
-        axes = Axes.around(points)
-        parts += [*_draw_axes(axes), *_draw_points(points, axes)]
-        parts += _draw_legend([kind for kind in KINDS if any(p.kind == kind for p in points)])
-    else:
-        parts.append(
-            text_element(WIDTH / 2, HEIGHT / 2, "nothing was measured", text_anchor="middle")
+    """Tokens/s over device memory, the engine as a line, others as points.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+    """
+
+    def fill(axes: Axes) -> None:
+        from matplotlib.ticker import FuncFormatter, LogLocator
+
+        sizes = [math.log2(point.device_bytes) for point in points]
+        room = max(0.4, 1.0 - (max(sizes) - min(sizes)) / 2)  # two powers of two are in view
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(2 ** (min(sizes) - room), 2 ** (max(sizes) + room))
+        axes.set_ylim(0, 1.05 * max(point.tokens_per_second for point in points))
+        axes.xaxis.set_major_locator(LogLocator(base=2, numticks=10))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: _power_of_two(size)))
+        axes.set_xlabel(
+            "device memory: the budget where one was given, else the peak (logarithmic)"
         )
-    return "\n".join([*parts, "</svg>", ""])
+        axes.set_ylabel("tokens/s")
+        for kind, (colour, words) in KINDS.items():
+            places = sorted(_place(point) for point in points if point.kind == kind)
+            form = "o-" if kind == "engine" else "o"
+            if places:
+                axes.plot(*zip(*places, strict=True), form, color=colour, label=words, gid=kind)
+        _label(axes, points)
 
-
-def _draw_axes(axes: Axes) -> Iterator[str]:
-    for number in range(axes.num_speed_steps + 1):
-        speed = number * axes.speed_step
-        _, y = axes.place(1.0, speed)
-        yield line_element(LEFT, y, RIGHT, y, colour="#e5e7eb" if number else "#6b7280")
-        yield text_element(
-            LEFT - 10, y + 4, f"{speed:,g}" if speed < 1 else f"{speed:,.0f}", text_anchor="end"
-        )
-    powers = range(math.ceil(axes.lowest), math.floor(axes.highest) + 1)
-    for power in powers[:: math.ceil(len(powers) / MOST_TICKS)]:
-        x, _ = axes.place(2.0**power, 0)
-        yield line_element(x, BOTTOM, x, BOTTOM + 5, colour="#6b7280")
-        yield text_element(x, BOTTOM + 20, _power_of_two(power), text_anchor="middle")
-    yield text_element(
-        (LEFT + RIGHT) / 2,
-        HEIGHT - 22,
-        "device memory: the budget where one was given, else the peak (logarithmic)",
-        text_anchor="middle",
+    return _drawn(
+        fill if points else None,
+        heading="Training speed over device memory",
+        title=title,
+        empty="nothing was measured",
     )
-    middle = (TOP + BOTTOM) / 2
-    turn = f"rotate(-90 22 {middle:.0f})"
-    yield text_element(22, middle, "tokens/s", text_anchor="middle", transform=turn)
 
 
-def _draw_points(points: Sequence[Point], axes: Axes) -> Iterator[str]:
-    places = [axes.place(point.device_bytes, point.tokens_per_second) for point in points]
-    line = sorted(
-        place for point, place in zip(points, places, strict=True) if point.kind == "engine"
-    )
-    if len(line) > 1:
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in line)
-        colour = KINDS["engine"][0]
-        yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>'
-    taken = [Box(x - 6, y - 6, x + 6, y + 6) for x, y in [*places, *_along(line)]]
-    for point, (x, y) in zip(points, places, strict=True):
-        colour = KINDS[point.kind][0]
-        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}" stroke="#ffffff"/>'
-        box = _free_box(x, y, width=len(point.label) * CHARACTER_WIDTH, taken=taken)
-        taken.append(box)
-        end_x, end_y = box.nearest(x, y)
-        if math.dist((x, y), (end_x, end_y)) > LONGEST_WITHOUT_LEADER:
-            yield line_element(x, y, end_x, end_y, colour=colour)
-        yield text_element(box.left, box.bottom - 4, point.label, fill=colour)
-
-
-def _along(line: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Places on the line, close enough that no label fits between."""
-    for (x, y), (next_x, next_y) in pairwise(line):
-        count = max(1, math.ceil(math.dist((x, y), (next_x, next_y)) / 10))
-        for number in range(count):
-            share = number / count
-            yield x + share * (next_x - x), y + share * (next_y - y)
-
-
-def _free_box(x: float, y: float, *, width: float, taken: Sequence[Box]) -> Box:
-    """Room for a label near its point: right, left, above or below, further off as needed."""
-    field = Box(LEFT, TOP, RIGHT, BOTTOM)
-    offers: list[Box] = []
-    for distance in (0, 12, 24, 36, 48):
-        for down in dict.fromkeys((-distance, distance)):
-            top = y + down - LABEL_HEIGHT / 2
-            lefts = [x + 9, x - 9 - width]
-            if distance:
-                lefts.append(x - width / 2)
-            offers += [Box(left, top, left + width, top + LABEL_HEIGHT) for left in lefts]
-    inside = [box for box in offers if box.is_within(field)] or offers
-    return next((box for box in inside if not any(map(box.meets, taken))), inside[0])
-
-
-def _draw_legend(kinds: Sequence[str]) -> Iterator[str]:
-    x = float(LEFT)
-    for kind in kinds:
-        colour, words = KINDS[kind]
-        if kind == "engine":
-            yield line_element(x - 2, 72, x + 14, 72, colour=colour, width=2.5)
-        yield f'<circle cx="{x + 6:.1f}" cy="72" r="5" fill="{colour}" stroke="#ffffff"/>'
-        yield text_element(x + 20, 76, words)
-        x += 20 + len(words) * CHARACTER_WIDTH + 18
-
-
-def line_element(
-    x: float, y: float, to_x: float, to_y: float, *, colour: str, width: float = 1
+def draw_curves(
+    curves: Sequence[Curve], *, heading: str, title: str, unit: str, from_zero: bool = False
 ) -> str:
-    """A straight line of a drawing."""
-    return (
-        f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{colour}" '
-        f'stroke-width="{width}"/>'
-    )
+    """Values over steps.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+    """
+
+    def fill(axes: Axes) -> None:
+        for curve in curves:
+            axes.plot(
+                *(zip(*curve.points, strict=True) if curve.points else ([], [])),
+                color=curve.colour,
+                linestyle="-" if curve.width else "",
+                linewidth=curve.width,
+                alpha=curve.opacity,
+                marker="o" if curve.point_size else "",
+                markersize=curve.point_size,
+                label=curve.label or "_",
+                gid=curve.name,
+                clip_on=False,
+            )
+        axes.set_xlim(left=0)
+        if from_zero:
+            axes.set_ylim(bottom=0)
+        axes.set_xlabel("step")
+        axes.set_ylabel(unit)
+
+    known = any(curve.points for curve in curves)
+    return _drawn(fill if known else None, heading=heading, title=title, empty="no step yet")
 
 
-def text_element(x: float, y: float, words: str, **attributes: str) -> str:
-    """Words in a drawing."""
-    named = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
-    return f'<text x="{x:.1f}" y="{y:.1f}"{named}>{escape(words)}</text>'
+def _drawn(fill: Callable[[Axes], None] | None, *, heading: str, title: str, empty: str) -> str:
+    """A picture as SVG; `fill` draws into its field, None: there is nothing to be drawn."""
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter
+    except ModuleNotFoundError as error:
+        raise PlotError(
+            f"plots need {error.name}, which is not installed. Install it with: pip install "
+            "'l2l[plot]'"
+        ) from error
+    with matplotlib.rc_context(STYLE), io.StringIO() as file:
+        figure = Figure(figsize=(9, 5.6))
+        FigureCanvasAgg(figure)  # knows how large words are
+        left, top = FIELD[0], 0.94
+        figure.text(left, top, heading, fontsize=13, fontweight="bold")
+        figure.text(left, top - 0.04, title, color=GREY)
+        if fill is None:
+            figure.text(0.5, 0.5, empty, horizontalalignment="center")
+        else:
+            axes = figure.add_axes(FIELD)
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+            fill(axes)
+            axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=len(KINDS))
+        figure.savefig(file, format="svg", metadata={"Date": None})
+        return file.getvalue()
 
 
-def _power_of_two(power: int) -> str:
+def _place(point: Point) -> tuple[float, float]:
+    return point.device_bytes, point.tokens_per_second
+
+
+def _label(axes: Axes, points: Sequence[Point]) -> None:
+    """Write labels near their points: where nothing else is, further off as needed."""
+    from matplotlib.path import Path
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+    on_screen = axes.transData.transform
+    line = sorted(_place(point) for point in points if point.kind == "engine")
+    curve = Path(on_screen(line)) if line else None
+    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in on_screen([*map(_place, points)])]
+    field = axes.get_window_extent()
+    renderer = cast(Any, axes.figure.canvas).get_renderer()
+
+    def is_free(box: Bbox) -> bool:
+        inside = field.x0 <= box.x0 and box.x1 <= field.x1 and field.y0 <= box.y0 <= field.y1
+        crossed = curve is not None and curve.intersects_bbox(box, filled=False)
+        return inside and not crossed and not box.count_overlaps(taken)
+
+    for point in points:
+        colour = KINDS[point.kind][0]
+        note = axes.annotate(
+            point.label,
+            _place(point),
+            textcoords="offset points",
+            xytext=(0, 0),
+            verticalalignment="center",
+            color=colour,
+            arrowprops={"arrowstyle": "-", "color": colour, "shrinkA": 0, "shrinkB": 4},
+        )
+        for up, (side, across) in product(HEIGHTS, SIDES.items()):
+            note.set(horizontalalignment=side, position=(across, up))
+            note.update_positions(renderer)
+            box = Text.get_window_extent(note)  # without the leader
+            if is_free(box):
+                break
+        taken.append(box)
+        assert note.arrow_patch is not None
+        note.arrow_patch.set_visible(abs(up) > LONGEST_WITHOUT_LEADER)
+
+
+def _power_of_two(size: float) -> str:
     """Bytes for the axis: `512 MiB`, `4 GiB`."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
-    unit = min(power // 10, len(units) - 1)
-    return f"{2 ** (power - 10 * unit)} {units[unit]}"
+    unit = min(int(math.log2(size)) // 10, len(units) - 1)
+    return f"{size / 1024**unit:g} {units[unit]}"

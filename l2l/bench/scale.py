@@ -28,15 +28,11 @@ from l2l.bench.workload import LANES, SHAPES, Workload, host_peak_bytes
 from l2l.device import format_bytes, parse_bytes
 from l2l.engine import Engine
 from l2l.hugging_face import RandomInit
-from l2l.parameter_server import Adafactor, AdamW, Optimizer
+from l2l.parameter_server import OPTIMIZERS, Optimizer
 from l2l.planner import largest_model
 
 OptimizerName = Literal["adafactor", "adamw", "adamw-8bit"]
-OPTIMIZERS: dict[OptimizerName, Callable[[], Optimizer]] = {
-    "adafactor": lambda: Adafactor(lr=1e-3),
-    "adamw": lambda: AdamW(lr=1e-5),
-    "adamw-8bit": lambda: AdamW(lr=1e-5, moments="8bit"),
-}
+LEARNING_RATES: dict[OptimizerName, float] = {"adafactor": 1e-3, "adamw": 1e-5, "adamw-8bit": 1e-5}
 CONFIRMED = 0.95  # of the largest model: what is trained to confirm it
 WORDS = re.compile(r"\w+|[^\w\s]|\n")
 TEXT_BYTES = 64  # of text for a token, at most
@@ -84,6 +80,10 @@ class Scale:
     def model(self, num_layers: int) -> nn.Module:
         """The model, without weights."""
         return self.workload(num_layers).model(torch.device("meta"))
+
+    def make_optimizer(self) -> Optimizer:
+        """The optimizer that was named."""
+        return OPTIMIZERS[self.optimizer](lr=LEARNING_RATES[self.optimizer])
 
     def num_layers(self, num_parameters: float) -> int:
         """The least layers with so many parameters."""
@@ -136,7 +136,7 @@ def find_largest(scale: Scale) -> int:
         num_rows=scale.num_tokens // scale.length,
         length=scale.length,
         device_memory=scale.device_memory,
-        optimizer=OPTIMIZERS[scale.optimizer](),
+        optimizer=scale.make_optimizer(),
         precision="bfloat16",
     )
     if found is None:
@@ -165,7 +165,7 @@ def measure_scale(scale: Scale, *, tell: Callable[[str], None]) -> ScaleResult:
     tell(f"{scale.optimizer}: {num_layers} layers, {num_parameters:,} parameters")
     engine = Engine(
         model,
-        optimizer=OPTIMIZERS[scale.optimizer](),
+        optimizer=scale.make_optimizer(),
         precision="bfloat16",
         weights=RandomInit(0),
         device_memory=scale.device_memory,

@@ -44,7 +44,7 @@ LANES = ("compute", "fetch", "drain", "stash", "unstash", "update")
 TRACED_STEPS = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Shape:
     """A Llama model."""
 
@@ -52,7 +52,7 @@ class Shape:
     num_layers: int
     num_heads: int
     num_key_value_heads: int
-    perceptron_size: int
+    intermediate_size: int
     vocabulary_size: int
     tied: bool = True  # whether embedding and head share their weight
 
@@ -61,7 +61,7 @@ class Shape:
         """Parameters of one layer."""
         keys = self.hidden_size * self.num_key_value_heads // self.num_heads
         attention = 2 * self.hidden_size * (self.hidden_size + keys)
-        return attention + 3 * self.hidden_size * self.perceptron_size + 2 * self.hidden_size
+        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
 
     @property
     def num_parameters_around(self) -> int:
@@ -70,48 +70,12 @@ class Shape:
         return tables * self.vocabulary_size * self.hidden_size + self.hidden_size
 
 
-SHAPES = {
-    "3.2b": Shape(
-        hidden_size=3072,
-        num_layers=28,
-        num_heads=24,
-        num_key_value_heads=8,
-        perceptron_size=8192,
-        vocabulary_size=128_256,
-    ),
-    "7.5b": Shape(
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
-        num_key_value_heads=8,
-        perceptron_size=14336,
-        vocabulary_size=128_256,
-    ),
-    "50b": Shape(
-        hidden_size=8192,
-        num_layers=58,
-        num_heads=64,
-        num_key_value_heads=8,
-        perceptron_size=28672,
-        vocabulary_size=32_000,
-        tied=False,
-    ),
-    "1b": Shape(
-        hidden_size=2048,
-        num_layers=16,
-        num_heads=32,
-        num_key_value_heads=8,
-        perceptron_size=8192,
-        vocabulary_size=128_256,
-    ),
-    "tiny": Shape(
-        hidden_size=64,
-        num_layers=4,
-        num_heads=4,
-        num_key_value_heads=2,
-        perceptron_size=256,
-        vocabulary_size=1024,
-    ),
+SHAPES = {  # hidden size, layers, heads, key-value heads, intermediate size, vocabulary
+    "3.2b": Shape(3072, 28, 24, 8, 8192, 128_256),
+    "7.5b": Shape(4096, 32, 32, 8, 14336, 128_256),
+    "50b": Shape(8192, 58, 64, 8, 28672, 32_000, tied=False),
+    "1b": Shape(2048, 16, 32, 8, 8192, 128_256),
+    "tiny": Shape(64, 4, 4, 2, 256, 1024),
 }
 
 
@@ -165,7 +129,7 @@ class Workload:
         shape = SHAPES[self.shape]
         config = transformers.LlamaConfig(
             hidden_size=shape.hidden_size,
-            intermediate_size=shape.perceptron_size,
+            intermediate_size=shape.intermediate_size,
             num_hidden_layers=self.num_layers or shape.num_layers,
             num_attention_heads=shape.num_heads,
             num_key_value_heads=shape.num_key_value_heads,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from l2l.bench import SHAPES, Workload
 from l2l.device import format_bytes, parse_bytes
 from l2l.hugging_face import first_line, library, read_config
-from l2l.parameter_server import SGD, Adafactor, AdamW, HostBudget, Lion, Optimizer
+from l2l.parameter_server import OPTIMIZERS, HostBudget
 from l2l.planner import (
     H200,
     DoesNotFitError,
@@ -41,13 +41,6 @@ EXAMPLES = """examples:
 
 The last line is JSON. Ends with status 1 if the model does not fit, and says what would."""
 
-OPTIMIZERS: Mapping[str, Callable[[], Optimizer]] = {
-    "adamw": AdamW,
-    "adamw-8bit": lambda: AdamW(moments="8bit"),
-    "adafactor": Adafactor,
-    "sgd": SGD,
-    "lion": Lion,
-}
 LARGEST = {"adamw": "AdamW, exact", "adamw-8bit": "AdamW, 8-bit moments", "adafactor": "Adafactor"}
 MOST_LAYERS = 1024
 ASSUMED = (

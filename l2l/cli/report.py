@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import math
 import statistics
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from l2l.bench import BOTTOM, FONT_SIZE, HEIGHT, LEFT, RIGHT, TOP, WIDTH
+from l2l.bench import Curve, PlotError, draw_curves
 from l2l.checkpoint import CheckpointError, CheckpointFolder, Manifest
 from l2l.device import format_bytes
 from l2l.train import BEST, Record, RunFolder, Settings, format_seconds, read_metrics
@@ -24,9 +22,8 @@ goes on. Draws the losses as an SVG file. The last line is JSON."""
 
 SMOOTHED = 0.05  # share of the run that the smooth curve averages over
 TRAINING, EVALUATION = "#c2410c", "#1d4ed8"
-NUM_TICKS = 6
 
-Curve = Sequence[tuple[float, float]]  # step, loss
+Points = Sequence[tuple[float, float]]  # step, loss
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -46,17 +43,26 @@ def run(parsed: argparse.Namespace) -> int:
         records = read_metrics(folder.metrics_file) if folder.metrics_file.exists() else []
         found = summarise(settings, records)
         found |= _checkpoints(folder)
-        plot = parsed.plot or folder.root / "loss.svg"
-        title = f"{settings.model.folder.name}, {settings.data.task}"
-        plot.write_text(draw_losses(*_curves(records), title=title))
+        plot, failure = _plot(parsed.plot or folder.root / "loss.svg", settings, records)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     print(f"{folder.root}: {_title(settings)}")
     print("\n".join(_lines(found, settings)))
-    print(f"losses: {plot}")
-    print(json.dumps({"run": str(folder.root), **found, "plot": str(plot)}))
+    print(f"losses: {plot or failure}")
+    print(json.dumps({"run": str(folder.root), **found, "plot": plot}))
     return 0
+
+
+def _plot(path: Path, settings: Settings, records: Sequence[Record]) -> tuple[str | None, str]:
+    """Draw the losses; returns the file, or None and why there is none."""
+    title = f"{settings.model.folder.name}, {settings.data.task}"
+    training, evaluation = (_losses(records, kind) for kind in ("step", "evaluation"))
+    try:
+        path.write_text(draw_losses(training, evaluation, title=title))
+    except PlotError as error:
+        return None, str(error)
+    return str(path), ""
 
 
 def summarise(settings: Settings, records: Sequence[Record]) -> dict[str, Any]:
@@ -147,113 +153,34 @@ def _lines(found: dict[str, Any], settings: Settings) -> Iterator[str]:
 # The plot
 
 
-def _curves(records: Sequence[Record]) -> tuple[Curve, Curve]:
-    return tuple(  # type: ignore[return-value]
-        [
-            (record["step"], record["loss"])
-            for record in records
-            if record["kind"] == kind and record["loss"] is not None
-        ]
-        for kind in ("step", "evaluation")
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """Where a step and a loss lie in the picture."""
-
-    last_step: float
-    lowest: float
-    highest: float
-
-    @classmethod
-    def around(cls, *curves: Curve) -> Frame:
-        """A frame that holds all points, with a little room."""
-        losses = [loss for curve in curves for _, loss in curve]
-        lowest, highest = min(losses), max(losses)
-        room = 0.05 * (highest - lowest) or 0.05 * abs(highest) or 1.0
-        last = max(step for curve in curves for step, _ in curve)
-        return cls(last_step=max(1, last), lowest=lowest - room, highest=highest + room)
-
-    def place(self, step: float, loss: float) -> tuple[float, float]:
-        """Pixels from the left and from the top."""
-        across = step / self.last_step
-        up = (loss - self.lowest) / (self.highest - self.lowest)
-        return LEFT + across * (RIGHT - LEFT), BOTTOM - up * (BOTTOM - TOP)
-
-
-def draw_losses(training: Curve, evaluation: Curve, *, title: str) -> str:
-    """Losses over steps, as SVG: of training each and smoothed, of evaluations as points."""
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, Helvetica, Arial, sans-serif" '
-        f'font-size="{FONT_SIZE}" fill="#1f2937">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        _text(LEFT, 34, f"Loss: {title}"),
+def _losses(records: Sequence[Record], kind: str) -> Points:
+    return [
+        (record["step"], record["loss"])
+        for record in records
+        if record["kind"] == kind and record["loss"] is not None
     ]
-    if training or evaluation:
-        smooth = _smoothed(training)
-        frame = Frame.around(training, evaluation)
-        parts += _axes(frame)
-        parts += [
-            _curve(frame, training, colour=TRAINING, width=1, opacity=0.3),
-            _curve(frame, smooth, colour=TRAINING, width=2, opacity=1.0),
-            _curve(frame, evaluation, colour=EVALUATION, width=1.5, opacity=1.0),
-        ]
-        for step, loss in evaluation:
-            x, y = frame.place(step, loss)
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{EVALUATION}"/>')
-        parts.append(_text(LEFT, 58, "training, and its running mean", colour=TRAINING))
-        if evaluation:
-            parts.append(_text(LEFT, 76, "evaluation", colour=EVALUATION))
-    else:
-        parts.append(_text(WIDTH / 2, HEIGHT / 2, "no step yet", anchor="middle"))
-    return "\n".join([*parts, "</svg>", ""])
 
 
-def _smoothed(curve: Curve) -> Curve:
+def draw_losses(training: Points, evaluation: Points, *, title: str) -> str:
+    """Losses over steps, as SVG: of training each and smoothed, of evaluations as points.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+    """
+    mean, judged = "training, and its running mean", "evaluation" if evaluation else ""
+    curves = [
+        Curve(name="training", points=training, colour=TRAINING, width=1, opacity=0.3),
+        Curve(name="mean", points=_smoothed(training), colour=TRAINING, width=2, label=mean),
+        Curve(name="evaluation", points=evaluation, colour=EVALUATION, point_size=6, label=judged),
+    ]
+    return draw_curves(curves, heading="Loss", title=title, unit="loss")
+
+
+def _smoothed(points: Points) -> Points:
     """A running mean that follows the curve."""
-    width = max(1, round(SMOOTHED * len(curve)))
-    losses = [loss for _, loss in curve]
-    sums = [0.0]
-    for loss in losses:
-        sums.append(sums[-1] + loss)
+    width = max(1, round(SMOOTHED * len(points)))
+    sums = list(itertools.accumulate((loss for _, loss in points), initial=0.0))
     return [
         (step, (sums[end] - sums[max(0, end - width)]) / min(end, width))
-        for end, (step, _) in enumerate(curve, start=1)
+        for end, (step, _) in enumerate(points, start=1)
     ]
-
-
-def _axes(frame: Frame) -> Iterator[str]:
-    for loss in _ticks(frame.lowest, frame.highest):
-        _, y = frame.place(0, loss)
-        yield f'<line x1="{LEFT}" y1="{y:.1f}" x2="{RIGHT}" y2="{y:.1f}" stroke="#e5e7eb"/>'
-        yield _text(LEFT - 10, y + 4, f"{loss:g}", anchor="end")
-    for step in _ticks(0, frame.last_step):
-        x, _ = frame.place(step, frame.lowest)
-        yield f'<line x1="{x:.1f}" y1="{BOTTOM}" x2="{x:.1f}" y2="{BOTTOM + 5}" stroke="#6b7280"/>'
-        yield _text(x, BOTTOM + 20, f"{step:,g}", anchor="middle")
-    yield f'<line x1="{LEFT}" y1="{BOTTOM}" x2="{RIGHT}" y2="{BOTTOM}" stroke="#6b7280"/>'
-    yield _text((LEFT + RIGHT) / 2, HEIGHT - 22, "step", anchor="middle")
-
-
-def _ticks(lowest: float, highest: float) -> list[float]:
-    """Round numbers between two others."""
-    width = (highest - lowest) / NUM_TICKS
-    magnitude = 10.0 ** math.floor(math.log10(width))
-    step = next(n * magnitude for n in (1, 2, 5, 10) if n * magnitude >= width)
-    first = math.ceil(lowest / step)
-    return [round(number * step, 12) for number in range(first, math.floor(highest / step) + 1)]
-
-
-def _curve(frame: Frame, curve: Curve, *, colour: str, width: float, opacity: float) -> str:
-    path = " ".join("{:.1f},{:.1f}".format(*frame.place(*point)) for point in curve)
-    return (
-        f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" '
-        f'stroke-opacity="{opacity}"/>'
-    )
-
-
-def _text(x: float, y: float, words: str, *, anchor: str = "start", colour: str = "") -> str:
-    fill = f' fill="{colour}"' if colour else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{fill}>{escape(words)}</text>'

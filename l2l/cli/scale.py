@@ -12,7 +12,7 @@ from typing import Any
 
 from l2l.bench import (
     CONFIRMED,
-    OPTIMIZERS,
+    LEARNING_RATES,
     SHAPES,
     Scale,
     ScaleResult,
@@ -38,10 +38,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer",
         nargs="+",
-        choices=list(OPTIMIZERS),
+        choices=list(LEARNING_RATES),
         default=["adafactor"],
         metavar="NAME",
-        help=f"of {', '.join(OPTIMIZERS)} (default: adafactor)",
+        help=f"of {', '.join(LEARNING_RATES)} (default: adafactor)",
     )
     parser.add_argument("--device-memory", default=None, metavar="SIZE", help="such as 16GiB")
     parser.add_argument("--host-memory", default=None, metavar="SIZE", help="such as 120GiB")

@@ -33,7 +33,7 @@ from l2l.train import (
 )
 
 HELP = """Train a model that does not fit the device. Settings come from a TOML file, from flags, or
-from both: flags go before the file. Everything is checked before anything is loaded. A run whose
+from both: flags override the file. Everything is checked before anything is loaded. A run whose
 folder has a checkpoint goes on from it; it may be stopped at any time, with Ctrl-C, SIGTERM or by
 pulling the plug."""
 
@@ -84,11 +84,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="a TOML file, or the folder of a run to go on with",
     )
-    group = parser.add_argument_group("settings, before those of the file")
+    group = parser.add_argument_group("settings, which override those of the file")
     for flag, (section, name, value) in FLAGS.items():
         key = key_of(section, name)
-        words = key.words.replace("%", "%%")
-        if key.is_switch:
+        words = key.help.replace("%", "%%")
+        if key.schema["type"] == "boolean":
             group.add_argument(flag, action="store_const", const=True, help=words)
         elif flag in SEVERAL:
             group.add_argument(flag, metavar=value, help=words, action="append")

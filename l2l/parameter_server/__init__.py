@@ -20,6 +20,7 @@ from l2l.parameter_server.optimizer import (
     RecordGradients,
     Update,
 )
+from l2l.parameter_server.optimizer_names import OPTIMIZERS
 from l2l.parameter_server.policy import UpdatePolicy
 from l2l.parameter_server.precision import DTYPES, LossScale, PrecisionPolicy, join_master
 from l2l.parameter_server.sizing import NUM_STAGING, ROUNDING_BYTES, alternatives, host_bytes
@@ -42,6 +43,7 @@ __all__ = [
     "DTYPES",
     "NUM_STAGING",
     "NUM_WRITERS",
+    "OPTIMIZERS",
     "REVISED_BYTES",
     "REVISED_PIECE",
     "ROUNDING_BYTES",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable
@@ -164,8 +163,9 @@ def export_checkpoint(
     if "settings" not in extra:
         raise TrainingError(f"{checkpoint} was not written by l2l train, so its model is unknown.")
     settings = Settings.of_table(extra["settings"])
-    described = dataclasses.replace(settings.model, folder=model_folder or settings.model.folder)
-    settings = dataclasses.replace(settings, model=described)
+    if model_folder is not None:
+        described = settings.model.model_copy(update={"folder": model_folder})
+        settings = settings.model_copy(update={"model": described})
     tokenizer = make_tokenizer(settings)
     model = make_model(
         settings,

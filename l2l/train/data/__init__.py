@@ -11,28 +11,30 @@ from l2l.train.data.batching import Batches as Batches
 from l2l.train.data.batching import num_targets as num_targets
 from l2l.train.data.batching import packing_holds as packing_holds
 from l2l.train.data.columns import Columns as Columns
+from l2l.train.data.columns import Task as Task
 from l2l.train.data.encoding import PLAIN_TEMPLATE as PLAIN_TEMPLATE
-from l2l.train.data.examples import TASKS as TASKS
 from l2l.train.data.examples import Examples as Examples
 from l2l.train.data.examples import Form as Form
 from l2l.train.data.examples import Statistics as Statistics
 from l2l.train.data.examples import make_examples as make_examples
-from l2l.train.data.reading import DOCUMENTS as DOCUMENTS
 from l2l.train.data.reading import DataError as DataError
+from l2l.train.data.reading import DocumentsEnd as DocumentsEnd
 from l2l.train.data.reading import Record as Record
+from l2l.train.data.reading import did_you_mean as did_you_mean
 from l2l.train.data.reading import read_records as read_records
 
 __all__ = [
-    "DOCUMENTS",
     "PLAIN_TEMPLATE",
-    "TASKS",
     "Batches",
     "Columns",
     "DataError",
+    "DocumentsEnd",
     "Examples",
     "Form",
     "Record",
     "Statistics",
+    "Task",
+    "did_you_mean",
     "make_examples",
     "num_targets",
     "packing_holds",

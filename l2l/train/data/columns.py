@@ -6,13 +6,14 @@ is found by the names that are usual for it, in the first record, unless it is n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from l2l.train.data.reading import DataError, Record, did_you_mean, listed
 
-ROLES = {
+Task = Literal["causal", "instruct", "classification", "regression"]
+ROLES: Mapping[str, tuple[str, ...]] = {
     "causal": ("text",),
     "instruct": ("messages", "prompt", "input", "completion"),
     "classification": ("text", "pair", "label"),
@@ -128,7 +129,7 @@ def value_of(record: Record, column: str) -> Any:
     """
     if column not in record.values:
         raise DataError(
-            f"{record.place}: there is no column {column!r}. Found {listed(list(record.values))}"
-            f"{did_you_mean(column, record.values) or '.'}"
+            f"{record.place}: there is no column {column!r}. Found {listed(list(record.values))}."
+            f"{did_you_mean(column, record.values)}"
         )
     return record.values[column]

@@ -50,8 +50,8 @@ class Form:
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise ValueError(
-                f"task={self.task!r} is not known. Expected one of {', '.join(TASKS)}"
-                f"{did_you_mean(self.task, TASKS) or '.'}"
+                f"task={self.task!r} is not known. Expected one of {', '.join(TASKS)}."
+                f"{did_you_mean(self.task, TASKS)}"
             )
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"max_length={self.max_length}; expected at least 2 tokens, or None.")

@@ -137,7 +137,7 @@ class ClassLabels(RowLabels):
             near = did_you_mean(label, known) if isinstance(label, str) else ""
             raise DataError(
                 f"{record.place}: the label {label!r} is not among those of the training data: "
-                f"{listed(known)}{near or '.'}"
+                f"{listed(known)}.{near}"
             )
 
 

@@ -26,9 +26,10 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-DOCUMENTS = ("blank lines", "line", "file")
+DocumentsEnd = Literal["blank lines", "line", "file"]
+DOCUMENTS = get_args(DocumentsEnd)
 HUB_NAME = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@([\w.-]+))?(?::(.+))?")
 LIBRARY_READS = {  # suffix -> what `datasets` calls it, and its settings
     ".parquet": ("parquet", {}),
@@ -80,8 +81,8 @@ def read_records(
     """
     if documents not in DOCUMENTS:
         raise ValueError(
-            f"documents={documents!r} is not known. Expected one of {', '.join(DOCUMENTS)}"
-            f"{did_you_mean(documents, DOCUMENTS)}."
+            f"documents={documents!r} is not known. Expected one of {', '.join(DOCUMENTS)}."
+            f"{did_you_mean(documents, DOCUMENTS)}"
         )
     listed = [sources] if isinstance(sources, str | Path) else list(sources)
     if not listed:
@@ -90,10 +91,11 @@ def read_records(
     return (record for reader in readers for record in reader())
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about a name that is not known: empty if nothing is like it."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A sentence for an error about an unknown name; empty if nothing is like it."""
+    names = list(known)
+    close = (difflib.get_close_matches(one, names, n=1) for one in (word, word.replace("-", "_")))
+    return next((f" Did you mean {one[0]}?" for one in close if one), "")
 
 
 def shown(value: Any) -> str:
@@ -130,7 +132,7 @@ def _readers(source: str | Path, documents: str) -> list[Reader]:
     named = HUB_NAME.fullmatch(str(source))
     if named is None or _kind(path):
         near = did_you_mean(path.name, [one.name for one in _beside(path)])
-        raise DataError(f"{source} is not there{near or '.'}")
+        raise DataError(f"{source} is not there.{near}")
     library = _datasets(f"{source} is no file or folder here. A dataset of the Hub")
     name, configuration, split = named.groups()
     return [

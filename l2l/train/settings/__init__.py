@@ -1,7 +1,6 @@
 """Settings of a training run: one TOML file, flags over it, all checked before anything is loaded.
 
-values     one setting: its type, its bounds, errors about it
-sections   the sections of the file: frozen data, every key explained once
+sections   the sections of the file: pydantic models, every key explained once
 reading    files and flags -> settings, and back to TOML
 
 [model]                      run.toml
@@ -16,16 +15,14 @@ steps = 300
 from l2l.train.settings.reading import SECTIONS as SECTIONS
 from l2l.train.settings.reading import Flag as Flag
 from l2l.train.settings.reading import Settings as Settings
+from l2l.train.settings.reading import SettingsError as SettingsError
 from l2l.train.settings.reading import help_text as help_text
 from l2l.train.settings.reading import key_of as key_of
 from l2l.train.settings.sections import LANGUAGE_TASKS as LANGUAGE_TASKS
-from l2l.train.settings.sections import OPTIMIZERS as OPTIMIZERS
 from l2l.train.settings.sections import ScheduleSettings as ScheduleSettings
-from l2l.train.settings.values import SettingsError as SettingsError
 
 __all__ = [
     "LANGUAGE_TASKS",
-    "OPTIMIZERS",
     "SECTIONS",
     "Flag",
     "ScheduleSettings",

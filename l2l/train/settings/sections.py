@@ -1,173 +1,175 @@
-"""The sections of a run's settings: frozen data, every key with one sentence that says what it is.
+"""The sections of a run's settings: frozen pydantic models, every key explained once.
 
-Errors, `l2l train --help-settings` and the flags of `l2l train` all read that sentence: it is
-written once, here.
+The docstring below a key is its description. Errors, `l2l train --help-settings` and the flags of
+`l2l train` all read it from there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 from torch import nn
 
+from l2l.device import parse_bytes
 from l2l.engine import Depth, ProgressiveLayerDropping, StochasticDepth
-from l2l.parameter_server import SGD, Adafactor, AdamW, Lion, Optimizer
-from l2l.train.data import DOCUMENTS, TASKS
-from l2l.train.settings.values import About
+from l2l.parameter_server import OPTIMIZERS, Optimizer
+from l2l.train.data import DocumentsEnd, Task
 
 LANGUAGE_TASKS = ("causal", "instruct")
-PRECISIONS = ("bfloat16", "float16", "float32")
-RUNS = "runs"  # where run folders are if no output folder is named
+SAME_RESULT = "same result"  # marks a key that may change without changing the trained weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
+def _size(text: str) -> str:
+    try:
+        fits = parse_bytes(text, name="size") >= 1
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError("is not a size. Expected a text like '8GiB'.")
+    return text
+
+
+def _not_empty(path: Any) -> Any:
+    if path == "":
+        raise ValueError("is empty")
+    return path
+
+
+Folder = Annotated[Path, BeforeValidator(_not_empty), Field(strict=False)]
+Sources = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    Field(min_length=1, strict=False),
+]
+Size = Annotated[str, AfterValidator(_size)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Amount = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+Pair = Annotated[tuple[Amount, Amount], Field(strict=False)]
+
+
+class Section(BaseModel):
+    """What all sections have in common."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+class ModelSettings(Section):
     """What is trained."""
 
-    folder: Annotated[
-        Path,
-        About(
-            "A Hugging Face folder: config.json, the tokenizer, and weights in safetensors files.",
-            changes_result=False,
-        ),
-    ]
-    random_init: Annotated[
-        bool, About("Begin with random weights; the folder then needs no weights.")
-    ] = False
-    allow_missing_weights: Annotated[
-        bool,
-        About(
-            "Begin with random values for weights that the folder lacks, not only for new heads."
-        ),
-    ] = False
-    layer_list: Annotated[
-        str | None, About("Dotted name of the list of layers, for a model that has several.")
-    ] = None
+    folder: Annotated[Folder, SAME_RESULT]
+    """A Hugging Face folder: config.json, the tokenizer, and weights in safetensors files."""
+    random_init: bool = False
+    """Begin with random weights; the folder then needs no weights."""
+    allow_missing_weights: bool = False
+    """Begin with random values for weights that the folder lacks, not only for new heads."""
+    layer_list: str | None = None
+    """Dotted name of the list of layers, for a model that has several."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSettings:
+class DataSettings(Section):
     """What it is trained on."""
 
-    source: Annotated[
-        tuple[str, ...],
-        About(
-            "Training data: .txt or .jsonl, also .gz, a folder of such files, or several of all "
-            "these; other files, and names of the Hub, through the datasets library.",
-            changes_result=False,
-        ),
-    ]
-    evaluation_source: Annotated[
-        tuple[str, ...] | None,
-        About("Data to evaluate on, in the same form.", changes_result=False),
-    ] = None
-    hold_out: Annotated[
-        int | None,
-        About("Examples of the training data to evaluate on, instead of training on.", least=1),
-    ] = None
-    task: Annotated[
-        str,
-        About(
-            "causal: texts. instruct: prompts or chats, of which the answers are learnt. "
-            "classification, regression: texts or pairs of texts with a class or a number.",
-            choices=TASKS,
-        ),
-    ] = "causal"
-    packing: Annotated[
-        bool | None,
-        About(
-            "Put several examples into a row; they do not see each other. Default: for language "
-            "models, where the model keeps them apart."
-        ),
-    ] = None
-    documents: Annotated[
-        str, About("What parts the documents of a .txt file.", choices=DOCUMENTS)
-    ] = "blank lines"
-    template: Annotated[
-        str | None, About("A chat template, of instruct. Default: the tokenizer's own.")
-    ] = None
+    source: Annotated[Sources, SAME_RESULT]
+    """Training data: .txt or .jsonl, also .gz, a folder of such files, or several of all these;
+    other files, and names of the Hub, through the datasets library."""
+    evaluation_source: Annotated[Sources | None, SAME_RESULT] = None
+    """Data to evaluate on, in the same form."""
+    hold_out: Positive | None = None
+    """Examples of the training data to evaluate on, instead of training on."""
+    task: Task = "causal"
+    """causal: texts. instruct: prompts or chats, of which the answers are learnt. classification,
+    regression: texts or pairs of texts with a class or a number."""
+    packing: bool | None = None
+    """Put several examples into a row; they do not see each other. Default: for language models,
+    where the model keeps them apart."""
+    documents: DocumentsEnd = "blank lines"
+    """What parts the documents of a .txt file."""
+    template: str | None = None
+    """A chat template, of instruct. Default: the tokenizer's own."""
+
+    @field_validator("packing")
+    @classmethod
+    def _pack_language_only(cls, packing: bool | None, info: ValidationInfo) -> bool | None:  # noqa: FBT001
+        task = info.data.get("task", "causal")
+        if packing and task not in LANGUAGE_TASKS:
+            raise ValueError(
+                f"does not go with {task}, which has one label for every row. Expected false, or a "
+                f"task of {', '.join(LANGUAGE_TASKS)}."
+            )
+        return packing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnSettings:
+class ColumnSettings(Section):
     """Names of the data's columns. Default: found by the names that are usual."""
 
-    text: Annotated[str | None, About("Of causal, classification and regression.")] = None
-    pair: Annotated[str | None, About("A second text of classification, regression.")] = None
-    label: Annotated[str | None, About("Of classification and regression.")] = None
-    prompt: Annotated[str | None, About("Of instruct.")] = None
-    input: Annotated[str | None, About("What the prompt is about; follows it.")] = None
-    completion: Annotated[str | None, About("The answer to the prompt.")] = None
-    messages: Annotated[str | None, About("A conversation, of instruct.")] = None
+    text: str | None = None
+    """Of causal, classification and regression."""
+    pair: str | None = None
+    """A second text of classification, regression."""
+    label: str | None = None
+    """Of classification and regression."""
+    prompt: str | None = None
+    """Of instruct."""
+    input: str | None = None
+    """What the prompt is about; follows it."""
+    completion: str | None = None
+    """The answer to the prompt."""
+    messages: str | None = None
+    """A conversation, of instruct."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSettings:
+class TrainingSettings(Section):
     """How a step is made, and how many."""
 
-    steps: Annotated[
-        int | None, About("Optimizer steps of the run. Default: as many as epochs has.", least=1)
-    ] = None
-    epochs: Annotated[
-        float | None,
-        About("Times the data is gone through, instead of steps. Default: 1.", above=0),
-    ] = None
-    rows: Annotated[int, About("Rows of a step.", least=1)] = 8
-    length: Annotated[
-        int,
-        About(
-            "Most tokens of a row. Default: 1024, or what the model is made for if that is less.",
-            least=2,
-        ),
-    ] = 1024
-    precision: Annotated[
-        str,
-        About(
-            "What runs on the device and crosses the link; masters are float32.", choices=PRECISIONS
-        ),
-    ] = "bfloat16"
-    clip_norm: Annotated[
-        float, About("Clip the gradient by its global norm; 0: do not. Adafactor cannot.", least=0)
-    ] = 1.0
-    max_bad_steps: Annotated[
-        int,
-        About(
-            "Give up after so many steps in a row, or half of the run if that is less, that are "
-            "skipped because a loss or gradient is not finite; 0: never. The search for float16's "
-            "loss scale does not count.",
-            least=0,
-            changes_result=False,
-        ),
-    ] = 10
-    seed: Annotated[int, About("Of random weights, shuffling and dropout.", least=0)] = 0
-    survival: Annotated[
-        float,
-        About(
-            "How probable it is that the last layer runs in a step, the others linear in depth.",
-            above=0,
-            most=1,
-        ),
-    ] = 1.0
-    survival_decay: Annotated[
-        float,
-        About("How fast that falls from 1, for each step; 0: it is so from the first.", least=0),
-    ] = 0.0
-    microbatch_size: Annotated[
-        int | None, About("Rows that pass a layer at once. Default: planned.", least=1)
-    ] = None
-    compile: Annotated[
-        bool | None, About("Whether layers go through torch.compile. Default: on an accelerator.")
-    ] = None
-    device: Annotated[
-        str | None,
-        About(
-            "Such as cuda:1 or cpu. Default: the accelerator if there is one.", changes_result=False
-        ),
-    ] = None
+    steps: Positive | None = None
+    """Optimizer steps of the run. Default: as many as epochs has."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Times the data is gone through, instead of steps. Default: 1."""
+    rows: Positive = 8
+    """Rows of a step."""
+    length: Annotated[int, Field(ge=2)] = 1024
+    """Most tokens of a row. Default: 1024, or what the model is made for if that is less."""
+    precision: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """What runs on the device and crosses the link; masters are float32."""
+    clip_norm: Amount = 1.0
+    """Clip the gradient by its global norm; 0: do not. Adafactor cannot."""
+    max_bad_steps: Annotated[Natural, SAME_RESULT] = 10
+    """Give up after so many steps in a row, or half of the run if that is less, that are skipped
+    because a loss or gradient is not finite; 0: never. The search for float16's loss scale does not
+    count."""
+    seed: Natural = 0
+    """Of random weights, shuffling and dropout."""
+    survival: Probability = 1.0
+    """How probable it is that the last layer runs in a step, the others linear in depth."""
+    survival_decay: Amount = 0.0
+    """How fast that falls from 1, for each step; 0: it is so from the first."""
+    microbatch_size: Positive | None = None
+    """Rows that pass a layer at once. Default: planned."""
+    compile: bool | None = None
+    """Whether layers go through torch.compile. Default: on an accelerator."""
+    device: Annotated[str | None, SAME_RESULT] = None
+    """Such as cuda:1 or cpu. Default: the accelerator if there is one."""
 
     def depth(self) -> Depth | None:
         """Which layers every step runs; None: all."""
@@ -178,40 +180,17 @@ class TrainingSettings:
         return StochasticDepth(last=self.survival)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
+class OptimizerSettings(Section):
     """How weights are updated. Every optimizer takes some of these, under torch's names."""
 
-    name: Annotated[
-        str,
-        About(
-            "adamw, adamw-8bit (moments in 8 bits), adafactor (2 bytes a parameter), lion or sgd.",
-            choices=("adamw", "adamw-8bit", "adafactor", "lion", "sgd"),
-        ),
-    ] = "adamw"
-    learning_rate: Annotated[
-        float,
-        About(
-            "At the top of the schedule. Default: 2e-5; lion 5e-6, adafactor and sgd 1e-3.", least=0
-        ),
-    ] = 2e-5
-    weight_decay: Annotated[float, About("Default: 0.01 with adamw, else 0.", least=0)] = 0.01
-    decay_biases_and_norms: Annotated[
-        bool, About("Whether weight decay is for biases and norms too, all that is not a matrix.")
-    ] = False
-    betas: Annotated[
-        tuple[float, float] | None, About("adamw [0.9, 0.999], lion [0.9, 0.99].", least=0)
-    ] = None
-    eps: Annotated[
-        float | tuple[float, float] | None, About("adamw 1e-8, adafactor [1.2e-7, 1e-3].", least=0)
-    ] = None
-    momentum: Annotated[float | None, About("sgd 0.", least=0)] = None
-    dampening: Annotated[float | None, About("sgd 0.")] = None
-    nesterov: Annotated[bool | None, About("sgd false.")] = None
-    beta2_decay: Annotated[float | None, About("adafactor -0.8.", most=0)] = None
-    d: Annotated[
-        float | None, About("adafactor 1.0: how large a tensor's update may get.", least=1)
-    ] = None
+    name: Annotated[str, Field(json_schema_extra={"enum": list(OPTIMIZERS)})] = "adamw"
+    """adamw, adamw-8bit (moments in 8 bits), adafactor (2 bytes a parameter), lion or sgd."""
+    learning_rate: Amount = 2e-5
+    """At the top of the schedule. Default: 2e-5; lion 5e-6, adafactor and sgd 1e-3."""
+    weight_decay: Amount = 0.01
+    """Default: 0.01 with adamw, else 0."""
+    decay_biases_and_norms: bool = False
+    """Whether weight decay is for biases and norms too, all that is not a matrix."""
 
     def make(self) -> Optimizer:
         """The optimizer that these settings describe.
@@ -219,30 +198,68 @@ class OptimizerSettings:
         Raises:
             ValueError: they exclude each other.
         """
-        kind = OPTIMIZERS[self.name]
-        arguments = {name: getattr(self, name) for name in kind.defaults}
-        arguments["lr"] = arguments.pop("learning_rate")
+        own = self.model_dump(exclude={"name", "learning_rate", "decay_biases_and_norms"})
         groups = None if self.decay_biases_and_norms else without_decay
-        return kind.make(**arguments, groups=groups)
+        return OPTIMIZERS[self.name](lr=self.learning_rate, **own, groups=groups)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleSettings:
+class AdamWSettings(OptimizerSettings):
+    """AdamW, exact or with moments in 8 bits."""
+
+    name: Literal["adamw", "adamw-8bit"] = "adamw"
+    betas: Pair = (0.9, 0.999)
+    """adamw [0.9, 0.999], lion [0.9, 0.99]."""
+    eps: Amount = 1e-8
+    """adamw 1e-8, adafactor [1.2e-7, 1e-3]."""
+
+
+class LionSettings(OptimizerSettings):
+    """Lion."""
+
+    name: Literal["lion"] = "lion"
+    learning_rate: Amount = 5e-6
+    weight_decay: Amount = 0.0
+    betas: Pair = (0.9, 0.99)
+
+
+class SGDSettings(OptimizerSettings):
+    """SGD."""
+
+    name: Literal["sgd"] = "sgd"
+    learning_rate: Amount = 1e-3
+    weight_decay: Amount = 0.0
+    momentum: Amount = 0.0
+    """sgd 0."""
+    dampening: float = 0.0
+    """sgd 0."""
+    nesterov: bool = False
+    """sgd false."""
+
+
+class AdafactorSettings(OptimizerSettings):
+    """Adafactor."""
+
+    name: Literal["adafactor"] = "adafactor"
+    learning_rate: Amount = 1e-3
+    weight_decay: Amount = 0.0
+    eps: Pair = (2.0**-23, 1e-3)
+    beta2_decay: Annotated[float, Field(le=0)] = -0.8
+    """adafactor -0.8."""
+    d: Annotated[float, Field(ge=1)] = 1.0
+    """adafactor 1.0: how large a tensor's update may get."""
+
+
+class ScheduleSettings(Section):
     """The learning rate over the run: a pure function of the step."""
 
-    shape: Annotated[
-        str, About("How it goes on after the warm-up.", choices=("constant", "linear", "cosine"))
-    ] = "cosine"
-    warm_up_steps: Annotated[
-        int | None,
-        About("Steps in which it rises evenly to its top, instead of warm_up_share.", least=0),
-    ] = None
-    warm_up_share: Annotated[
-        float | None, About("Share of the run in which it rises. Default: 0.03.", least=0, most=1)
-    ] = None
-    minimum_ratio: Annotated[
-        float, About("Share of the top that linear and cosine end with.", least=0, most=1)
-    ] = 0.0
+    shape: Literal["constant", "linear", "cosine"] = "cosine"
+    """How it goes on after the warm-up."""
+    warm_up_steps: Natural | None = None
+    """Steps in which it rises evenly to its top, instead of warm_up_share."""
+    warm_up_share: Share | None = None
+    """Share of the run in which it rises. Default: 0.03."""
+    minimum_ratio: Share = 0.0
+    """Share of the top that linear and cosine end with."""
 
     def warm_up(self, total: int) -> int:
         """Steps of the warm-up in a run of `total`."""
@@ -261,145 +278,51 @@ class ScheduleSettings:
         return self.minimum_ratio + (1.0 - self.minimum_ratio) * left
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySettings:
+class MemorySettings(Section):
     """How much may be taken."""
 
-    device_memory: Annotated[
-        str | None,
-        About("Of the device, such as 8GiB. Default: 90% of what is free.", changes_result=False),
-    ] = None
-    host_memory: Annotated[
-        str | None,
-        About(
-            "Of the host, such as 100GiB. Default: 95% of what is free.",
-            changes_result=False,
-        ),
-    ] = None
+    device_memory: Annotated[Size | None, SAME_RESULT] = None
+    """Of the device, such as 8GiB. Default: 90% of what is free."""
+    host_memory: Annotated[Size | None, SAME_RESULT] = None
+    """Of the host, such as 100GiB. Default: 95% of what is free."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSettings:
+class EvaluationSettings(Section):
     """When the model is evaluated, if there is data for it: also first and last."""
 
-    every_steps: Annotated[
-        int | None,
-        About(
-            "Steps between evaluations; 0: only before the first and after the last. Default: a "
-            "tenth of the run.",
-            least=0,
-            changes_result=False,
-        ),
-    ] = None
-    rows: Annotated[
-        int | None,
-        About("Rows of a batch. Default: as in training.", least=1, changes_result=False),
-    ] = None
-    most_batches: Annotated[
-        int | None,
-        About(
-            "Evaluate on so many batches only, the first ones. Default: on all.",
-            least=1,
-            changes_result=False,
-        ),
-    ] = None
+    every_steps: Annotated[Natural | None, SAME_RESULT] = None
+    """Steps between evaluations; 0: only before the first and after the last. Default: a tenth of
+    the run."""
+    rows: Annotated[Positive | None, SAME_RESULT] = None
+    """Rows of a batch. Default: as in training."""
+    most_batches: Annotated[Positive | None, SAME_RESULT] = None
+    """Evaluate on so many batches only, the first ones. Default: on all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSettings:
+class CheckpointSettings(Section):
     """When the run is saved: in the background, and at the end."""
 
-    every_steps: Annotated[
-        int, About("Steps between checkpoints; 0: only at the end.", least=0, changes_result=False)
-    ] = 200
-    keep: Annotated[int, About("Checkpoints that are kept.", least=1, changes_result=False)] = 2
+    every_steps: Annotated[Natural, SAME_RESULT] = 200
+    """Steps between checkpoints; 0: only at the end."""
+    keep: Annotated[Positive, SAME_RESULT] = 2
+    """Checkpoints that are kept."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputSettings:
+class OutputSettings(Section):
     """What is left behind, and what is shown."""
 
-    folder: Annotated[
-        Path,
-        About(
-            "The run folder: settings, metrics, checkpoints, the trained model. A run that finds "
-            f"its checkpoint there goes on from it. Default: {RUNS}/ and the name of the TOML "
-            "file, or of model and data.",
-            changes_result=False,
-        ),
-    ]
-    export: Annotated[
-        bool,
-        About(
-            "Write the trained model to the run folder's model/, for from_pretrained.",
-            changes_result=False,
-        ),
-    ] = True
-    export_dtype: Annotated[
-        str | None,
-        About(
-            "Of the exported weights. Default: bfloat16; float32 if that is the precision.",
-            choices=("bfloat16", "float32"),
-            changes_result=False,
-        ),
-    ] = None
-    tensorboard: Annotated[
-        bool,
-        About("Write TensorBoard events too, if tensorboard is installed.", changes_result=False),
-    ] = True
-    every_steps: Annotated[
-        int,
-        About(
-            "Steps between two lines of progress, where there is no terminal.",
-            least=1,
-            changes_result=False,
-        ),
-    ] = 10
-
-
-# --------------------------------------------------------------------------------------------------
-# Optimizers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerKind:
-    """An optimizer, the settings that it takes, and what they are if nothing is said."""
-
-    make: Callable[..., Optimizer]
-    defaults: Mapping[str, Any]
-
-
-ADAMW = {"learning_rate": 2e-5, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
-OPTIMIZERS: Mapping[str, OptimizerKind] = {
-    "adamw": OptimizerKind(make=AdamW, defaults=ADAMW),
-    "adamw-8bit": OptimizerKind(
-        make=lambda **arguments: AdamW(moments="8bit", **arguments), defaults=ADAMW
-    ),
-    "adafactor": OptimizerKind(
-        make=Adafactor,
-        defaults={
-            "learning_rate": 1e-3,
-            "weight_decay": 0.0,
-            "eps": (2.0**-23, 1e-3),
-            "beta2_decay": -0.8,
-            "d": 1.0,
-        },
-    ),
-    "lion": OptimizerKind(
-        make=Lion,
-        defaults={"learning_rate": 5e-6, "weight_decay": 0.0, "betas": (0.9, 0.99)},
-    ),
-    "sgd": OptimizerKind(
-        make=SGD,
-        defaults={
-            "learning_rate": 1e-3,
-            "weight_decay": 0.0,
-            "momentum": 0.0,
-            "dampening": 0.0,
-            "nesterov": False,
-        },
-    ),
-}
+    folder: Annotated[Folder, SAME_RESULT]
+    """The run folder: settings, metrics, checkpoints, the trained model. A run that finds its
+    checkpoint there goes on from it. Default: runs/ and the name of the TOML file, or of model and
+    data."""
+    export: Annotated[bool, SAME_RESULT] = True
+    """Write the trained model to the run folder's model/, for from_pretrained."""
+    export_dtype: Annotated[Literal["bfloat16", "float32"] | None, SAME_RESULT] = None
+    """Of the exported weights. Default: bfloat16; float32 if that is the precision."""
+    tensorboard: Annotated[bool, SAME_RESULT] = True
+    """Write TensorBoard events too, if tensorboard is installed."""
+    every_steps: Annotated[Positive, SAME_RESULT] = 10
+    """Steps between two lines of progress, where there is no terminal."""
 
 
 def without_decay(name: str, parameter: nn.Parameter) -> Mapping[str, Any] | None:

@@ -1,0 +1,197 @@
+"""What a run is made of before it has an engine: its data in batches, its model without weights."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from l2l.hugging_face import class_names
+from l2l.model import IGNORED
+from l2l.train.data import Batches, Examples, make_examples, read_records
+from l2l.train.folder import TrainingError
+from l2l.train.parts import make_model, make_tokenizer, model_fingerprint, pad_id_of
+from l2l.train.settings import LANGUAGE_TASKS, Settings
+
+PADDED_TO = 64  # lengths of rows that are not packed are multiples of this
+NUM_EVALUATIONS = 10  # in a run, if nothing else is said
+SAMPLE_CHARACTERS = 600
+
+
+@final
+class Prepared:
+    """Tokenizer, examples, batches and model, as the settings say."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Read the data and make the model, without weights.
+
+        Raises:
+            ValueError: they are not as the settings say.
+        """
+        self.settings = settings
+        self.tokenizer = make_tokenizer(settings)
+        self._pad_id = pad_id_of(self.tokenizer)
+        self.examples, self.held_out = self._read()
+        self.model = make_model(
+            settings,
+            pad_id=self._pad_id,
+            num_labels=self.examples.num_labels,
+            label_names=self.examples.label_names,
+        )
+        self._check_vocabulary()
+        self.packing_is_asked = settings.data.packing is not None
+        may_pack = settings.data.task in LANGUAGE_TASKS
+        self.make_batches(packing=settings.data.packing if self.packing_is_asked else may_pack)
+
+    def make_batches(self, *, packing: bool | None) -> None:
+        """Lay the examples out in rows, anew if they were before; the settings say so too."""
+        data = self.settings.data.model_copy(update={"packing": bool(packing)})
+        self.settings = self.settings.model_copy(update={"data": data})
+        training = self.settings.training
+        self.batches = self._batches_of(self.examples, training.rows)
+        self.num_steps = training.steps or self.batches.num_steps(training.epochs or 1.0)
+
+    @cached_property
+    def evaluation_batches(self) -> Batches:
+        """Of what is held out."""
+        assert self.held_out is not None
+        rows = self.settings.evaluation.rows or self.settings.training.rows
+        return self._batches_of(self.held_out, rows)
+
+    def is_saved_after(self, step: int) -> bool:
+        """Whether a checkpoint is due."""
+        every = self.settings.checkpoint.every_steps
+        return step == self.num_steps or bool(every and step % every == 0)
+
+    def num_saves_from(self, step: int) -> int:
+        """Checkpoints that are due after a step and those that follow it."""
+        return sum(map(self.is_saved_after, range(step, self.num_steps + 1)))
+
+    def is_evaluated_after(self, step: int) -> bool:
+        """Whether an evaluation is due, if there is something to evaluate on."""
+        every = self.settings.evaluation.every_steps
+        every = max(1, self.num_steps // NUM_EVALUATIONS) if every is None else every
+        due = step in (0, self.num_steps) or bool(every and step % every == 0)
+        return self.held_out is not None and due
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """What must not change in a run, and where it came from."""
+        return {
+            "model": model_fingerprint(self.settings.model.folder),
+            "model_source": str(self.settings.model.folder),
+            "data": self.examples.fingerprint(),
+            "data_source": ", ".join(self.settings.data.source),
+        }
+
+    def extra(self) -> dict[str, Any]:
+        """What is saved with every checkpoint."""
+        return {
+            "settings": self.settings.table(),
+            "num_steps": self.num_steps,
+            "num_labels": self.examples.num_labels,
+            "label_names": list(self.examples.label_names),
+            **self.identity,
+        }
+
+    def described(self) -> str:
+        """Model, data and steps, for people."""
+        settings = self.settings
+        length = settings.training.length
+        config: Any = self.model.config
+        most = getattr(config.get_text_config(), "max_position_embeddings", None)
+        lines = []
+        if isinstance(most, int) and length > most:
+            lines.append(f"note: rows of {length} tokens, but the model is made for {most}")
+        kind = type(self.model).__name__
+        lines += [f"model: {kind}, {self.num_parameters:,} parameters, {settings.model.folder}"]
+        lines += [f"data: {', '.join(settings.data.source)}", str(self.examples.statistics)]
+        if self.held_out is not None:
+            lines.append(f"evaluation: {len(self.held_out):,} examples")
+        return "\n".join([*lines, self.described_rows()])
+
+    def described_rows(self) -> str:
+        """How the examples lie in rows, and how many steps that makes."""
+        return f"{self.batches}\n{self.num_steps:,} steps"
+
+    def sample(self) -> str:
+        """The first row of the first batch, as text."""
+        batch = self.batches.batch(0)
+        ids, labels = batch["input_ids"][0], batch["labels"]
+        mask = batch.get("attention_mask")
+        ids = ids if mask is None else ids[mask[0].bool()]
+        shape = " x ".join(str(size) for size in batch["input_ids"].shape)
+        lines = [f"batch of step 1: {shape} tokens, {', '.join(batch)}", "its first row:"]
+        lines.append(_shortened(self.tokenizer.decode(ids)))
+        if labels.dim() == 2:
+            learnt = labels[0][labels[0] != IGNORED]
+            lines.append(f"of which is learnt ({learnt.numel()} tokens):")
+            lines.append(_shortened(self.tokenizer.decode(learnt)))
+        else:
+            lines.append(f"label: {labels[0].item()}")
+        return "\n".join(lines)
+
+    def widest_batch(self) -> dict[str, Tensor]:
+        """The first batch, filled up to the length of the longest row of all.
+
+        A plan that is made for it holds for every batch, so no choice changes during a run.
+        """
+        sets = (self.examples, self.held_out or self.examples)
+        longest = max(int(examples.lengths.max()) for examples in sets)
+        width = min(self.settings.training.length, -(-longest // PADDED_TO) * PADDED_TO)
+        fill = {"input_ids": self._pad_id, "labels": IGNORED}
+        return {
+            name: nn.functional.pad(
+                value, (0, max(0, width - value.shape[1])), value=fill.get(name, 0)
+            )
+            if value.dim() == 2
+            else value
+            for name, value in self.batches.batch(0).items()
+        }
+
+    def _read(self) -> tuple[Examples, Examples | None]:
+        settings, tokenizer = self.settings, self.tokenizer
+        data, form = settings.data, settings.form
+        records = read_records(data.source, documents=data.documents)
+        examples = make_examples(records, tokenizer=tokenizer, form=form)
+        examples = examples.numbered_as(class_names(settings.model.folder))
+        if data.hold_out is not None:
+            return examples.hold_out(data.hold_out, seed=settings.training.seed)
+        if data.evaluation_source is None:
+            return examples, None
+        records = read_records(data.evaluation_source, documents=data.documents)
+        return examples, make_examples(records, tokenizer=tokenizer, form=form, like=examples)
+
+    def _check_vocabulary(self) -> None:
+        model: Any = self.model
+        size = model.get_input_embeddings().num_embeddings
+        sets = [one for one in (self.examples, self.held_out) if one is not None and len(one)]
+        most = max(self._pad_id, *(int(one.ids.max()) for one in sets))
+        if most >= size:
+            raise TrainingError(
+                f"the tokenizer in {self.settings.model.folder} (tokenizer.json or the like) makes "
+                f"token {most}, but the model has {size} embeddings (vocab_size in config.json). "
+                "Expected a tokenizer that belongs to the model: is the folder complete?"
+            )
+
+    def _batches_of(self, examples: Examples, rows: int) -> Batches:
+        return Batches(
+            examples,
+            pad_id=self._pad_id,
+            rows=rows,
+            length=self.settings.training.length,
+            packing=bool(self.settings.data.packing),
+            padded_to=PADDED_TO,
+            seed=self.settings.training.seed,
+        )
+
+
+def _shortened(text: str) -> str:
+    text = text if len(text) <= SAMPLE_CHARACTERS else f"{text[:SAMPLE_CHARACTERS]} ..."
+    return "\n".join(f"  {line}" for line in text.splitlines())
