@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -421,6 +422,18 @@ def test_8bit_adamw_is_the_formula_bit_by_bit(kernel: HostKernel, numel: int) ->
         update = AdamWUpdate(step=step, seed=3, **NUMBERS)
         kernel.adamw(update, weight=weight, gradient=gradient, moments=moments, num_threads=2)
     assert_same_bits(tensors_of(weight, moments), tensors_of(expected, expected_moments))
+
+
+def test_the_x87_unit_is_left_as_it_was(kernel: HostKernel) -> None:
+    """It shares registers with MMX; whoever forgets to empty these leaves NaN to others."""
+    for level in kernel.available_levels:
+        kernel.set_level(level)
+        weight, moments = Float32Weight(weight=torch.ones(1000)), EightBitMoments.zeros(1000)
+        update = AdamWUpdate(step=1, seed=3, **NUMBERS)
+        kernel.adamw(
+            update, weight=weight, gradient=torch.ones(1000), moments=moments, num_threads=1
+        )
+        assert float(np.longdouble(2) * np.longdouble(3)) == 6.0
 
 
 def test_a_buffer_updated_in_pieces_gives_the_bits_of_the_whole(kernel: HostKernel) -> None:
