@@ -331,8 +331,16 @@ def test_printing_and_parsing_are_inverse(name: str) -> None:
         assert parse_line(str(line)) == line
 
 
-def test_there_are_at_most_fourteen_verbs() -> None:
+def test_there_are_at_most_fourteen_verbs_also_for_what_comes() -> None:
+    """docs/language.md has schedules of what is planned: units, places and values are new there."""
     assert len(VERBS) <= 14
+    text = (FOLDER.parents[1] / "docs" / "language.md").read_text()
+    lines = [line for block in text.split("```")[1::2] for line in block.splitlines() if line]
+    assert len(lines) > 50
+    for line in lines:
+        lane, waits, awaited = line.partition(" waits ")
+        assert (awaited or line).split()[0] in VERBS
+        assert not waits or lane in {one.value for one in Lane}
 
 
 def test_golden_schedules_use_every_kind_of_line_and_every_lane() -> None:

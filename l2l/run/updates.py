@@ -1,40 +1,29 @@
-"""Where gradients become updates: on the host, on the device, at once or in the next step.
+"""Where gradients become updates: on the host here, on the device in device_updates.py.
 
 The schedule says when; the parameter server owns what is changed. Here is what happens in lines
-about gradients, updates and looked-up rows (`Updates.lines`), and in those in which the host goes
-on with what the step before has left (`Updates.prepared`).
+about updates and looked-up rows (`Updates.lines`), and in those in which the host goes on with what
+the step before has left, which is taken when they are submitted (`Updates.prepared`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from typing import Any, final
-
-import torch
-from torch import Tensor
+from typing import final
 
 from l2l.device import Device, Work
-from l2l.parameter_server import (
-    Adafactor,
-    HostOptimizer,
-    ParameterServer,
-    UpdateOrder,
-    WaitingUpdate,
-    device_update,
-    state_name,
-)
+from l2l.parameter_server import ParameterServer, WaitingUpdate
+from l2l.run.device_updates import DeviceUpdates
+from l2l.run.gradients import Gradients
 from l2l.run.lookup import HostRows, RowSet
-from l2l.run.seeds import DEVICE_UPDATE_SEED, mix_seed, position
 from l2l.run.step import Step
 from l2l.run.transfer import Transfer
-from l2l.schedule import Action, Lane, Schedule, late_staging
+from l2l.schedule import Action, Schedule, late_staging
 
 
 @final
 class Updates:
-    """Performs the lines of a schedule that concern gradients and updates."""
+    """Performs the lines of a schedule that concern updates, and owns what performs the rest."""
 
     def __init__(
         self,
@@ -49,93 +38,36 @@ class Updates:
         self._device = device
         self._transfer = transfer
         self._rows = rows
-        self._compiled = compiled
+        self._gradients = Gradients(server=server, transfer=transfer)
+        self._on_device = DeviceUpdates(
+            server=server,
+            device=device,
+            transfer=transfer,
+            gradients=self._gradients,
+            compiled=compiled,
+        )
+        self.accumulate = self._gradients.accumulate
         self.taken: list[WaitingUpdate] = []  # of the step before, by the step that runs
-
-    @property
-    def lines(self) -> dict[str, Callable[[Step, Action], None]]:
-        """What is done in lines about gradients, updates and rows, by their kind."""
-        return {
+        self.lines: dict[str, Callable[[Step, Action], None]] = {
             "lookup m": self.lookup,
             "collect U m": self.collect,
-            "reduce U": self.reduce,
-            "reduce loss": self.reduce_losses,
-            "drain U.grad": self.drain,
-            "drain U.norm": self.drain_norms,
             "update U host": self.update,
-            # on the device, at once
-            "update U device": self.update_in_slot,
-            "fetch U.state:p": self.fetch_state,
-            "update U:p device": self.update_piece,
-            # on the device, left by the step before
-            "update U device late": self.update_device_state,
-            "drain U": self.drain_weights,
-            "fetch U.all:p": self.fetch_all,
-            "update U:p device late": self.update_lent_piece,
-            "drain U.all:p": self.drain_all,
+            **self._gradients.lines,
+            **self._on_device.lines,
         }
-
-    @property
-    def prepared(self) -> dict[str, Callable[[Step, Action], Work]]:
-        """The work of lines that take what was left when they are submitted, by their kind."""
-        return {
+        self.prepared: dict[str, Callable[[Step, Action], Work]] = {
             "update U host late": self.update_late,
             "update U host late weights": self.update_late_weights,
             "update U host late moments": self.update_late,
             "update U:m host late": self.update_late_rows,
             "update U:m host late weights": self.update_late_rows,
-            "order U": self.order,
-            "order U late": self.order_late,
+            **self._on_device.prepared,
         }
-
-    def accumulate(
-        self,
-        step: Step,
-        unit: str,
-        slot: str,
-        gradients: Mapping[str, Tensor],
-        add: Callable[[list[Tensor], list[Tensor]], None] | None = None,
-    ) -> None:
-        """Add one microbatch's gradients to a unit's sums; `add` is a faster way to do so."""
-        received = step.received.setdefault(unit, set())
-        if gradients:
-            self._transfer.accumulate(unit, slot, gradients, received=received, add=add)
-
-    def drain(self, step: Step, action: Action) -> None:
-        """A unit's gradient, and its norms, to the host."""
-        self._transfer.drain(action.unit, *action.places)
-        self.drain_norms(step, action)
-
-    def drain_norms(self, step: Step, action: Action) -> None:
-        """A unit's norms to the host; of several ranks also what got a gradient on any."""
-        self._note_norms(step, action.unit, action.places[0], step.reduced.pop(action.unit, None))
-
-    def _note_norms(self, step: Step, unit: str, slot: str, reduced: Tensor | None) -> Tensor:
-        if reduced is None:
-            norms = self._transfer.norms(unit, slot, received=step.received.get(unit, set()))
-        else:
-            norms = reduced[0]
-            step.flags[unit].copy_(reduced[1], non_blocking=True)
-        step.norms[unit][: norms.numel()].copy_(norms, non_blocking=True)
-        return norms
-
-    def reduce(self, step: Step, action: Action) -> None:
-        """A unit's gradients, summed over all ranks."""
-        step.reduced[action.unit] = self._transfer.reduce(
-            action.unit,
-            *action.places,
-            received=step.received.get(action.unit, set()),
-            all_of_it=isinstance(self._server.optimizer, Adafactor),
-        )
-
-    def reduce_losses(self, step: Step, _: Action) -> None:
-        """Losses, summed over all ranks."""
-        self._server.world.pool(step.device_losses)
 
     def update(self, step: Step, action: Action) -> None:
         """A unit's update, on the host."""
         staging = self._transfer.staging[action.places[0]]
-        self._show_staged(step, action.unit, staging)
+        self._gradients.show_staged(step, action.unit, staging)
         order = step.order(action.unit)
         if order is not None:
             self._server.update(action.unit, staging, order)
@@ -161,39 +93,15 @@ class Updates:
         assert action.microbatch is not None
         self._rows.gather(step.rows.microbatches[action.microbatch])
 
-    def _show(self, step: Step, unit: str, gradients: Mapping[str, Tensor]) -> None:
-        """Show a unit's gradients to the step's witness."""
-        if step.witness is not None:
-            for owner, gradient in gradients.items():
-                if owner in step.received.get(unit, ()):
-                    step.witness(owner, gradient)
-
-    def _show_summed(self, step: Step, unit: str, slot: str) -> None:
-        """The same of gradients on the device: what this rank holds of them."""
-        one = self._server.units[unit]
-        sums = self._transfer.gradients(unit, slot) if step.witness is not None else {}
-        self._show(
-            step,
-            unit,
-            {o: g.view(-1)[one.form.trained.piece(o, one.share)] for o, g in sums.items()},
-        )
-
-    def _show_staged(self, step: Step, unit: str, staging: Tensor) -> None:
-        if step.witness is not None:
-            self._show(step, unit, self._server.units[unit].held.staging_layout.views(staging))
-
     def show_waiting(self, step: Step) -> None:
         """Show the gradients of all updates that a step has left; those on the device are done."""
         for unit, waiting in list(self._server.waiting.items()):
             waiting.drained.synchronize()
             if waiting.gradient is None:
-                self._show_summed(step, unit, f"G{unit}")
+                self._gradients.show_summed(step, unit, f"G{unit}")
                 self._server.take_waiting(unit)
             else:
-                self._show_staged(step, unit, waiting.gradient)
-
-    # ----------------------------------------------------------------------------------------------
-    # Updates that are left to the next step
+                self._gradients.show_staged(step, unit, waiting.gradient)
 
     def leave(self, schedule: Schedule, step: Step) -> None:
         """Keep the updates that a step leaves."""
@@ -205,7 +113,7 @@ class Updates:
             waiting = WaitingUpdate(unit=name, order=partial(step.order, name), drained=drained)
             waiting.step = step
             if name in shape.on_device:
-                waiting.finish = self._renew_now
+                waiting.finish = self._on_device.update_now
             else:
                 waiting.gradient = self._transfer.staging[late_staging(name)]
                 if name in only_rows and step.rows is not None:
@@ -250,237 +158,3 @@ class Updates:
     def _clear(self, rows: RowSet, waiting: WaitingUpdate) -> None:
         assert waiting.gradient is not None
         self._rows.clear(waiting.unit, rows, waiting.gradient)
-
-    def order_late(self, _: Step, action: Action) -> Work:
-        """The numbers of an update on the device that was left, into host memory.
-
-        The update waits until its weights are drained: if the step fails before, it is not lost.
-        """
-        return self._numbers(self._server.waiting[action.unit])
-
-    def _numbers(self, waiting: WaitingUpdate) -> Work:
-        if waiting.numbers is None:
-            trained = self._server.units[waiting.unit].form.trained.names
-            record = self._device.host_record(len(trained), device_update.NUM_NUMBERS)
-            waiting.numbers = record.zero_()  # which changes nothing, if they are never written
-        return partial(self._write_numbers, waiting, waiting.numbers)
-
-    def order(self, step: Step, action: Action) -> Work:
-        """The same, for an update under this step's backward passes.
-
-        Which parameters get gradients is not known yet: all, until `update_piece` knows better.
-        """
-        unit = action.unit
-        assert step.reported is not None
-        names = frozenset(self._server.units[unit].form.trained.names)
-
-        def numbers() -> UpdateOrder | None:
-            found = step.order(unit)
-            return None if found is None else replace(found, received=names)
-
-        waiting = WaitingUpdate(unit=unit, order=numbers, drained=step.reported, step=step)
-        self._server.leave(waiting)
-        return self._numbers(waiting)
-
-    def _write_numbers(self, waiting: WaitingUpdate, record: Tensor) -> None:
-        if waiting.ordered:  # a step that failed has ordered it
-            return
-        self._server.before_change(waiting.unit)  # numbers of steps now, the rest soon
-        unit, order = self._server.units[waiting.unit], waiting.order()
-        optimizer = self._server.optimizer
-        assert isinstance(optimizer, HostOptimizer)
-        rows = []
-        for owner in unit.form.trained.names:
-            applies = order is not None and owner in order.received
-            unit.steps[owner] += applies
-            rows.append(
-                device_update.numbers(
-                    optimizer,
-                    order.settings[owner] if order is not None else optimizer.defaults,
-                    step=max(1, unit.steps[owner]),
-                    factor=order.factor if order is not None else 1.0,
-                    apply=applies,
-                    seed=self._server.seed,
-                )
-            )
-        record.copy_(torch.tensor(rows))
-        waiting.ordered = True
-
-    def update_device_state(self, _: Step, action: Action) -> None:
-        """An update on the device, with the numbers that the host has written."""
-        unit, (slot, gradient_slot) = action.unit, action.places
-        waiting = self._server.waiting[unit]
-        if waiting.renewed:
-            return
-        assert waiting.numbers is not None
-        numbers = waiting.numbers.to(self._device.torch_device, non_blocking=True)
-        self._server.unfinished.add(unit)
-        self._apply(waiting.step, unit, slot, gradient_slot, numbers)
-        waiting.renewed = True
-        self._server.unfinished.discard(unit)
-
-    def drain_weights(self, _: Step, action: Action) -> None:
-        """The weights of an update on the device to the host: it waits no longer."""
-        self._transfer.mirror(action.unit, *action.places)
-        waiting = self._server.waiting.get(action.unit)
-        if waiting is not None and waiting.renewed:
-            self._server.take_waiting(action.unit)
-
-    def fetch_all(self, step: Step, action: Action) -> None:
-        """Gradient, weights and state of a piece to the device."""
-        self._transfer.borrow(action.unit, self._piece(step, action), *action.places)
-
-    def update_lent_piece(self, step: Step, action: Action) -> None:
-        """The update of a piece that was brought with its gradient and its state."""
-        unit, place = action.unit, action.places[-1]
-        waiting, optimizer = self._server.waiting[unit], self._server.optimizer
-        assert waiting.numbers is not None
-        assert isinstance(optimizer, HostOptimizer)
-        numbers = waiting.numbers.to(self._device.torch_device, non_blocking=True)
-        if unit in step.finite:  # nobody has looked at the gradient yet
-            numbers = numbers.clone()
-            numbers[:, device_update.APPLY] *= step.finite[unit]
-        held, span = self._server.units[unit], self._piece(step, action)
-        lent = self._transfer.lent(place, held.part(span, waiting.gradient))
-        for row, owners in self._runs(waiting.step, unit):
-            first, last = (held.form.trained.span(owner) for owner in (owners[0], owners[-1]))
-            start, end = max(first.start, span.start), min(last.stop, span.stop)
-            if start < end:
-                part = lent.cut(start - span.start, end - span.start)
-                device_update.update(optimizer, part, numbers[row], compiled=self._compiled)
-
-    def fetch_state(self, step: Step, action: Action) -> None:
-        """State of a piece to the device."""
-        self._transfer.lease(action.unit, self._piece(step, action), *action.places)
-
-    def update_piece(self, step: Step, action: Action) -> None:
-        """The update of a piece whose weights and gradients are on the device."""
-        unit, (slot, gradient_slot, place) = action.unit, action.places
-        if action.piece == 0:
-            self._show_summed(step, unit, gradient_slot)
-            self._withdraw(step, unit)
-            norms = self._transfer.norms(
-                unit, gradient_slot, received=step.received.get(unit, set())
-            )
-            step.finite[unit] = norms.isfinite().all()
-        self._transfer.join(unit, self._piece(step, action), slot, gradient_slot, place)
-        self.update_lent_piece(step, action)
-
-    def _withdraw(self, step: Step, name: str) -> None:
-        """Take back what was assigned to parameters that got no gradient: hardly ever any."""
-        unit, waiting = self._server.units[name], self._server.waiting[name]
-        names = unit.form.trained.names
-        without = [owner for owner in names if owner not in step.received.get(name, ())]
-        if not without:
-            return
-        waiting.drained.synchronize()
-        assert waiting.numbers is not None
-        if waiting.order() is not None:
-            for owner in without:
-                unit.steps[owner] -= 1
-                waiting.numbers[names.index(owner), device_update.APPLY] = 0.0
-
-    def drain_all(self, step: Step, action: Action) -> None:
-        """Weights and state of a piece to the host; after the last the update waits no longer."""
-        unit = action.unit
-        self._server.unfinished.add(unit)
-        self._transfer.repay(unit, self._piece(step, action), *action.places)
-        # Of a small unit the last pieces are empty.
-        if action.piece == step.running.shape.num_pieces - 1:
-            self._server.waiting.pop(unit, None)
-            self._server.unfinished.discard(unit)
-
-    def _piece(self, step: Step, action: Action) -> slice:
-        assert action.piece is not None
-        form = self._server.units[action.unit].form
-        return form.piece(action.piece, step.running.shape.num_pieces)
-
-    def _apply(self, step: Step, name: str, slot: str, gradient_slot: str, numbers: Tensor) -> None:
-        """Update a unit with the gradients of a step."""
-        unit, optimizer = self._server.units[name], self._server.optimizer
-        assert isinstance(optimizer, HostOptimizer)
-        weights = self._transfer.slot(slot)
-        gradients = self._transfer.gradient_slot(gradient_slot)
-        for row, run in self._runs(step, name):
-            device_update.update(
-                optimizer,
-                unit.flat(run, weights=weights, gradients=gradients),
-                numbers[row],
-                compiled=self._compiled,
-            )
-
-    def _runs(self, step: Step, name: str) -> list[tuple[int, tuple[str, ...]]]:
-        """A unit's parameters, together if their update is the same, each with its row of numbers.
-
-        A long run is one kernel; parameter by parameter the launches would take longer.
-        """
-        unit, settings = self._server.units[name], step.settings
-        names = unit.form.trained.names
-        assert settings is not None
-        received = step.received.get(name, set())
-        # What lies between parameters is not zero, and would count in the units of their blocks.
-        blocks = any(kind.per_block for kind in unit.form.state_kinds.values())
-        together = (
-            unit.form.is_one_run
-            and all(owner in received for owner in names)
-            and all(settings[owner] == settings[names[0]] for owner in names)
-            and len({unit.steps[owner] for owner in names}) == 1
-            and not (blocks and unit.form.trained.padded_numel > unit.form.trained.numel)
-        )
-        return [(0, names)] if together else [(row, (one,)) for row, one in enumerate(names)]
-
-    def _renew_now(self, waiting: WaitingUpdate) -> None:
-        """The same, at once, for whoever needs the weights on the host."""
-        name = waiting.unit
-        if waiting.numbers is None:
-            trained = self._server.units[name].form.trained.names
-            waiting.numbers = torch.zeros(len(trained), device_update.NUM_NUMBERS)
-        self._write_numbers(waiting, waiting.numbers)
-        if not waiting.renewed:
-            numbers = waiting.numbers.to(self._device.torch_device)
-            self._apply(waiting.step, name, f"S{name}", f"G{name}", numbers)
-            waiting.renewed = True
-        self._transfer.mirror(name, f"S{name}")
-        self._device.record(Lane.COMPUTE).synchronize()
-
-    # ----------------------------------------------------------------------------------------------
-
-    def update_in_slot(self, step: Step, action: Action) -> None:
-        """Update a unit on the device, in its slot ([Note: device updates])."""
-        unit, (slot, gradient_slot) = action.unit, action.places
-        optimizer, settings = self._server.optimizer, step.settings
-        assert isinstance(optimizer, Adafactor)
-        assert settings is not None
-        weights = self._transfer.weights(unit, slot)
-        gradients = self._transfer.gradients(unit, gradient_slot)
-        loss, weight = step.device_losses.sum(0)
-        finite = (loss / weight if step.divide_by_weight else loss).isfinite()
-        self._show_summed(step, unit, gradient_slot)
-        if step.witness is not None:
-            return
-        reduced = step.reduced.pop(unit, None)
-        norms = self._note_norms(step, unit, gradient_slot, reduced)
-        finite = finite & norms.isfinite().all()
-        generator = torch.Generator(self._device.torch_device)
-        generator.manual_seed(
-            mix_seed(step.running.seed, step.number, position(unit), DEVICE_UPDATE_SEED)
-        )
-        for row, owner in enumerate(self._server.units[unit].form.trained.names):
-            if reduced is None and owner not in step.received.get(unit, ()):
-                continue
-            applies = finite if reduced is None else finite & (reduced[1, row] > 0)
-            gradient = gradients[owner]
-            if step.divide_by_weight:
-                gradient.div_(weight)
-            shape = tuple(weights[owner].shape)
-            state: dict[str, Any] = {
-                n: weights[state_name(owner, n)] for n in optimizer.state_shapes(shape)
-            }
-            optimizer.revise(
-                weights[owner],
-                gradient,
-                state,
-                settings=settings[owner],
-                finite=applies,
-                generator=generator,
-            )
