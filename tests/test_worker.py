@@ -1,5 +1,7 @@
 """The host thread of the update lane: work in order, and whoever waits is told what broke."""
 
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -149,3 +151,29 @@ def test_a_device_that_is_gone_does_not_hold_up_compilation() -> None:
     del worker
     assert gone() is None
     finish_before_compiling(gone, None)
+
+
+def test_a_process_that_ends_waits_for_the_work_under_way_and_drops_the_rest() -> None:
+    """A thread that is in torch's code when the interpreter goes may abort the process."""
+    program = """
+import os, time, torch
+from l2l.device.worker import Worker
+
+def work():
+    os.write(1, b"begun ")
+    end = time.perf_counter() + 0.3
+    while time.perf_counter() < end:
+        torch.ones(64, 64).mm(torch.ones(64, 64))
+    os.write(1, b"done ")
+
+worker = Worker()
+for _ in range(1000):
+    worker.submit("update", work)
+time.sleep(0.1)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    words = done.stdout.split()
+    assert words == ["begun", "done"] * (len(words) // 2)
+    assert 2 <= len(words) < 200

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import final
 
@@ -15,6 +17,7 @@ from l2l.schedule import Lane, Span
 
 WAITING = "wait"  # what the thread does between updates
 LOOKING_SECONDS = 0.05  # between two looks at work that takes long
+ENDING_SECONDS = 60.0  # that a process waits for an update under way, when it ends
 
 
 @final
@@ -58,8 +61,10 @@ class Worker:
         self._failure: BaseException | None = None
         self.times: list[tuple[str, float, float]] | None = None  # of each work, while tracing
         self._is_closed = False
+        self._is_ending = False
         self._thread = threading.Thread(target=self._run, name="l2l-update", daemon=True)
         self._thread.start()
+        _workers.add(self)
 
     def submit(self, text: str, work: Work) -> None:
         """Append work. After a failure later work is dropped."""
@@ -102,6 +107,15 @@ class Worker:
             self._is_closed = True
             self._queue.put(None)
 
+    def end(self) -> None:
+        """Let the thread end after the work under way, and wait for that: the process ends.
+
+        A thread that is still in torch's code when the interpreter goes aborts the process.
+        """
+        self._is_ending = True
+        self.dismiss()
+        self._thread.join(ENDING_SECONDS)
+
     def close(self) -> None:
         """Let the thread end after what it has, and wait for it."""
         self.dismiss()
@@ -113,7 +127,7 @@ class Worker:
                 item.set()
                 if self._on_event is not None:
                     self._on_event(item.number)
-            elif self._failure is None:
+            elif self._failure is None and not self._is_ending:
                 self._perform(*item)
             del item  # work refers to the whole engine: an idle thread must not keep it alive
 
@@ -125,6 +139,15 @@ class Worker:
             self._failure = failure
         if self.times is not None:
             self.times.append((text, start, time.perf_counter()))
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for worker in list(_workers):
+        worker.end()
 
 
 def worker_spans(times: list[tuple[str, float, float]], began: float) -> list[Span]:

@@ -172,7 +172,6 @@ class Checkpoints:
         """Go on with the choices of a checkpoint, and say where that is not possible."""
         choices, own, has = state["choices"], self._choices(), self.resources
         self.condition.seed = state["seed"]
-        self.network.reseed(self.condition.seed)
         has.server.seed = self.condition.seed & 0xFFFFFFFF
         bits = ": results may differ in their last bits"
         for name, also in {"microbatch_size": bits, "compiled": bits, "depth": ""}.items():

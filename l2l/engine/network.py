@@ -35,11 +35,11 @@ class Network:
         self._model = resources.model
         self._server, self._device = resources.server, resources.device
         self.depth = depth
-        self.build(partition, seed)
+        self.build(partition)
 
-    def build(self, partition: Partition, seed: int) -> None:
+    def build(self, partition: Partition) -> None:
         """Make what works on a partition; of its layers nothing is known yet."""
-        has, own_seed = self._resources, self._seed_of_rank(seed)
+        has = self._resources
         scaler, device, server, compiler = has.scaler, has.device, has.server, has.compiler
         self.partition = partition
         self.outer = OuterPass(
@@ -65,7 +65,6 @@ class Network:
             outer=self.outer,
             updates=updates,
             compiler=compiler,
-            seed=own_seed,
             scale_of=None if scaler is None else scaler.scale_of,
         )
         self.trial = Trial(
@@ -128,11 +127,8 @@ class Network:
         refuse_replaced(self._registered)
         return self._server.reader.running()
 
-    def reseed(self, seed: int) -> None:
-        """Go on with another seed."""
-        self.relay.reseed(self._seed_of_rank(seed))
-
-    def _seed_of_rank(self, seed: int) -> int:
+    def seed_of_rank(self, seed: int) -> int:
+        """Ranks draw different random numbers."""
         return seed + self._resources.world.rank * RANK_SEED
 
     # ----------------------------------------------------------------------------------------------

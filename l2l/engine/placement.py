@@ -11,6 +11,7 @@ from l2l.engine.depth import Choice
 from l2l.engine.network import Network
 from l2l.engine.resources import Resources
 from l2l.planner import Plan
+from l2l.run import Program
 from l2l.schedule import OuterUnit, Schedule, Shape, make_schedule
 
 MOST_SCHEDULES = 32  # that are kept
@@ -54,10 +55,6 @@ class Placement:
             if units[name].looked_up
             for lookup in usage.lookups
         )
-        passes.piece_tokens = decisions.piece_tokens
-        passes.part_tokens = decisions.part_tokens
-        passes.compiled = has.compiler.is_on
-        self._network.relay.follow(decisions.keep)
         shape = self.shape(1, training=True)
         for layer in shape.shared:
             self._server.register(f"L{layer}", has.device)
@@ -91,7 +88,21 @@ class Placement:
             parallel=self._resources.world.is_parallel,
         )
 
-    def schedule(self, num_microbatches: int, choice: Choice, *, training: bool) -> Schedule:
+    def program(
+        self, num_microbatches: int, choice: Choice, *, training: bool, seed: int
+    ) -> Program:
+        """What the next step runs by."""
+        decisions = self._planning.decisions
+        return Program(
+            schedule=self._schedule(num_microbatches, choice, training=training),
+            seed=seed,
+            keep=decisions.keep,
+            piece_tokens=decisions.piece_tokens,
+            part_tokens=decisions.part_tokens,
+            compiles_loss=self._resources.compiler.is_on,
+        )
+
+    def _schedule(self, num_microbatches: int, choice: Choice, *, training: bool) -> Schedule:
         """The schedule of the next step; kept for steps of the same shape."""
         shape = self.shape(num_microbatches, training=training)
         if choice.layers != shape.layers:

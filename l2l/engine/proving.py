@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from l2l.engine.condition import Condition
@@ -53,11 +53,9 @@ class Proving:
 
     def run(self, evidence: Evidence, rows: Sequence[Microbatch], total: int) -> float:
         """Run a step that changes nothing; see `Proof.check`."""
-        has, relay, outer = self.resources, self.network.relay, self.network.outer
+        has, relay = self.resources, self.network.relay
         step = self._step_for(evidence, rows, total)
         self.network.partition.set_training(not self.network.proof.on_host)
-        relay.reseed(self.condition.seed)  # of all ranks that of the first, whose rows they run
-        compiled, outer.compiled = outer.compiled, False
         try:
             self._run(step, len(rows))
         except BaseException:
@@ -65,9 +63,6 @@ class Proving:
             has.device.recover()
             has.server.forget_updates()
             raise
-        finally:
-            outer.compiled = compiled
-            self.network.reseed(self.condition.seed)
         evidence.losses = (step.losses[:, 0] * step.plain_factor(scaled=False)).tolist()
         return step.plain_factor(scaled=True)
 
@@ -91,9 +86,11 @@ class Proving:
         has, relay = self.resources, self.network.relay
         has.transfer.reserve(self.placement.shape(number, training=True))
         with has.compiler.paused():
-            schedule = self.placement.schedule(number, self.network.chosen(None), training=True)
-            relay.run(schedule, step)
-        self.placement.note_run(schedule)
+            # Of all ranks that of the first, whose rows they run.
+            seed, everything = self.condition.seed, self.network.chosen(None)
+            program = self.placement.program(number, everything, training=True, seed=seed)
+            relay.run(replace(program, compiles_loss=False), step)
+        self.placement.note_run(program.schedule)
         for lane in Lane:
             has.device.record(lane).synchronize()
         relay.show_waiting(step)

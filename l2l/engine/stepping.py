@@ -19,8 +19,7 @@ from l2l.engine.preparation import Preparation
 from l2l.engine.resources import Resources
 from l2l.model import join_outputs, no_rows, output_shares
 from l2l.planner import STATE_ON_HOST
-from l2l.run import Step
-from l2l.schedule import Schedule
+from l2l.run import Program, Step
 
 
 @final
@@ -108,8 +107,10 @@ class Stepping:
                         settings=settings,
                         keep_outputs=keep_outputs,
                     )
+                    seed = self.network.seed_of_rank(self.condition.seed)
                     number = len(cut.microbatches)
-                    self._run(self.placement.schedule(number, choice, training=training), step)
+                    program = self.placement.program(number, choice, training=training, seed=seed)
+                    self._run(program, step)
                 except torch.OutOfMemoryError as error:
                     if not self._may_try_again(error):
                         raise
@@ -122,20 +123,20 @@ class Stepping:
             return False  # other ranks are in the middle of the step, or this one is
         return self.resources.planning.tighten(str(error))
 
-    def _run(self, schedule: Schedule, step: Step) -> None:
+    def _run(self, program: Program, step: Step) -> None:
         # Ranks meet in every step: none gives one up that others go on with.
         between = None if self.resources.world.is_parallel else self.guard.deliver
         self.condition.running = step
         try:
             if self.condition.catch_up():
                 self.resources.planning.mark(training=step.training and self._is_whole(step.layers))
-            self.network.relay.run(schedule, step, between=between)
+            self.network.relay.run(program, step, between=between)
         except BaseException as error:
             if isinstance(error, UpdateFailedError):
                 self.condition.tear()
             self.condition.clean_up()
             raise
-        self.placement.note_run(schedule)
+        self.placement.note_run(program.schedule)
         self.condition.note_submitted(step)
 
     def _is_whole(self, layers: Sequence[int]) -> bool:

@@ -50,7 +50,7 @@ class Surgery:
         # The model and the server have the new layers now; everything else follows.
         has.optimizer.regroup(members)
         self.layers.origins = tuple(place.origin for place in layout)
-        network.build(partition, self.condition.seed)
+        network.build(partition)
         network.bind()
         has.planning.adapt(partition, {form.name: form for form in forms})
 

@@ -2,6 +2,7 @@
 
 from l2l.run.lookup import HostRows, TableLookup
 from l2l.run.outer_pass import OuterFacts, OuterPass, Piece, with_shifted_labels
+from l2l.run.program import Program
 from l2l.run.relay import Relay
 from l2l.run.report import StepReport
 from l2l.run.scaler import Scaler
@@ -18,6 +19,7 @@ __all__ = [
     "OuterFacts",
     "OuterPass",
     "Piece",
+    "Program",
     "Relay",
     "Scaler",
     "Skips",

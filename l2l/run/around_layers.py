@@ -66,7 +66,7 @@ class AroundLayers:
         if step.num_own is None or m < step.num_own:
             step.num_tokens += math.prod(hidden.shape[:-1])
         self._stash.put(recorded, f"r m{m}", [t.detach() for t in recording.tensors])
-        self._stash.put(cell, f"{step.running.shape.first_value} m{m}", [hidden.detach()])
+        self._stash.put(cell, f"{step.program.shape.first_value} m{m}", [hidden.detach()])
 
     def loss(self, step: Step, action: Action) -> None:
         """The tail and the epilogue; in training, both backward ([Note: tail])."""
@@ -124,7 +124,7 @@ class AroundLayers:
         slots, gradients, _, rows, _, cell, to = action.places
         m = action.microbatch
         assert m is not None
-        found = self._stash.get(cell, f"g{step.running.shape.first_value[1:]} m{m}")
+        found = self._stash.get(cell, f"g{step.program.shape.first_value[1:]} m{m}")
         buffers = self._partition.skeleton.buffers()
         after = self._buffers.rewind(step, m)
         bound = self._outer.bind(slots)
@@ -178,7 +178,7 @@ class AroundLayers:
         return self._outer.prologue(inputs, host, rows, training=step.training)
 
     def _seed(self, step: Step, m: int) -> None:
-        self._device.seed(mix_seed(step.running.seed, step.number, PROLOGUE_SEED, m))
+        self._device.seed(mix_seed(step.program.seed, step.number, PROLOGUE_SEED, m))
 
     def _inputs(self, step: Step, m: int) -> Microbatch:
         device = self._device.torch_device

@@ -200,14 +200,14 @@ class DeviceUpdates:
         self._server.unfinished.add(unit)
         self._transfer.repay(unit, self._piece(step, action), *action.places)
         # Of a small unit the last pieces are empty.
-        if action.piece == step.running.shape.num_pieces - 1:
+        if action.piece == step.program.shape.num_pieces - 1:
             self._server.waiting.pop(unit, None)
             self._server.unfinished.discard(unit)
 
     def _piece(self, step: Step, action: Action) -> slice:
         assert action.piece is not None
         form = self._server.units[action.unit].form
-        return form.piece(action.piece, step.running.shape.num_pieces)
+        return form.piece(action.piece, step.program.shape.num_pieces)
 
     def _apply(self, step: Step, name: str, slot: str, gradient_slot: str, numbers: Tensor) -> None:
         """Update a unit with the gradients of a step."""
@@ -275,7 +275,7 @@ class DeviceUpdates:
         finite = finite & norms.isfinite().all()
         generator = torch.Generator(self._device.torch_device)
         generator.manual_seed(
-            mix_seed(step.running.seed, step.number, position(unit), DEVICE_UPDATE_SEED)
+            mix_seed(step.program.seed, step.number, position(unit), DEVICE_UPDATE_SEED)
         )
         for row, owner in enumerate(self._server.units[unit].form.trained.names):
             if reduced is None and owner not in step.received.get(unit, ()):

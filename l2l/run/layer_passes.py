@@ -92,14 +92,14 @@ class LayerPasses:
         if handed is not None:
             handed.packed.kept.clear()
             step.handed[index, m] = handed
-        self._stash.put(to, f"h{step.running.following[index]} m{m}", [output])
+        self._stash.put(to, f"h{step.program.following[index]} m{m}", [output])
 
     def backward(self, step: Step, action: Action) -> None:
         """The same backward: the layer is recomputed, its gradients are added to their sums."""
         slot, gradient_slot, recorded, before, kept, gradient_cell, to = action.places
         index, m = action.layer, action.microbatch
         assert m is not None
-        following = step.running.following[index]
+        following = step.program.following[index]
         gradient, *gathered = self._stash.get(gradient_cell, f"g{following} m{m}")
         self._seed(step, index, m)
         changing = step.buffers_before.pop((index, m), {})
@@ -121,10 +121,10 @@ class LayerPasses:
             self._stash.put(to, f"g{index} m{m}", [hidden, *sums])
 
     def _program(self, step: Step, index: int, m: int) -> Program | None:
-        running = step.running
-        if not step.training or index not in running.returning or step.calls[m][index].autocast:
+        returning, keep = step.program.returning, step.program.keep
+        if not step.training or index not in returning or step.calls[m][index].autocast:
             return None
-        return self._compiler.program(self._partition.structures[index], keep=running.keep)
+        return self._compiler.program(self._partition.structures[index], keep=keep)
 
     def _try(
         self,
@@ -191,7 +191,7 @@ class LayerPasses:
         before: str,
         changing: Mapping[str, Tensor],
     ) -> LayerInputs:
-        below = takewhile(index.__gt__, step.running.shape.layers)
+        below = takewhile(index.__gt__, step.program.shape.layers)
         return self._inputs(
             step,
             index,
@@ -210,9 +210,9 @@ class LayerPasses:
         self, step: Step, m: int, recorded: str, hidden: Tensor
     ) -> tuple[list[tuple[LayerInputs, Handed | Walked]], Tensor, bool]:
         """Run the tail with graph; its graphs, its output, and whether that needs a gradient."""
-        needs = step.training and self.requires_gradient(step, step.running.shape.streamed, m)
+        needs = step.training and self.requires_gradient(step, step.program.shape.streamed, m)
         walks = list[tuple[LayerInputs, Handed | Walked]]()
-        for layer in step.running.shape.tail:
+        for layer in step.program.shape.tail:
             inputs = self._tail_inputs(step, layer, m, recorded, hidden, requires=needs)
             walked, output = self._walk(layer, inputs, step, m)
             hidden = weighed(hidden, output, step.survival.get(layer))
@@ -229,7 +229,7 @@ class LayerPasses:
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Its backward pass; the gradient of its input, and those of recorded tensors."""
         gathered: list[Tensor] = []
-        tail = step.running.shape.tail
+        tail = step.program.shape.tail
         for layer, (inputs, walked) in zip(tail[::-1], walks[::-1], strict=True):
             if gradient is None:
                 break
@@ -246,7 +246,7 @@ class LayerPasses:
 
     def forward_tail(self, step: Step, m: int, recorded: str, hidden: Tensor) -> Tensor:
         """Run the tail without graph."""
-        for layer in step.running.shape.tail:
+        for layer in step.program.shape.tail:
             self._seed(step, layer, m)
             inputs = self._tail_inputs(step, layer, m, recorded, hidden, requires=False)
             hidden = forward_layer(inputs)
@@ -293,7 +293,7 @@ class LayerPasses:
     # ----------------------------------------------------------------------------------------------
 
     def _seed(self, step: Step, index: int, m: int) -> None:
-        self._device.seed(mix_seed(step.running.seed, step.number, index, m))
+        self._device.seed(mix_seed(step.program.seed, step.number, index, m))
 
     def _inputs(
         self,

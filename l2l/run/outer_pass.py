@@ -36,7 +36,6 @@ from l2l.model import (
     Partition,
     Recording,
     Rule,
-    Sum,
     leaves,
     require_loss,
     take_gradients,
@@ -126,10 +125,7 @@ class OuterPass:
         self._transfer = transfer
         self.loss_function = loss_function
         self.facts = OuterFacts()
-        self.piece_tokens: int | None = None
-        self.part_tokens: int | None = None
         self.may_put_off = device.torch_device.type != "cpu"  # elsewhere bits come first
-        self.compiled = False
         self._placeholders: dict[str, Tensor] = {}
 
     def bind(self, slots: str) -> dict[str, Tensor]:
@@ -321,7 +317,8 @@ class OuterPass:
         rule = step.rule
         whole = rule is Rule.UNKNOWN or not self.facts.alone or bool(self.facts.changing)
         length = hidden.shape[1] if hidden.dim() > 2 else 1
-        tokens = self.part_tokens if self.facts.puts_off else self.piece_tokens
+        program = step.program
+        tokens = program.part_tokens if self.facts.puts_off else program.piece_tokens
         tokens = None if whole else tokens
         if tokens is not None and rule is Rule.ROWS and _ignores(host):
             tokens = None  # what the loss ignores is not counted, so pieces cannot be weighed
@@ -378,13 +375,11 @@ class OuterPass:
                 if unit in trained and owner in form.trained.names:
                     received = step.received.setdefault(unit, set())
                     add = self._transfer.product_sum(unit, f"G{unit}", owner, received=received)
-                heads[id(bound[owner])] = self.head(add, scale)
+                rows, compiled = step.program.piece_tokens, step.program.compiles_loss
+                heads[id(bound[owner])] = Head(
+                    add=add, scale=scale, num_rows=rows or MOST_PIECE_TOKENS, compiled=compiled
+                )
         return heads
-
-    def head(self, add: Sum | None, scale: float) -> Head:
-        """How a product is put off."""
-        rows = self.piece_tokens or MOST_PIECE_TOKENS
-        return Head(add=add, scale=scale, num_rows=rows, compiled=self.compiled)
 
     def close(self) -> None:
         """Let go of the placeholders."""

@@ -23,11 +23,12 @@ from l2l.run.around_layers import AroundLayers
 from l2l.run.buffers import ChangingBuffers
 from l2l.run.layer_passes import LayerPasses
 from l2l.run.outer_pass import OuterPass
+from l2l.run.program import Program
 from l2l.run.stash import Stash
-from l2l.run.step import Running, Step
+from l2l.run.step import Step
 from l2l.run.transfer import Transfer
 from l2l.run.updates import Updates
-from l2l.schedule import Action, Lane, Schedule, Wait, WaitLast
+from l2l.schedule import Action, Lane, Wait, WaitLast
 
 Performed = Callable[[Step, Action], None]
 UPDATING = ("update U host", "order U", "drain U free")
@@ -49,7 +50,6 @@ class Relay:
         outer: OuterPass,
         updates: Updates,
         compiler: Compiler,
-        seed: int,
         scale_of: Callable[[Step], float] | None,
     ) -> None:
         self._server = server
@@ -58,8 +58,6 @@ class Relay:
         self._stash = stash
         self._outer = outer
         self._updates = updates
-        self._seed = seed
-        self._keep = 0.0  # how much of its intermediate results a streamed layer may keep
         self._buffers = ChangingBuffers(partition=partition, outer=outer)
         layers = LayerPasses(
             partition=partition,
@@ -107,14 +105,6 @@ class Relay:
         """Buffers of layers that training changes."""
         return self._buffers.of_layers
 
-    def reseed(self, seed: int) -> None:
-        """Go on with another seed."""
-        self._seed = seed
-
-    def follow(self, keep: float) -> None:
-        """Let streamed layers keep this share of their intermediate results."""
-        self._keep = keep
-
     def show_waiting(self, step: Step) -> None:
         """Show the gradients of all updates that a step has left to its witness."""
         self._updates.show_waiting(step)
@@ -125,19 +115,19 @@ class Relay:
         self._outer.close()
 
     def run(
-        self, schedule: Schedule, step: Step, *, between: Callable[[], None] | None = None
+        self, program: Program, step: Step, *, between: Callable[[], None] | None = None
     ) -> None:
-        """Submit every line of a schedule. Device work may go on when this returns.
+        """Submit every line of a program. Device work may go on when this returns.
 
         Args:
-            schedule: the lines.
+            program: the lines, and what they run by.
             step: what they work on. From `updates_submitted` on it must go to its end.
             between: called between lines until then; may raise.
         """
         device, events = self._device, dict[Action, Event]()
+        schedule, step.program = program.schedule, program
         awaited = {line.action for line in schedule.lines if isinstance(line, Wait)}
         last = self._last_events()
-        step.running = Running(schedule=schedule, seed=self._seed, keep=self._keep)
         self._adopt_rows(step)
         device.begin()
         self._buffers.note_all(step)
@@ -201,7 +191,7 @@ class Relay:
         """Note what changes when a line is done, before it is submitted."""
         if action.kind in ("drain U free", "drain U.all:p"):
             self._server.before_change(action.unit)
-        is_own = action.kind == "drain U.all:p" and action.unit in step.running.shape.redone
+        is_own = action.kind == "drain U.all:p" and action.unit in step.program.shape.redone
         if action.kind in UPDATING or is_own:
             step.updates_submitted = True
 

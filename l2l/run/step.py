@@ -14,39 +14,14 @@ from l2l.device import Event, UpdateFailedError
 from l2l.model import Call, Handed, Microbatch, Rule, count
 from l2l.parameter_server import UpdateOrder
 from l2l.run.lookup import RowSet
-from l2l.schedule import Schedule, Shape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """What a step runs by."""
-
-    schedule: Schedule
-    seed: int
-    keep: float
-    """How much of its intermediate results a streamed layer may keep."""
-    following: Mapping[int, str] = field(init=False)
-    """After each streamed layer: the next one, or E."""
-    returning: frozenset[int] = field(init=False)
-    """Streamed layers with a backward pass."""
-
-    def __post_init__(self) -> None:
-        streamed = self.shape.streamed
-        following = dict(zip(streamed, [*map(str, streamed[1:]), "E"], strict=False))
-        object.__setattr__(self, "following", following)
-        object.__setattr__(self, "returning", frozenset(self.shape.backward_layers))
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of its schedule."""
-        return self.schedule.shape
+from l2l.run.program import Program
 
 
 @dataclass(slots=True, kw_only=True)
 class Step:
     """Everything that belongs to one run of a schedule and to nothing after it."""
 
-    running: Running = field(init=False)  # from the moment at which it runs
+    program: Program = field(init=False)  # from the moment at which it runs
     number: int
     layers: tuple[int, ...]  # that run
     microbatches: list[Microbatch]  # on the host
