@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine with Python 3.11 or newer and a C++ compiler:
 #   make demo    trains a small transformer through the relay
 #   make test    lint, types and all tests that need no accelerator
+# While you work, `make quick` takes half a minute.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 KERNEL := l2l/parameter_server/libhost_kernel.so
 
-.PHONY: demo test lint types unit package kernel thorough accelerator clean
+.PHONY: demo test quick lint types unit package kernel thorough accelerator clean
 
 demo: $(VENV)/ready $(KERNEL)
 	$(BIN)/python examples/demo.py $(DEMO_OPTIONS)
@@ -39,6 +40,13 @@ types: $(VENV)/ready
 # Two workers, and processes that tests start: more threads than cores would wait for each other.
 unit: $(VENV)/ready $(KERNEL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Half a minute on two cores: the language, the rooms, the settings, and parity with plain PyTorch.
+QUICK := schedule architecture public_surface layout precision tensor_file replacing metrics tiny worker settings \
+	host_mirror parity corners
+
+quick: lint $(KERNEL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(QUICK:%=tests/test_%.py)
 
 # The wheel must import with nothing but its own dependencies beside it.
 package: $(VENV)/ready

@@ -42,7 +42,7 @@ from l2l.planner import DoesNotFitError
 ENGINE = "engine"
 MEASURED, DOES_NOT_FIT, FAILED = "measured", "does not fit", "failed"  # what comes of a run
 LEARNING_RATE = 1e-5
-MOST_ROWS = 256  # of a microbatch of plain PyTorch; the search goes down from here
+MAX_ROWS = 256  # of a microbatch of plain PyTorch; the search goes down from here
 STATE_BYTES = 16  # per parameter of plain PyTorch: weight, gradient, two moments
 LONGEST_NOTE = 160
 
@@ -106,7 +106,7 @@ class Case:
     @property
     def most_rows(self) -> int:
         """The largest microbatch that is tried."""
-        return min(self.batch, MOST_ROWS)
+        return min(self.batch, MAX_ROWS)
 
     def make_batch(self) -> dict[str, Tensor]:
         """Random tokens and labels, on the host; the same for every system."""

@@ -30,7 +30,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-MOST_RESTARTS = 1000
+MAX_RESTARTS = 1000
 WORDS = [
     "the",
     "a",
@@ -105,7 +105,7 @@ def start(folder: Path, output: Path, log: Path, *, ranks: int) -> subprocess.Po
     command = [sys.executable, "-m"]
     if ranks > 1:
         command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [f"--max-restarts={MOST_RESTARTS}", "-m"]
+        command += [f"--max-restarts={MAX_RESTARTS}", "-m"]
     command += ["l2l", "train", str(folder / "run.toml"), "--output", str(output)]
     with log.open("ab") as file:
         return subprocess.Popen(command, stdout=file, stderr=file)

@@ -34,7 +34,7 @@ NUM_LAYERS, NUM_TAIL = 3, 1
 SWITCH_SECONDS = 1e-4  # after which another thread has its turn; Python's own are 5e-3
 PAUSE_SECONDS = 2e-5  # of a thread between two draws; the system makes it about 1e-4
 FOUR = 4  # numbers that a thread draws at a time
-MOST_NOTED = 50_000  # draws of a thread: more would fill memory
+MAX_NOTED = 50_000  # draws of a thread: more would fill memory
 
 Masks = dict[tuple[int, str, bool], list[Tensor]]
 
@@ -136,7 +136,7 @@ class Drawers:
             while not stop.is_set():
                 drawn = torch.rand(FOUR, device=device)
                 self.numbers[which] += 1
-                if len(noted) < MOST_NOTED:
+                if len(noted) < MAX_NOTED:
                     noted.append(drawn)
                 time.sleep(PAUSE_SECONDS)
 

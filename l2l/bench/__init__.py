@@ -21,30 +21,3 @@ from l2l.bench.scale import (
     measure_scale,
 )
 from l2l.bench.workload import FAILED, SHAPES, Run, Workload
-
-__all__ = [
-    "CONFIRMED",
-    "FAILED",
-    "LEARNING_RATES",
-    "PLAIN_VARIANTS",
-    "SHAPES",
-    "SYSTEMS",
-    "Curve",
-    "Outcome",
-    "PlotError",
-    "Run",
-    "Scale",
-    "ScaleResult",
-    "StepFacts",
-    "Workload",
-    "compare",
-    "describe",
-    "describe_host",
-    "describe_scale",
-    "draw",
-    "draw_curves",
-    "list_runs",
-    "measure_host",
-    "measure_scale",
-    "plot_points",
-]

@@ -11,16 +11,3 @@ from l2l.checkpoint.checkpoint import (
 )
 from l2l.checkpoint.persistence import Expected, Persistence
 from l2l.checkpoint.saved_model import SavedModel
-
-__all__ = [
-    "MANIFEST",
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointFolder",
-    "Expected",
-    "Manifest",
-    "OtherCheckpointError",
-    "Persistence",
-    "SavedModel",
-    "Saving",
-]

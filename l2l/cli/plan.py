@@ -42,7 +42,7 @@ EXAMPLES = """examples:
 The last line is JSON. Ends with status 1 if the model does not fit, and says what would."""
 
 LARGEST = {"adamw": "AdamW, exact", "adamw-8bit": "AdamW, 8-bit moments", "adafactor": "Adafactor"}
-MOST_LAYERS = 1024
+MAX_LAYERS = 1024
 ASSUMED = (
     "assumed: {} devices a host, which hold the model together, each with a link of its own, and\n"
     "a host {:g} times as fast as the one measured for a single device; other hosts hold copies;\n"
@@ -270,7 +270,7 @@ def _largest(
         found = largest_model(
             source.make,
             host_memory=host.limit_bytes,
-            most_layers=MOST_LAYERS,
+            most_layers=MAX_LAYERS,
             period=source.period,
             optimizer=OPTIMIZERS[word](),
             clip_norm=clips or None,
@@ -284,7 +284,7 @@ def _largest(
             parameters = int(dict(made.choices)["parameters"].replace(",", ""))
             facts = {key: value for key, value in _facts(made).items() if key != "choices"}
             row |= {"layers": number, "parameters": parameters, **facts}
-            more = " or more" if number == MOST_LAYERS else ""
+            more = " or more" if number == MAX_LAYERS else ""
             text = f"{number:>5,} layers{more}, {parameters / 1e9:,.1f} billion parameters"
             text += f", {row['tokens_per_second']:,.0f} tokens/s with all of them streamed"
             text += "; cannot clip" if parsed.clip_norm and clips is None else ""

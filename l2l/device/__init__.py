@@ -19,24 +19,6 @@ from l2l.device.checking import ByteCount, CheckingDevice, CountAllocations, Que
 from l2l.device.cuda import CudaDevice, busy_link, num_devices, plain_peak
 from l2l.device.seam import PAGE_BYTES, Device, Event, UpdateFailedError, Work, untouched_pages
 
-__all__ = [
-    "PAGE_BYTES",
-    "CheckingDevice",
-    "CudaDevice",
-    "Device",
-    "Event",
-    "QueuedEvent",
-    "UpdateFailedError",
-    "Work",
-    "busy_link",
-    "format_bytes",
-    "num_devices",
-    "open_device",
-    "parse_bytes",
-    "plain_peak_bytes",
-    "untouched_pages",
-]
-
 
 def plain_peak_bytes(work: Work, *, held: Iterable[Tensor], device: Device) -> int:
     """Most device memory that a piece of plain PyTorch takes, counted as for an engine.

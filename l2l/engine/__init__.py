@@ -9,13 +9,3 @@ from l2l.engine.depth import (
     StochasticDepth,
 )
 from l2l.engine.engine import Engine
-
-__all__ = [
-    "AllLayers",
-    "Choice",
-    "Depth",
-    "Engine",
-    "ProgressiveLayerDropping",
-    "SampledArchitecture",
-    "StochasticDepth",
-]

@@ -14,7 +14,7 @@ from l2l.schedule import Lane
 
 logger = logging.getLogger("l2l")
 
-MOST_STEPS_AHEAD = 2  # how far the host may run ahead of the device
+MAX_STEPS_AHEAD = 2  # how far the host may run ahead of the device
 
 
 @final
@@ -95,7 +95,7 @@ class Condition:
 
     def catch_up(self) -> bool:
         """Wait if the host is too far ahead of the device; whether a step's end was seen."""
-        if len(self._ends) < MOST_STEPS_AHEAD:
+        if len(self._ends) < MAX_STEPS_AHEAD:
             return False
         end, earlier = self._ends.popleft()
         end.synchronize()

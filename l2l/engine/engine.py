@@ -202,7 +202,7 @@ class Engine:
             rows=HostRows(arena=arena, server=server, kernel=native),
             planning=planning,
         )
-        self._network = Network(self._resources, partition, depth=depth, seed=seed)
+        self._network = Network(self._resources, partition, depth=depth)
         self._condition = Condition(self._resources, self._network, seed=seed)
         self._wire(proves=prove)
         try:

@@ -27,9 +27,7 @@ RANK_SEED = 0x9E3779B9  # ranks draw different random numbers
 class Network:
     """Owner of the parts that belong to the present layers, and of what is chosen among these."""
 
-    def __init__(
-        self, resources: Resources, partition: Partition, *, depth: Depth, seed: int
-    ) -> None:
+    def __init__(self, resources: Resources, partition: Partition, *, depth: Depth) -> None:
         """The weights are still in the model: see `move_in`."""
         self._resources = resources
         self._model = resources.model

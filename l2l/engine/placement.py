@@ -14,7 +14,7 @@ from l2l.planner import Plan
 from l2l.run import Program
 from l2l.schedule import OuterUnit, Schedule, Shape, make_schedule
 
-MOST_SCHEDULES = 32  # that are kept
+MAX_SCHEDULES = 32  # that are kept
 
 
 @final
@@ -49,12 +49,13 @@ class Placement:
         decisions, has, passes = self._planning.decisions, self._resources, self._network.outer
         self.outer = tuple(decisions.outer_unit(unit) for unit in outer)
         units = {unit.name: unit for unit in self.outer}
-        has.rows.lookups = passes.facts.lookups = tuple(
+        has.rows.lookups = tuple(
             lookup
             for name, usage in self._network.trial.usage.items()
             if units[name].looked_up
             for lookup in usage.lookups
         )
+        passes.facts = replace(passes.facts, lookups=has.rows.lookups)
         shape = self.shape(1, training=True)
         for layer in shape.shared:
             self._server.register(f"L{layer}", has.device)
@@ -108,7 +109,7 @@ class Placement:
         if choice.layers != shape.layers:
             shape = shape.only(choice.layers)
         if shape not in self.schedules:
-            if len(self.schedules) == MOST_SCHEDULES:
+            if len(self.schedules) == MAX_SCHEDULES:
                 del self.schedules[next(iter(self.schedules))]  # the oldest
             self.schedules[shape] = make_schedule(shape)
         return self.schedules[shape]

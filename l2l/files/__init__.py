@@ -23,25 +23,3 @@ from l2l.files.tensor_file import (
     open_to_read,
     write_tensors,
 )
-
-__all__ = [
-    "DELETED",
-    "PARTIAL",
-    "REPLACED",
-    "Entry",
-    "TensorFile",
-    "TensorFileError",
-    "Written",
-    "beside",
-    "check_file",
-    "check_size",
-    "empty_folder",
-    "open_to_read",
-    "recover",
-    "remove_folder",
-    "replace_folder",
-    "sync",
-    "whole_folder",
-    "write_file",
-    "write_tensors",
-]

@@ -10,17 +10,3 @@ from l2l.hugging_face.folder import (
 )
 from l2l.hugging_face.libraries import first_line, library
 from l2l.hugging_face.weights import Incoming, RandomInit
-
-__all__ = [
-    "SHARD_BYTES",
-    "Incoming",
-    "RandomInit",
-    "class_names",
-    "empty_model",
-    "export_model",
-    "first_line",
-    "library",
-    "read_config",
-    "read_json",
-    "tokenizer_of",
-]

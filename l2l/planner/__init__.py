@@ -6,18 +6,3 @@ from l2l.planner.planning import Planning, parse_budget
 from l2l.planner.preview import largest_model, measured_hardware, plan
 from l2l.planner.problem import Together
 from l2l.planner.search import DoesNotFitError
-
-__all__ = [
-    "H200",
-    "STATE_ON_HOST",
-    "Decisions",
-    "DoesNotFitError",
-    "Hardware",
-    "Plan",
-    "Planning",
-    "Together",
-    "largest_model",
-    "measured_hardware",
-    "parse_budget",
-    "plan",
-]

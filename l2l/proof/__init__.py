@@ -12,5 +12,3 @@ What has passed is remembered (memory.py) under a hash of all that it depends on
 from l2l.proof.evidence import Evidence, ProofError
 from l2l.proof.memory import ProofMemory
 from l2l.proof.proof import FLOAT16_SCALE, Proof
-
-__all__ = ["FLOAT16_SCALE", "Evidence", "Proof", "ProofError", "ProofMemory"]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from l2l.model import is_plain
 
-MOST_DEPTH = 5  # of objects in objects
+MAX_DEPTH = 5  # of objects in objects
 LIBRARIES = ("torch", "transformers", "peft", "torchao", "accelerate")
 
 
@@ -123,7 +123,7 @@ def _value_text(value: object, depth: int) -> str | None:
         return _function_text(value)
     if isinstance(value, types.BuiltinFunctionType):
         return f"{value.__module__}.{value.__qualname__}"
-    parts = None if depth > MOST_DEPTH else _parts_of(value)
+    parts = None if depth > MAX_DEPTH else _parts_of(value)
     texts = [None] if parts is None else [_value_text(one, depth + 1) for one in parts]
     return None if None in texts else f"({', '.join(map(str, texts))})"
 

@@ -12,24 +12,3 @@ from l2l.run.stash import Stash, parse_policy
 from l2l.run.step import Step
 from l2l.run.transfer import Transfer
 from l2l.run.updates import Updates
-
-__all__ = [
-    "PROLOGUE_SEED",
-    "HostRows",
-    "OuterFacts",
-    "OuterPass",
-    "Piece",
-    "Program",
-    "Relay",
-    "Scaler",
-    "Skips",
-    "Stash",
-    "Step",
-    "StepReport",
-    "TableLookup",
-    "Transfer",
-    "Updates",
-    "mix_seed",
-    "parse_policy",
-    "with_shifted_labels",
-]

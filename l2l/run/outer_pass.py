@@ -46,7 +46,7 @@ from l2l.run.step import Step
 from l2l.run.transfer import Transfer
 from l2l.schedule import NOTHING
 
-MOST_PIECE_TOKENS = 8192
+MAX_PIECE_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def with_shifted_labels(microbatch: Mapping[str, Any]) -> Microbatch:
     return {**microbatch, "labels": shifted, "shift_labels": shifted}
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OuterFacts:
     """What the trial has found out about the code around the layers."""
 
@@ -377,7 +377,7 @@ class OuterPass:
                     add = self._transfer.product_sum(unit, f"G{unit}", owner, received=received)
                 rows, compiled = step.program.piece_tokens, step.program.compiles_loss
                 heads[id(bound[owner])] = Head(
-                    add=add, scale=scale, num_rows=rows or MOST_PIECE_TOKENS, compiled=compiled
+                    add=add, scale=scale, num_rows=rows or MAX_PIECE_TOKENS, compiled=compiled
                 )
         return heads
 

@@ -17,7 +17,7 @@ from l2l.run.step import Step
 
 logger = logging.getLogger("l2l")
 
-MOST_AT_FIRST = 3  # steps that may be skipped before any that is not
+MAX_AT_FIRST = 3  # steps that may be skipped before any that is not
 
 
 def say_if_skipped(step: Step) -> str | None:
@@ -72,10 +72,10 @@ class Skips:
         Raises:
             RuntimeError: with why steps were skipped.
         """
-        if self._is_begun or self._num_skipped + len(self._unknown) < MOST_AT_FIRST:
+        if self._is_begun or self._num_skipped + len(self._unknown) < MAX_AT_FIRST:
             return
         self.learn_all()
-        if self._num_skipped < MOST_AT_FIRST:
+        if self._num_skipped < MAX_AT_FIRST:
             return
         number, self._num_skipped = self._num_skipped, 0
         raise RuntimeError(

@@ -114,30 +114,3 @@ from l2l.schedule.shape import OuterUnit, Shape, late_staging
 from l2l.schedule.simulation import Cost, Simulation, carried, simulate
 from l2l.schedule.trace import Span, Trace
 from l2l.schedule.transfers import NUM_LENT
-
-__all__ = [
-    "KINDS",
-    "NOTHING",
-    "NUM_LENT",
-    "OUTER",
-    "VERBS",
-    "Action",
-    "Cost",
-    "Lane",
-    "Line",
-    "OuterUnit",
-    "Schedule",
-    "Shape",
-    "Simulation",
-    "Span",
-    "Trace",
-    "Wait",
-    "WaitLast",
-    "action",
-    "carried",
-    "late_staging",
-    "make_schedule",
-    "parse_line",
-    "simulate",
-    "validate",
-]

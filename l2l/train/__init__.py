@@ -34,22 +34,3 @@ from l2l.train.metrics_file import Record, read_metrics
 from l2l.train.parts import export_checkpoint
 from l2l.train.run import Training
 from l2l.train.settings import Flag, Settings, SettingsError, help_text, key_of
-
-__all__ = [
-    "BEST",
-    "Display",
-    "Flag",
-    "Record",
-    "RunFolder",
-    "Settings",
-    "SettingsError",
-    "Training",
-    "TrainingError",
-    "evaluate",
-    "export_checkpoint",
-    "format_seconds",
-    "help_text",
-    "key_of",
-    "open_display",
-    "read_metrics",
-]

@@ -15,7 +15,7 @@ from l2l.train.folder import RunFolder, TrainingError
 from l2l.train.progress import Progress
 
 DIVERGED = "diverged"  # kind of the metrics' line that says that a run was given up
-LEAST_STALL_SECONDS = 0.05  # that is worth a word
+MIN_STALL_SECONDS = 0.05  # that is worth a word
 
 
 @final
@@ -89,7 +89,7 @@ class Keeping:
         waited = f", {saving.stall_seconds:.1f} s of it waited for"
         self._display.say(
             f"saved {saving.folder.name}: {format_bytes(saving.num_bytes)} in {saving.seconds:.1f} "
-            f"s{waited if saving.stall_seconds >= LEAST_STALL_SECONDS else ''}"
+            f"s{waited if saving.stall_seconds >= MIN_STALL_SECONDS else ''}"
         )
 
     def spare_no_longer(self) -> None:

@@ -2,5 +2,3 @@
 
 from l2l.trial.trial import Trial
 from l2l.trial.usage import LARGE_UNIT_BYTES, Usage, outer_units, usage_of
-
-__all__ = ["LARGE_UNIT_BYTES", "Trial", "Usage", "outer_units", "usage_of"]

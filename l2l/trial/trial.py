@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import final
 
@@ -238,8 +239,7 @@ class Trial:
         """Learn what the loss averages over, and how the epilogue may be cut."""
         rule, self.rule_is_final = self._loss.find_rule(trial)
         self.rule = rule
-        facts = self._outer.facts
-        facts.within_rows = self.alone and self._loss.pieces_agree(trial, rule)
+        within_rows = self.alone and self._loss.pieces_agree(trial, rule)
         matrices = [
             weights[owner]
             for name, one in self.usage.items()
@@ -247,11 +247,12 @@ class Trial:
             for owner in self._server.units[name].form.weight_layout.names
             if weights[owner].dim() == 2
         ]
-        facts.puts_off = (
+        puts_off = (
             self.alone
             and self._outer.may_put_off
             and self._loss.putting_off_agrees(trial, rule, matrices)
         )
+        self._outer.facts = replace(self._outer.facts, within_rows=within_rows, puts_off=puts_off)
 
     @contextlib.contextmanager
     def _untouched(self) -> Iterator[None]:

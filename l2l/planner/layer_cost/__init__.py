@@ -58,8 +58,6 @@ from l2l.planner.layer_cost.costs import PassCost, plain_costs
 from l2l.planner.layer_cost.fusion import fused_costs
 from l2l.planner.layer_cost.tape import FusedAttention, Tape
 
-__all__ = ["PassCost", "count_kept_pass", "count_pass", "seconds", "submission_seconds"]
-
 MATRIX_EFFICIENCY = 1.04  # of the layer's own products, against `Hardware.matrix_rate`
 KERNEL_SECONDS = 3e-6
 PASS_LAUNCHES = 70.0  # what a pass costs the host beside its kernels, in small operations

@@ -22,21 +22,3 @@ from l2l.train.data.reading import DocumentsEnd as DocumentsEnd
 from l2l.train.data.reading import Record as Record
 from l2l.train.data.reading import did_you_mean as did_you_mean
 from l2l.train.data.reading import read_records as read_records
-
-__all__ = [
-    "PLAIN_TEMPLATE",
-    "Batches",
-    "Columns",
-    "DataError",
-    "DocumentsEnd",
-    "Examples",
-    "Form",
-    "Record",
-    "Statistics",
-    "Task",
-    "did_you_mean",
-    "make_examples",
-    "num_targets",
-    "packing_holds",
-    "read_records",
-]

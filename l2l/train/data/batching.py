@@ -48,7 +48,7 @@ Batch = dict[str, Tensor]
 PACKING_WINDOW = 8192  # parts that are packed together
 SORTING_WINDOW = 32  # batches whose rows are sorted by length together
 TRIAL_TOKENS = 16  # of each document of a trial of packing
-MOST_EFFECT = 0.1  # of a document on another, against that of a text on what follows it
+MAX_EFFECT = 0.1  # of a document on another, against that of a text on what follows it
 TOLERANCE = 0.02  # of 16-bit losses
 
 
@@ -314,7 +314,7 @@ def packing_holds(evaluate: Callable[[Batch], float], batch: Mapping[str, Tensor
         if "position_ids" in str(error):  # the model does not take them
             return False
         raise
-    leaks = abs(packed[0] - packed[1]) > MOST_EFFECT * abs(as_one[0] - as_one[1])
+    leaks = abs(packed[0] - packed[1]) > MAX_EFFECT * abs(as_one[0] - as_one[1])
     return not leaks and abs(packed[0] - alone) <= TOLERANCE * max(1.0, abs(alone))
 
 

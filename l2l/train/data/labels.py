@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from l2l.train.data.reading import DataError, Record, did_you_mean, listed, shown
 
-MOST_DIGITS = 4000  # of a text that Python makes a number of
+MAX_DIGITS = 4000  # of a text that Python makes a number of
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class ClassLabels(RowLabels):
         classes = self._classes
         if self._kind is _Kind.NAMES:
             seen = [str(label) for label in self._seen]
-            digits = all(one.isdecimal() and len(one) <= MOST_DIGITS for one in seen)
+            digits = all(one.isdecimal() and len(one) <= MAX_DIGITS for one in seen)
             order: Callable[[str], Any] = int if digits else str
             names = classes.names if classes else tuple(sorted(seen, key=order))
             numbers = [names.index(name) for name in seen]

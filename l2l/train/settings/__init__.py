@@ -20,14 +20,3 @@ from l2l.train.settings.reading import help_text as help_text
 from l2l.train.settings.reading import key_of as key_of
 from l2l.train.settings.sections import LANGUAGE_TASKS as LANGUAGE_TASKS
 from l2l.train.settings.sections import ScheduleSettings as ScheduleSettings
-
-__all__ = [
-    "LANGUAGE_TASKS",
-    "SECTIONS",
-    "Flag",
-    "ScheduleSettings",
-    "Settings",
-    "SettingsError",
-    "help_text",
-    "key_of",
-]
