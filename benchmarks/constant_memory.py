@@ -49,7 +49,8 @@ def measure(num_layers: int, num_microbatches: int, *, small: bool = False) -> d
         weights=l2l.RandomInit(0),
         microbatch_size=ROWS,
         device_memory=BUDGET,
-        overrides={"num_tail": 0},  # few layers would stay on the device
+        # Few layers would stay on the device.
+        execution=l2l.Execution(overrides={"num_tail": 0}),
     ) as engine:
         engine.device.reset_peak()
         losses = [engine.step(batch).loss]

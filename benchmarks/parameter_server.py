@@ -82,7 +82,11 @@ def measure(
     before = resident_bytes()
     started = time.perf_counter()
     engine = l2l.Engine(
-        model, microbatch_size=ROWS, compile=False, overrides=ALL_STREAMED, **CASES[name]
+        model,
+        microbatch_size=ROWS,
+        compile=False,
+        execution=l2l.Execution(overrides=ALL_STREAMED),
+        **CASES[name],
     )
     built = time.perf_counter() - started
     engine.device.reset_peak()

@@ -47,7 +47,13 @@ def train(options: argparse.Namespace) -> None:
     model = LlamaForCausalLM(config)
     ids = torch.randint(0, VOCABULARY, (options.rows, LENGTH))
     batch = {"input_ids": ids, "labels": ids}
-    with l2l.Engine(model, device="cpu", embedding="device", precision="float32", seed=0) as engine:
+    with l2l.Engine(
+        model,
+        device="cpu",
+        precision="float32",
+        seed=0,
+        execution=l2l.Execution(embedding="device"),
+    ) as engine:
         for _ in range(2):
             _ = engine.step(batch).loss
         began = time.perf_counter()

@@ -50,7 +50,7 @@ def train(options: argparse.Namespace) -> None:
         clip_norm=1.0,
         device=device.type,
         device_memory=options.device_memory,
-        group_size=1 if options.kind == "used" else None,
+        execution=l2l.Execution(group_size=1 if options.kind == "used" else None),
     ) as engine:
         losses = [engine.step(batch).loss for _ in range(2)]
         began = time.perf_counter()

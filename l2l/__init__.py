@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from l2l.engine import Choice as Choice
     from l2l.engine import Depth as Depth
     from l2l.engine import Engine as Engine
+    from l2l.engine import Execution as Execution
     from l2l.engine import ProgressiveLayerDropping as ProgressiveLayerDropping
     from l2l.engine import SampledArchitecture as SampledArchitecture
     from l2l.engine import StochasticDepth as StochasticDepth
@@ -37,6 +38,7 @@ __all__ = [
     "Choice",
     "Depth",
     "Engine",
+    "Execution",
     "Lion",
     "Plan",
     "ProgressiveLayerDropping",
@@ -58,6 +60,7 @@ _HOMES = {
     "SampledArchitecture": "engine",
     "StochasticDepth": "engine",
     "Engine": "engine",
+    "Execution": "engine",
     "SGD": "parameter_server",
     "Adafactor": "parameter_server",
     "AdamW": "parameter_server",

@@ -54,7 +54,7 @@ from torch import Tensor, nn
 import l2l
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
+import inside
 from families import (
     FAMILIES,
     IGNORED,
@@ -227,7 +227,7 @@ class Run:
         given = {"device": "cpu", "precision": "float32", "microbatch_size": 2, "seed": 3}
         given |= {"optimizer": OPTIMIZERS["AdamW"], "embedding": "device"}
         self.given = {**given, **self.case.settings, **of_model, **more}
-        self.engine = l2l.Engine(self.model, layers=self.family.layers, **self.given)
+        self.engine = inside.engine(self.model, layers=self.family.layers, **self.given)
 
     def batch(self, number: int, rows: int = ROWS) -> Batch:
         """The rows of a step, of which every rank has its own."""

@@ -182,7 +182,7 @@ class Campaign:
         torch.manual_seed(0)
         settings = {"precision": "float32", "device": device, "microbatch_size": 2}
         self.name, self.chance = setting, chance
-        self.engine = l2l.Engine(Model(), layers="layers", **{**settings, **SETTINGS[setting]})
+        self.engine = inside.engine(Model(), layers="layers", **{**settings, **SETTINGS[setting]})
         self.checkpoint, self.beside = folder / f"{setting}-0", folder / f"{setting}-1"
         if setting == "float16":
             inside.scaler(self.engine).scale.value = 1024.0

@@ -111,7 +111,7 @@ def train(
         precision="float32" if device == "cpu" else "bfloat16",
         compile=compiled,
         seed=seed,
-        overrides={"num_tail": NUM_TAIL, "keep": 0.0},
+        execution=l2l.Execution(overrides={"num_tail": NUM_TAIL, "keep": 0.0}),
         prove=False,  # which runs the layers as well, and would note their masks
     ) as engine:
         losses = [engine.step({"ids": ids, "labels": ids % CLASSES}).loss for _ in range(steps)]

@@ -3,9 +3,11 @@
 An engine that is arranged otherwise changes this file, and no test.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import l2l
 import l2l.engine.network
 from l2l.checkpoint import Persistence
 from l2l.distributed import World
@@ -19,6 +21,16 @@ from l2l.proof import Proof, ProofMemory
 from l2l.run import OuterPass, Relay, Scaler, Stash, Transfer
 from l2l.schedule import OuterUnit, Schedule, Shape
 from l2l.trial import Trial
+
+EXECUTION = frozenset(field.name for field in dataclasses.fields(l2l.Execution))
+
+
+def engine(model: Any, **settings: Any) -> Engine:
+    """An engine, with what belongs into `l2l.Execution` among its settings."""
+    execution = {name: settings.pop(name) for name in EXECUTION & settings.keys()}
+    execution = {name: one for name, one in execution.items() if (name, one) != ("overrides", None)}
+    return Engine(model, execution=l2l.Execution(**execution), **settings)
+
 
 # Names for `monkeypatch.setattr`.
 COMPILER = "l2l.engine.engine.Compiler"

@@ -54,7 +54,7 @@ class Rank:
             self.given["group_size"] = 1  # through the collectives, too
 
     def engine(self, family: Family, model: torch.nn.Module, **settings: Any) -> l2l.Engine:
-        return l2l.Engine(model, layers=family.layers, **{**self.given, **settings})
+        return inside.engine(model, layers=family.layers, **{**self.given, **settings})
 
     def rows(self, batch: dict[str, Tensor], sizes: tuple[int, ...] | None = None) -> dict:
         """This rank's rows of a batch."""

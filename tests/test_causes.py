@@ -11,6 +11,7 @@ from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
+import inside
 import pytest
 import torch
 import transformers
@@ -70,7 +71,7 @@ def prepared(create: Callable[[], nn.Module]) -> nn.Module:
 
 def engine_for(model: nn.Module, **settings: Any) -> l2l.Engine:
     chosen = {"precision": "float32", "device": "cpu", "kernel": "readable", **settings}
-    return l2l.Engine(model, optimizer=l2l.SGD(lr=0.1), **chosen)
+    return inside.engine(model, optimizer=l2l.SGD(lr=0.1), **chosen)
 
 
 def assert_same_state(found: nn.Module, expected: nn.Module) -> None:

@@ -219,7 +219,7 @@ def make(kind: Kind | str = "eager", *, seed: int = 0, **more: Any) -> l2l.Engin
         **kind.settings,
         **more,
     }
-    return l2l.Engine(build(kind, seed=seed), seed=7 + seed, **settings)
+    return inside.engine(build(kind, seed=seed), seed=7 + seed, **settings)
 
 
 def train(engine: l2l.Engine, kind: Kind | str = "eager", *, to: int) -> list[Any]:
@@ -1863,7 +1863,7 @@ def as_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def budgeted(budget: str, **settings: Any) -> l2l.Engine:
     model = build_llama(**BUDGETED)
-    return l2l.Engine(
+    return inside.engine(
         model,
         device="cpu",
         device_memory=budget,
@@ -1999,7 +1999,7 @@ def test_the_manifest_says_what_the_files_are(whole: Path):
 
 def test_memory_for_copies_is_made_beforehand_and_used_again(tmp_path: Path):
     family = FAMILIES["llama_tied"]
-    with l2l.Engine(family.build(), device="cpu", microbatch_size=2, clip_norm=1.0) as engine:
+    with inside.engine(family.build(), device="cpu", microbatch_size=2, clip_norm=1.0) as engine:
         engine.step(family.batch(4))
         engine.prepare_saving()
         spare = inside.server(engine).spare

@@ -100,7 +100,7 @@ def fresh_compiler():
 )
 def test_any_number_of_lengths_takes_two_compilations(build, number: int, padded: bool) -> None:
     lengths = random.Random(0).sample(range(5, 61), number)
-    with l2l.Engine(build(3), device="cpu", compile=BACKEND) as engine:
+    with inside.engine(build(3), device="cpu", compile=BACKEND) as engine:
         for number, length in enumerate(lengths):
             engine.step(batch(length, padded=padded, seed=number))
         assert inside.compiler(engine).num_programs == 1
@@ -110,7 +110,7 @@ def test_any_number_of_lengths_takes_two_compilations(build, number: int, padded
 @pytest.mark.parametrize("num_layers", [2, 7])
 def test_depth_adds_no_compilation(num_layers: int) -> None:
     settings = {"compile": BACKEND, "overrides": {"num_tail": 1}}
-    with l2l.Engine(llama(num_layers), device="cpu", **settings) as engine:
+    with inside.engine(llama(num_layers), device="cpu", **settings) as engine:
         for number in range(2):
             engine.step(batch(16, padded=False, seed=number))
         assert inside.compiler(engine).num_programs == 2  # of streamed layers, and of the tail
@@ -118,7 +118,7 @@ def test_depth_adds_no_compilation(num_layers: int) -> None:
 
 
 def test_the_plan_says_what_compilation_took() -> None:
-    with l2l.Engine(llama(2), device="cpu", compile=BACKEND) as engine:
+    with inside.engine(llama(2), device="cpu", compile=BACKEND) as engine:
         engine.step(batch(16, padded=False, seed=0))
         line = dict(engine.plan.choices)["layers run"]
     assert "1 programs" in line
@@ -139,7 +139,7 @@ def test_compiled_layers_repeat_their_random_numbers(keep: float) -> None:
     batches = [batch(length, padded=False, seed=length) for length in (16, 12)]
     losses: list[list[float]] = []
     for backend in (False, BACKEND):
-        with l2l.Engine(
+        with inside.engine(
             bert(2, dropout=0.3),
             device="cpu",
             compile=backend,
@@ -158,7 +158,7 @@ def test_compiled_layers_repeat_their_random_numbers(keep: float) -> None:
 
 def test_what_was_handed_over_goes_with_its_last_owner() -> None:
     """Also if no backward pass has used it."""
-    with l2l.Engine(llama(2), device="cpu", compile=BACKEND, precision="float32") as engine:
+    with inside.engine(llama(2), device="cpu", compile=BACKEND, precision="float32") as engine:
         engine.step(batch(16, padded=False, seed=0))
         inside.compiler(engine).program(
             inside.partition(engine).structures[0], keep=0.0

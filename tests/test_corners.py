@@ -82,7 +82,7 @@ def batch_of(rows: int = 6, length: int = LENGTH, name: str = "labels") -> dict[
 
 def make(model: nn.Module, **settings) -> l2l.Engine:
     settings = {"precision": "float32", "device": "cpu", "microbatch_size": 2, **settings}
-    return l2l.Engine(model, **settings)
+    return inside.engine(model, **settings)
 
 
 def plain_gradients(model: nn.Module, batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:

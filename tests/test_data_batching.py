@@ -3,12 +3,12 @@
 import itertools
 from typing import Any
 
+import inside
 import pytest
 import torch
 from families import FAMILIES, VOCABULARY, build_bert, build_gpt2, build_llama
 from torch import Tensor, nn
 
-import l2l
 from l2l.train.data import Batches, Examples, num_targets, packing_holds
 
 PAD = 0
@@ -359,7 +359,7 @@ def test_so_they_have_through_the_engine(name, attention) -> None:
     expected, number = one_by_one(model, examples, length=24)
     (batch,) = Batches(examples, pad_id=PAD, rows=8, length=24).in_order()
     padded = list(Batches(examples, pad_id=PAD, rows=8, length=24, packing=False).in_order())
-    with l2l.Engine(model, device="cpu", precision="float32", microbatch_size=2) as engine:
+    with inside.engine(model, device="cpu", precision="float32", microbatch_size=2) as engine:
         assert engine.evaluate(batch) == pytest.approx(expected, abs=1e-5)
         losses = [num_targets(one) * engine.evaluate(one) for one in padded]
         assert packing_holds(engine.evaluate, batch)

@@ -46,7 +46,7 @@ def make(family: Family, **settings: Any) -> l2l.Engine:
     given = {"device": "cpu", "precision": "float32", "microbatch_size": 2, "seed": 3}
     given |= {"optimizer": l2l.AdamW(**ADAMW), "embedding": "device"}
     model = settings.pop("model", None) or family.build()
-    return l2l.Engine(model, layers=family.layers, **{**given, **settings})
+    return inside.engine(model, layers=family.layers, **{**given, **settings})
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ def test_the_expected_network_is_the_whole_one(overrides: dict[str, Any]):
         probability = math.prod(p if one else 1 - p for p, one in zip(survival, runs, strict=True))
         choice = Choice(layers, {index: survival[index] for index in layers})
         recorder = l2l.RecordGradients()
-        with l2l.Engine(
+        with inside.engine(
             Linear(), optimizer=recorder, depth=Given(choice), overrides=overrides, **given
         ) as engine:
             report = engine.step(batch)

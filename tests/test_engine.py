@@ -46,7 +46,7 @@ SOME = ["llama_untied", "bert_classification", "mpnet", "hand_written"]
 
 def make_engine(model: nn.Module, family: Family | None = None, **settings: Any) -> Engine:
     settings = {"precision": "float32", "device": "cpu", "kernel": "readable", **settings}
-    return Engine(model, layers=family.layers if family else None, **settings)
+    return inside.engine(model, layers=family.layers if family else None, **settings)
 
 
 def assert_same_state(found: nn.Module, expected: nn.Module) -> None:

@@ -29,7 +29,7 @@ families = pytest.mark.parametrize("family", [FAMILIES[name] for name in NAMES],
 
 def engine_of(model: nn.Module, **settings: Any) -> l2l.Engine:
     settings = {"device": "cpu", "precision": "float32", "kernel": "readable", **settings}
-    return l2l.Engine(model, microbatch_size=4, **settings)
+    return inside.engine(model, microbatch_size=4, **settings)
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

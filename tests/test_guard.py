@@ -81,7 +81,7 @@ def batch(seed: int, *, spoilt: int = -1, rows: int = 4) -> dict[str, Tensor]:
 def make(**settings: Any) -> l2l.Engine:
     torch.manual_seed(0)
     settings = {"precision": "float32", "device": "cpu", "microbatch_size": 2, **settings}
-    return l2l.Engine(Model(), layers="layers", **settings)
+    return inside.engine(Model(), layers="layers", **settings)
 
 
 def state_of(engine: l2l.Engine) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ WRITE = "writes to .*Close the engine first"
 
 
 def make_engine(model: nn.Module, **settings: Any) -> Engine:
-    return Engine(model, **{"precision": "float32", "device": "cpu", **settings})
+    return inside.engine(model, **{"precision": "float32", "device": "cpu", **settings})
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -351,7 +351,7 @@ def test_other_optimizers_neither_crash_nor_change_anything() -> None:
             model = FAMILIES["llama_tied"].build()
             if left:
                 model(**causal_batch(2)).loss.backward()
-            with Engine(model, precision="float32", device="cpu") as engine:
+            with inside.engine(model, precision="float32", device="cpu") as engine:
                 before = engine.state_dict()
                 try_all(model)
                 after = engine.state_dict()
@@ -360,7 +360,7 @@ def test_other_optimizers_neither_crash_nor_change_anything() -> None:
         model = FAMILIES["llama_tied"].build()
         with tempfile.TemporaryDirectory() as folder:
             given = TrainingArguments(output_dir=folder, max_steps=2, report_to=[])
-            with Engine(model, precision="float32", device="cpu"):
+            with inside.engine(model, precision="float32", device="cpu"):
                 try:
                     Trainer(model=model, args=given, train_dataset=rows).train()
                 except RuntimeError as error:

@@ -1,11 +1,11 @@
 """Questions about integers on the device: answered by the host, or by the device if need be."""
 
+import inside
 import pytest
 import torch
 from families import FAMILIES, masks
 from torch import Tensor
 
-import l2l
 from l2l.model.host_mirror import MAX_ELEMENTS, QUESTIONS, HostMirror
 from l2l.run.around_layers import AroundLayers
 from l2l.run.outer_pass import OuterPass
@@ -154,7 +154,7 @@ def test_all_that_transformers_asks_is_known(name: str, kind: str, monkeypatch: 
         batch = family.batch(4)
         batch = {k: v for k, v in batch.items() if k != "attention_mask"}
         batch |= masks(kind, batch["input_ids"])
-        with l2l.Engine(family.build(), device="cpu", microbatch_size=2, seed=1) as engine:
+        with inside.engine(family.build(), device="cpu", microbatch_size=2, seed=1) as engine:
             first = engine.step(batch).loss
             unanswered.clear()  # the trial asks
             return [first, *(engine.step(batch).loss for _ in range(2))]

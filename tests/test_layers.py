@@ -38,7 +38,7 @@ EXACT = ("eager", "some late", "tail")
 def make(family: Family, model: nn.Module | None = None, **settings: Any) -> l2l.Engine:
     given = {"device": "cpu", "precision": "float32", "microbatch_size": 2, "seed": 3}
     given |= {"optimizer": l2l.AdamW(**ADAMW), "embedding": "device"}
-    return l2l.Engine(model or family.build(), layers=family.layers, **{**given, **settings})
+    return inside.engine(model or family.build(), layers=family.layers, **{**given, **settings})
 
 
 def layers_of(model: nn.Module, name: str | None = None) -> nn.Module:
@@ -451,7 +451,7 @@ def smol(types: list[str], rope: list[int]) -> SmolLM3ForCausalLM:
 def test_a_number_that_is_not_the_layers_own_is_left_alone():
     """With two layers, a flag that is 0 and 1 looks like a number of layers."""
     model = smol(["full_attention"] * 2, [0, 1])
-    with l2l.Engine(model, device="cpu", precision="float32") as engine:
+    with inside.engine(model, device="cpu", precision="float32") as engine:
         engine.layers.grow(2)
         assert [one.self_attn.use_rope for one in model.model.layers] == [0, 1, 0, 1]
         assert [one.self_attn.layer_idx for one in model.model.layers] == [0, 1, 2, 3]
@@ -477,7 +477,7 @@ def test_a_module_that_a_config_cannot_describe_is_refused():
         ([full] * 2, [0, 1], "no_rope"),
     ):
         model = smol(types, rope)
-        with l2l.Engine(model, device="cpu", precision="float32") as engine:
+        with inside.engine(model, device="cpu", precision="float32") as engine:
             layer = copy.deepcopy(smol([full, full], [1, 1]).model.layers[0])
             with pytest.raises(ValueError, match=f"config.{name}.* differs from layer to layer"):
                 engine.layers.insert(1, layer)

@@ -63,7 +63,7 @@ def trained(
     model = family.build()
     if change is not None:
         change(model)
-    with l2l.Engine(
+    with inside.engine(
         model,
         layers=family.layers,
         optimizer=l2l.SGD(lr=0.1),

@@ -211,7 +211,7 @@ def make_engine(model: nn.Module, first: Lane | None, **settings: Any) -> Engine
         "kernel": "readable",
         "prove": False,  # schedules here are for one batch, and some are wrong on purpose
     }
-    return Engine(model, **{"device": CheckingDevice(first=first), **defaults, **settings})
+    return inside.engine(model, **{"device": CheckingDevice(first=first), **defaults, **settings})
 
 
 @contextmanager

@@ -42,7 +42,7 @@ every_split = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def make_engine(model: nn.Module, family: Family | None = None, **settings: Any) -> l2l.Engine:
     layers = family.layers if family else None
     settings = {"kernel": "readable", **settings}
-    return l2l.Engine(model, precision="float32", device="cpu", layers=layers, **settings)
+    return inside.engine(model, precision="float32", device="cpu", layers=layers, **settings)
 
 
 def plain_step(family: Family, model: nn.Module, size: int, seed: int = 0):

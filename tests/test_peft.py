@@ -40,7 +40,7 @@ def test_gradients_equal_those_of_plain_pytorch_bit_by_bit(name: str, size: int)
     model, plain = build(name), build(name)
     batch = family.batch(ROWS)
     recorder = l2l.RecordGradients()
-    with l2l.Engine(
+    with inside.engine(
         model, optimizer=recorder, precision="float32", device="cpu", microbatch_size=size
     ) as engine:
         loss = engine.step(batch).loss
@@ -58,7 +58,7 @@ def test_gradients_equal_those_of_plain_pytorch_bit_by_bit(name: str, size: int)
 def test_only_adapters_change_and_only_they_have_state() -> None:
     model = build()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with l2l.Engine(
+    with inside.engine(
         model, optimizer=l2l.AdamW(lr=1e-2), device="cpu", precision="float32"
     ) as engine:
         for seed in range(3):
@@ -78,7 +78,7 @@ def test_frozen_weights_take_two_bytes_each_in_bfloat16() -> None:
     model = build()
     numel = sum(parameter.numel() for parameter in model.parameters())
     model.to(torch.bfloat16)
-    with l2l.Engine(model, optimizer=l2l.AdamW(lr=1e-2), device="cpu") as engine:
+    with inside.engine(model, optimizer=l2l.AdamW(lr=1e-2), device="cpu") as engine:
         engine.step(FAMILIES["llama_tied"].batch(ROWS))
         held = dict(inside.arena(engine).bytes_by_name)
     assert held["weights"] < 2.2 * numel + 20_000

@@ -197,7 +197,7 @@ def words_family(*args: Any, **settings: Any) -> Family:
 
 def make_engine(model: nn.Module, family: Family, **settings: Any) -> l2l.Engine:
     defaults = {"kernel": "readable", "microbatch_size": SIZE, "precision": "float32"}
-    return l2l.Engine(model, layers=family.layers, device="cpu", **{**defaults, **settings})
+    return inside.engine(model, layers=family.layers, device="cpu", **{**defaults, **settings})
 
 
 def plain_gradients(family: Family, batch: Batch, size: int = SIZE) -> tuple[float, Gradients]:
@@ -857,7 +857,7 @@ def test_every_order_the_waits_allow(first: Lane):
     settings = {**OPTIMIZERS["clipped"], **TOGETHER}
     model, family = FAMILIES["llama_tied"].build(), FAMILIES["llama_tied"]
     device = CheckingDevice(first=first)
-    engine = l2l.Engine(
+    engine = inside.engine(
         model, precision="float32", device=device, kernel="readable", microbatch_size=3, **settings
     )
     with engine:

@@ -549,13 +549,13 @@ def test_an_engine_takes_the_host_memory_of_its_plan(num_late: int) -> None:
     overrides = {"num_late": num_late, "num_tail": 0, "microbatch_tokens": 64}
     settings = {"device": "cpu", "device_memory": "256MiB", "overrides": overrides}
     settings["prove"] = False  # whose small microbatches have a stash of their own
-    with l2l.Engine(build(), **settings) as engine:
+    with inside.engine(build(), **settings) as engine:
         engine.step({"input_ids": ids, "labels": ids})
         planned = inside.planning(engine)._candidate
         assert planned is not None
         taken = sum(line.nbytes for line in engine.plan.ledger if line.place == "host")
     assert 0.99 * host_bytes(planned) < taken <= host_bytes(planned)
-    with l2l.Engine(build(), **settings, host_memory=host_bytes(planned)) as engine:
+    with inside.engine(build(), **settings, host_memory=host_bytes(planned)) as engine:
         engine.step({"input_ids": ids, "labels": ids})
         planned, decisions = engine.plan, inside.planning(engine).decisions
         longer = torch.randint(0, 512, (8, 256))

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 import transformers
@@ -180,7 +181,7 @@ def test_it_is_what_the_engine_plans(monkeypatch: pytest.MonkeyPatch) -> None:
             "clip_norm": 1.0,
         }
         preview = l2l.plan(build(), batch, compile=False, hardware=H200, **settings)
-        with l2l.Engine(build(), device="cpu", **settings) as engine:
+        with inside.engine(build(), device="cpu", **settings) as engine:
             engine.step(batch)
             plan = engine.plan
         assert preview.budget_bytes == plan.budget_bytes

@@ -89,7 +89,7 @@ def batch(rows: int = 4, seed: int = 0) -> dict[str, Tensor]:
 
 def engine_of(model: nn.Module, **settings: Any) -> l2l.Engine:
     given = {"precision": "float32", "device": "cpu", "optimizer": l2l.SGD(lr=0.1), **settings}
-    return l2l.Engine(model, **given)
+    return inside.engine(model, **given)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -18,6 +18,7 @@ def test_public_names() -> None:
         "Choice",
         "Depth",
         "Engine",
+        "Execution",
         "Lion",
         "Plan",
         "ProgressiveLayerDropping",
@@ -75,16 +76,19 @@ def test_arguments_of_the_engine() -> None:
         "precision": "bfloat16",
         "clip_norm": None,
         "layers": None,
-        "stash": "host",
-        "update": None,
         "nonfinite": "stop",
         "compile": None,
-        "embedding": None,
-        "kernel": "native",
         "seed": None,
         "prove": True,
         "depth": None,
-        "overrides": None,
+        "execution": None,
+    }
+    assert dataclasses.asdict(l2l.Execution()) == {
+        "stash": "host",
+        "update": None,
+        "embedding": None,
+        "kernel": "native",
+        "overrides": {},
         "group_size": None,
     }
     positional = [name for name, one in parameters.items() if one.kind is not one.KEYWORD_ONLY]

@@ -68,7 +68,7 @@ def test_two_engines_in_two_threads_train_as_each_alone(threads: ModuleType):
 def test_the_callers_generator_is_not_touched_by_anything_an_engine_does(backend: bool | str):
     model, batch = Small(Dropping), {"ids": IDS, "labels": IDS}
     before = torch.get_rng_state()
-    with l2l.Engine(model, device="cpu", microbatch_size=2, compile=backend) as engine:
+    with inside.engine(model, device="cpu", microbatch_size=2, compile=backend) as engine:
         engine.step(batch)
         engine.step(batch)
         engine.evaluate(batch)
@@ -79,7 +79,7 @@ def test_the_callers_generator_is_not_touched_by_anything_an_engine_does(backend
 def test_evaluation_draws_nothing_and_is_the_same_beside_threads(threads: ModuleType):
     batch = {"ids": torch.arange(24).view(4, 6) % 11, "labels": torch.arange(24).view(4, 6) % 7}
     model = threads.build()
-    with l2l.Engine(model, device="cpu", microbatch_size=2, precision="float32") as engine:
+    with inside.engine(model, device="cpu", microbatch_size=2, precision="float32") as engine:
         expected = engine.evaluate(batch)
         with threads.Drawers(["cpu"]).drawing():
             found = [engine.evaluate(batch) for _ in range(10)]
@@ -418,7 +418,7 @@ def trained(
     """Losses and weights; layers streamed and resident."""
     model = Small(kind)
     losses = []
-    with l2l.Engine(
+    with inside.engine(
         model,
         device="cpu",
         precision="float32",
@@ -508,7 +508,7 @@ def test_a_device_seeds_the_default_generators_only_if_it_must():
         assert not device.random_numbers.seeds_defaults
         del device
         model = Small(kind)
-        with l2l.Engine(model, device="cpu", microbatch_size=2) as engine:
+        with inside.engine(model, device="cpu", microbatch_size=2) as engine:
             engine.step({"ids": IDS, "labels": IDS})
             assert engine.device.random_numbers.seeds_defaults is must
             assert inside.compiler(engine).draws_random_numbers

@@ -8,6 +8,7 @@ the reader needs to go on: what was seen, and the word that changes it.
 import math
 from typing import Any
 
+import inside
 import pytest
 import torch
 import transformers
@@ -37,7 +38,7 @@ import l2l
 def attempt(model: nn.Module, batch: Batch, **settings: Any) -> None:
     """Build an engine, take one step, close."""
     chosen = {"optimizer": l2l.SGD(lr=0.1), "precision": "float32", "device": "cpu", **settings}
-    engine = l2l.Engine(model, **chosen)
+    engine = inside.engine(model, **chosen)
     try:
         engine.step(batch)
     finally:
@@ -279,7 +280,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 def test_a_step_after_close_is_refused() -> None:
     family = FAMILIES["llama_untied"]
     model = family.build()
-    engine = l2l.Engine(model, optimizer=l2l.SGD(lr=0.1), precision="float32", device="cpu")
+    engine = inside.engine(model, optimizer=l2l.SGD(lr=0.1), precision="float32", device="cpu")
     engine.step(family.batch(4))
     engine.close()
     before = copy_of_state(model)
@@ -295,7 +296,7 @@ def test_a_step_whose_loss_is_not_a_number_is_skipped(size: int) -> None:
     with torch.no_grad():
         model.model.norm.weight[3] = math.inf
     before = copy_of_state(model)
-    engine = l2l.Engine(
+    engine = inside.engine(
         model,
         optimizer=l2l.AdamW(lr=0.1, weight_decay=0.1),
         precision="float32",
@@ -316,7 +317,7 @@ def test_training_goes_on_after_a_bad_batch() -> None:
     bad = {name: tensor[:0] for name, tensor in good.items()}
     models = family.build(), family.build()
     for model, batches in zip(models, ([good, good], [good, bad, good]), strict=True):
-        engine = l2l.Engine(
+        engine = inside.engine(
             model, optimizer=l2l.AdamW(lr=0.01), precision="float32", device="cpu", seed=5
         )
         for batch in batches:

@@ -24,7 +24,7 @@ CLIPPED = ("llama_untied", "gpt2", "bert_classification", "mixtral", "hand_writt
 
 def make_engine(model: nn.Module, family: Family, **settings) -> l2l.Engine:
     settings = {"precision": "float32", "device": "cpu", "microbatch_size": SIZE, **settings}
-    return l2l.Engine(model, layers=family.layers, **settings)
+    return inside.engine(model, layers=family.layers, **settings)
 
 
 def train(name: str, *, steps: int = 4, **settings) -> dict[str, Tensor]:
@@ -422,7 +422,7 @@ def test_layers_of_odd_sizes_and_of_none_train(optimizer, clip_norm):
     model = Odd()
     ids = torch.randint(0, 5, (4, 3))
     settings = {"precision": "bfloat16", "device": "cpu", "microbatch_size": 3}
-    with l2l.Engine(model, optimizer=optimizer, clip_norm=clip_norm, **settings) as engine:
+    with inside.engine(model, optimizer=optimizer, clip_norm=clip_norm, **settings) as engine:
         losses = [engine.step({"ids": ids, "labels": ids}).loss for _ in range(30)]
     assert losses[-1] < 0.8 * losses[0]
 

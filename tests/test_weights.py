@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 import transformers
@@ -58,7 +59,7 @@ def delivered(model: nn.Module, weights: Any) -> dict[str, Tensor]:
 
 
 def engine_of(model: nn.Module, **settings: Any) -> l2l.Engine:
-    return l2l.Engine(model, device="cpu", precision="float32", kernel="readable", **settings)
+    return inside.engine(model, device="cpu", precision="float32", kernel="readable", **settings)
 
 
 def assert_equal(model: nn.Module, expected: nn.Module) -> None:
@@ -124,7 +125,7 @@ def test_weights_have_the_dtype_of_the_model(
     folder = saved(build_llama().to(stored), tmp_path)
     expected = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
     empty = on_meta(expected).to(dtype)
-    l2l.Engine(empty, device="cpu", weights=folder).close()
+    inside.engine(empty, device="cpu", weights=folder).close()
     assert all(
         torch.equal(one, other)
         for one, other in zip(empty.parameters(), expected.parameters(), strict=True)
@@ -362,7 +363,7 @@ def test_many_names_are_counted(tmp_path: Path) -> None:
 def test_a_warning_points_to_the_line_that_made_the_engine(tmp_path: Path) -> None:
     folder = rewritten(build_llama(), tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.warns(UserWarning, match="lm_head") as seen:
-        l2l.Engine(
+        inside.engine(
             on_meta(build_llama()), device="cpu", weights=folder, allow_missing_weights=True
         ).close()
     assert seen[0].filename == __file__
@@ -370,7 +371,7 @@ def test_a_warning_points_to_the_line_that_made_the_engine(tmp_path: Path) -> No
         build_llama(), tmp_path, lambda tensors: tensors.update(extra=torch.zeros(1))
     )
     with pytest.warns(UserWarning, match="extra") as seen:
-        l2l.Engine(on_meta(build_llama()), device="cpu", weights=folder).close()
+        inside.engine(on_meta(build_llama()), device="cpu", weights=folder).close()
     assert seen[0].filename == __file__
 
 
@@ -516,7 +517,7 @@ def test_a_failure_leaves_the_model_on_the_meta_device(
 
     monkeypatch.setattr(l2l.hugging_face.weights._Reader, "__call__", failing)
     with pytest.raises(KeyboardInterrupt):
-        l2l.Engine(empty, device=device, weights=folder)
+        inside.engine(empty, device=device, weights=folder)
     tensors = [*empty.parameters(), *empty.buffers()]
     assert [id(one) for one in tensors] == ids
     assert all(one.is_meta for one in tensors)
@@ -637,7 +638,7 @@ def test_what_must_stay_float32_stays(tmp_path: Path, monkeypatch: pytest.Monkey
     folder = saved(build_llama().bfloat16(), tmp_path)
     expected = kind.from_pretrained(folder)
     model = empty_model(folder)
-    l2l.Engine(model, device="cpu", weights=folder).close()
+    inside.engine(model, device="cpu", weights=folder).close()
     assert_equal(model, expected)
     assert model.get_parameter("model.norm.weight").dtype is torch.float32
 

@@ -19,6 +19,7 @@ from l2l.engine.checkpoints import Checkpoints
 from l2l.engine.condition import Condition
 from l2l.engine.cut import Batches
 from l2l.engine.depth import Depth, checked_depth
+from l2l.engine.execution import Execution
 from l2l.engine.guard import Guard, guarded
 from l2l.engine.layers import Layers, Layout
 from l2l.engine.network import Network
@@ -68,17 +69,12 @@ class Engine:
         precision: str | torch.dtype = "bfloat16",
         clip_norm: float | None = None,
         layers: str | None = None,
-        stash: str = "host",
-        update: str | None = None,
         nonfinite: str = "stop",
         compile: bool | str | None = None,  # noqa: A002 (torch's name for torch's thing)
-        embedding: str | None = None,
-        kernel: str = "native",
         seed: int | None = None,
         prove: bool = True,
         depth: Depth | None = None,
-        overrides: Mapping[str, Any] | None = None,
-        group_size: int | None = None,
+        execution: Execution | None = None,
     ) -> None:
         """Cut the model and move its weights into the parameter server.
 
@@ -104,26 +100,18 @@ class Engine:
                 device. The server keeps a float32 master of what is trained on the host.
             clip_norm: clip gradients by their global norm, as torch.nn.utils.clip_grad_norm_.
             layers: dotted name of the list of layers, where the model has several.
-            stash: "host" (device memory constant in depth and batch) or "device".
-            update: "eager", "just in time", or None: eager unless the whole gradient must be known
-                first (clipping, float16). Both give the same results.
             nonfinite: what happens if a gradient is not finite though the loss is. Where the whole
                 gradient is known before the first update, the step is skipped. Else "stop" is an
                 error that names the layer, before that is updated; "skip" lets updates wait.
             compile: whether layers go through torch.compile, or the name of a backend for it. None:
                 on an accelerator. Compiled layers round differently.
-            embedding: "host" gathers the rows of embedding tables there, "device" brings whole
-                tables; None: on the host for tables of 16 MiB and more.
-            kernel: "native", or "readable" for the slow PyTorch version with the same arithmetic.
             seed: of dropout, of stochastic rounding, of `depth`, and of a new head that `weights`
                 does not have. None: torch's initial seed.
             prove: whether the first step is preceded by a comparison with the model's own code, on
                 a few tokens: see `l2l.proof`.
             depth: which layers every training step runs: `l2l.StochasticDepth()`, say. None: all.
-            overrides: choices of the plan to be made otherwise, by name: see `l2l.planner`.
-            group_size: where torch.distributed is initialised, all its ranks train together, each
-                with rows of its own; so many of them hold one copy of the model. None: those of a
-                node if there are several nodes, else all.
+            execution: what few need to say, such as which choices of the plan to make otherwise:
+                see `l2l.Execution`.
 
         Raises:
             ValueError: an argument is invalid; the model is unchanged.
@@ -131,17 +119,22 @@ class Engine:
         # All arguments are checked before the model changes.
         microbatch_size = checked_rows(microbatch_size)
         self._guard = Guard()
-        world = open_world(group_size=group_size)
+        execution = execution or Execution()
+        world = open_world(group_size=execution.group_size)
         seed = world.gather_facts(torch.initial_seed() if seed is None else seed)[0]
         incoming = Incoming.of(model, weights, seed=seed, allow_missing=allow_missing_weights)
         types = PrecisionPolicy.for_model(model, precision=precision)
-        stash_policy = parse_policy(stash)
+        stash_policy = parse_policy(execution.stash)
         refuse_different_weights(world, model)
         partition = Partition(model, layers=layers)
         depth = checked_depth(depth, partition.num_layers)
         description, groups = groups_of(optimizer, model)
         policy = UpdatePolicy.choose(
-            update, optimizer=description, clip_norm=clip_norm, link=types.link, nonfinite=nonfinite
+            execution.update,
+            optimizer=description,
+            clip_norm=clip_norm,
+            link=types.link,
+            nonfinite=nonfinite,
         )
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.optimizer = ServerOptimizer(groups, description.defaults, names=names)
@@ -156,10 +149,10 @@ class Engine:
             policy=policy,
             world=world,
         )
-        native = find_kernel(kernel, description)
-        embedding = parse_embedding(embedding, alone=not world.is_parallel)
+        native = find_kernel(execution.kernel, description)
+        embedding = parse_embedding(execution.embedding, alone=not world.is_parallel)
         on_host = world.is_parallel or depth.skips
-        overrides = {**(overrides or {}), **(STATE_ON_HOST if on_host else {})}
+        overrides = {**execution.overrides, **(STATE_ON_HOST if on_host else {})}
         Decisions().override(overrides)
         # What all parts share, then the parts.
         device = device if isinstance(device, Device) else open_device(device)

@@ -94,7 +94,7 @@ def train(**settings) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = build()
     settings = {"precision": "float32", "clip_norm": 1.0, "compile": False, **settings}
     settings["overrides"] = {**ALONE, **settings.get("overrides", {})}
-    engine = l2l.Engine(
+    engine = inside.engine(
         model, optimizer=l2l.AdamW(lr=1e-3, eps=1e-3), device="cuda", microbatch_size=4, **settings
     )
     losses = []
@@ -138,7 +138,7 @@ def test_the_peak_stays_under_the_budget(budget: str):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = build(num_layers=12, width=512)
-    with l2l.Engine(
+    with inside.engine(
         model, optimizer=l2l.AdamW(lr=1e-4), device="cuda", device_memory=budget, clip_norm=1.0
     ) as engine:
         losses = [engine.step(one).loss for one in batches(4, rows=32, length=128)]
@@ -172,7 +172,7 @@ def test_a_plan_whose_first_step_fails_leaves_nothing_on_the_device(
     monkeypatch.setattr(Planning, "tighten", tighten_more)
 
     def losses_of(*, fails: bool, **more: Any) -> list[float]:
-        with l2l.Engine(
+        with inside.engine(
             build(),
             optimizer=l2l.AdamW(lr=1e-4),
             device="cuda",
@@ -202,7 +202,7 @@ def test_a_plan_has_room_for_norms_of_many_tokens_and_few_words(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = build(num_layers=8, width=512, num_words=256, tied=False)
-    with l2l.Engine(
+    with inside.engine(
         model, optimizer=l2l.AdamW(lr=1e-4), device="cuda", device_memory=f"{budget}MiB"
     ) as engine:
         for batch in batches(2, rows=32, length=512, num_words=256):
@@ -220,7 +220,7 @@ def test_no_more_logits_than_the_budget_has_room_for(frozen: bool):
     torch.cuda.reset_peak_memory_stats()
     model = build(num_layers=4, num_words=1 << 16, tied=False)
     model.lm_head.weight.requires_grad_(not frozen)
-    with l2l.Engine(
+    with inside.engine(
         model,
         optimizer=l2l.AdamW(lr=1e-4),
         device="cuda",
@@ -236,7 +236,7 @@ def test_no_more_logits_than_the_budget_has_room_for(frozen: bool):
 
 def test_a_budget_that_is_too_small_says_what_would_do():
     with (
-        l2l.Engine(build(), device="cuda", device_memory="20MiB", compile=False) as engine,
+        inside.engine(build(), device="cuda", device_memory="20MiB", compile=False) as engine,
         pytest.raises(ValueError, match="Give device_memory="),
     ):
         engine.step(next(batches(1)))

@@ -27,7 +27,7 @@ STREAMED = {
 
 def make_engine(model, **settings) -> l2l.Engine:
     """An engine that streams all layers, as they are; test_budget.py has the others."""
-    return l2l.Engine(model, **{"compile": False, "overrides": STREAMED, **settings})
+    return inside.engine(model, **{"compile": False, "overrides": STREAMED, **settings})
 
 
 @pytest.fixture(autouse=True)
