@@ -290,6 +290,10 @@ def refused(rank: Rank) -> Any:
         found["predicted"] = (predicted.logits.isfinite().all(), predicted.loss.isnan())
         found["state"] = engine.state_dict()
         try:
+            engine.optimizer.state_dict()
+        except RuntimeError as error:
+            found["optimizer"] = str(error)
+        try:
             inside.model(engine).state_dict()
         except RuntimeError as error:
             found["alone"] = str(error)

@@ -209,6 +209,7 @@ def test_refusals_name_what_is_wrong(results: Results, size: int):
         assert "embedding='host', but several ranks hold" in one["refused"]["embedding"]
         assert "every label of the batch is ignored" in one["refused"]["labels"]
         assert "'kinds' contains -100" in one["refused"]["targets"]
+        assert "share of the optimizer's state" in one["refused"]["optimizer"]
         assert all(one["refused"]["predicted"]), "outputs, with a loss that is NaN"
         assert "on all ranks together" in one["refused"]["alone"]
         state, expected = one["refused"]["state"], FAMILIES["llama_tied"].build().state_dict()

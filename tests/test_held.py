@@ -351,7 +351,7 @@ def test_other_optimizers_neither_crash_nor_change_anything() -> None:
             model = FAMILIES["llama_tied"].build()
             if left:
                 model(**causal_batch(2)).loss.backward()
-            with inside.engine(model, precision="float32", device="cpu") as engine:
+            with Engine(model, precision="float32", device="cpu") as engine:
                 before = engine.state_dict()
                 try_all(model)
                 after = engine.state_dict()
@@ -360,7 +360,7 @@ def test_other_optimizers_neither_crash_nor_change_anything() -> None:
         model = FAMILIES["llama_tied"].build()
         with tempfile.TemporaryDirectory() as folder:
             given = TrainingArguments(output_dir=folder, max_steps=2, report_to=[])
-            with inside.engine(model, precision="float32", device="cpu"):
+            with Engine(model, precision="float32", device="cpu"):
                 try:
                     Trainer(model=model, args=given, train_dataset=rows).train()
                 except RuntimeError as error:

@@ -43,7 +43,8 @@ def test_one_step_in_float32_is_one_step_of_torch_bit_by_bit() -> None:
     optimizer.step()
 
     adopted = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    settings = {"device": "cpu", "precision": "float32", "kernel": "readable"}
+    execution = l2l.Execution(kernel="readable")
+    settings = {"device": "cpu", "precision": "float32", "execution": execution}
     with l2l.Engine(model, optimizer=adopted, **settings) as engine:
         assert engine.step(batch).loss == loss.item()
     for name, parameter in plain.named_parameters():

@@ -253,8 +253,8 @@ class Answers(TorchFunctionMode):
             elif id(one) in self.absent:
                 raise RuntimeError(
                     f"the model reads {self.absent[id(one)]!r} where it did not for the first "
-                    "batch, so it is not on the device. Say embedding='device' to keep all "
-                    "parameters around the layers there."
+                    "batch, so it is not on the device. With execution=l2l.Execution("
+                    "embedding='device') all parameters around the layers stay there."
                 )
 
 

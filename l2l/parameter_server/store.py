@@ -187,7 +187,16 @@ class ParameterServer:
         self._unit_of[owner].set_value(owner, value, self._kernel)
 
     def state_of(self, owner: str) -> dict[str, Any]:
-        """A parameter's optimizer state as views, torch's names; empty before its first step."""
+        """A parameter's optimizer state as views, torch's names; empty before its first step.
+
+        Raises:
+            RuntimeError: several ranks hold it together.
+        """
+        if self.world.is_parallel:
+            raise RuntimeError(
+                "each rank holds a share of the optimizer's state. engine.save writes all of it, "
+                "for any number of ranks to read."
+            )
         self.settle_all()
         return torch_optimizer.state_of(self._unit_of[owner], owner, self.optimizer)
 
