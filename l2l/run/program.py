@@ -25,12 +25,15 @@ class Program:
     """After each streamed layer: the next one, or E."""
     returning: frozenset[int] = field(init=False)
     """Streamed layers with a backward pass."""
+    redone: frozenset[str] = field(init=False)
+    """Units that are updated on the device under this step's own backward passes."""
 
     def __post_init__(self) -> None:
         streamed = self.shape.streamed
         following = dict(zip(streamed, [*map(str, streamed[1:]), "E"], strict=False))
         object.__setattr__(self, "following", following)
         object.__setattr__(self, "returning", frozenset(self.shape.backward_layers))
+        object.__setattr__(self, "redone", frozenset(self.shape.redone))
 
     @property
     def shape(self) -> Shape:

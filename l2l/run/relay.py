@@ -191,7 +191,7 @@ class Relay:
         """Note what changes when a line is done, before it is submitted."""
         if action.kind in ("drain U free", "drain U.all:p"):
             self._server.before_change(action.unit)
-        is_own = action.kind == "drain U.all:p" and action.unit in step.program.shape.redone
+        is_own = action.kind == "drain U.all:p" and action.unit in step.program.redone
         if action.kind in UPDATING or is_own:
             step.updates_submitted = True
 
