@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine with Python 3.11 or newer and a C++ compiler:
 #   make demo    trains a small transformer through the relay
 #   make test    lint, types and all tests that need no accelerator
-# While you work, `make quick` takes half a minute.
+# While you work, `make quick` takes 40 seconds.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -41,7 +41,7 @@ types: $(VENV)/ready
 unit: $(VENV)/ready $(KERNEL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Half a minute on two cores: the language, the rooms, the settings, and parity with plain PyTorch.
+# 40 seconds on two cores, with lint: the language, the rooms, the settings, and parity with plain PyTorch.
 QUICK := schedule architecture public_surface layout precision tensor_file replacing metrics tiny worker settings \
 	host_mirror parity corners
 

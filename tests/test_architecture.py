@@ -259,6 +259,15 @@ def test_the_live_display_is_imported_when_it_is_asked_for() -> None:
 
 
 @every_source
+def test_modules_and_classes_stay_small(source: Path) -> None:
+    text = source.read_text()
+    assert len(text.splitlines()) <= 600
+    kinds = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    long = {one.name for one in kinds if (one.end_lineno or 0) - one.lineno >= 400}
+    assert not long
+
+
+@every_source
 def test_files_are_named_for_what_they_hold(source: Path) -> None:
     parts = source.relative_to(PACKAGE).with_suffix("").parts
     words = {word for part in parts for word in part.split("_")}

@@ -135,14 +135,14 @@ class DeviceUpdates:
 
     def drain_weights(self, _: Step, action: Action) -> None:
         """The weights of an update on the device to the host: it waits no longer."""
-        self._transfer.mirror(action.unit, *action.places)
+        self._transfer.drain_weights(action.unit, *action.places)
         waiting = self._server.waiting.get(action.unit)
         if waiting is not None and waiting.renewed:
             self._server.take_waiting(action.unit)
 
     def fetch_all(self, step: Step, action: Action) -> None:
         """Gradient, weights and state of a piece to the device."""
-        self._transfer.borrow(action.unit, self._piece(step, action), *action.places)
+        self._transfer.fetch_all(action.unit, self._piece(step, action), *action.places)
 
     def update_lent_piece(self, step: Step, action: Action) -> None:
         """The update of a piece that was brought with its gradient and its state."""
@@ -165,7 +165,7 @@ class DeviceUpdates:
 
     def fetch_state(self, step: Step, action: Action) -> None:
         """State of a piece to the device."""
-        self._transfer.lease(action.unit, self._piece(step, action), *action.places)
+        self._transfer.fetch_state(action.unit, self._piece(step, action), *action.places)
 
     def update_piece(self, step: Step, action: Action) -> None:
         """The update of a piece whose weights and gradients are on the device."""
@@ -198,7 +198,7 @@ class DeviceUpdates:
         """Weights and state of a piece to the host; after the last the update waits no longer."""
         unit = action.unit
         self._server.unfinished.add(unit)
-        self._transfer.repay(unit, self._piece(step, action), *action.places)
+        self._transfer.drain_all(unit, self._piece(step, action), *action.places)
         # Of a small unit the last pieces are empty.
         if action.piece == step.program.shape.num_pieces - 1:
             self._server.waiting.pop(unit, None)
@@ -254,7 +254,7 @@ class DeviceUpdates:
             numbers = waiting.numbers.to(self._device.torch_device)
             self._apply(waiting.step, name, f"S{name}", f"G{name}", numbers)
             waiting.renewed = True
-        self._transfer.mirror(name, f"S{name}")
+        self._transfer.drain_weights(name, f"S{name}")
         self._device.record(Lane.COMPUTE).synchronize()
 
     def update_in_slot(self, step: Step, action: Action) -> None:

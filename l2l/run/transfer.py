@@ -5,7 +5,7 @@ parameters are views into the slot, so there is no copy on the device. Gradients
 float32 in a gradient slot, over all microbatches, and leave once, by `drain`, into a staging buffer
 of the host: rounded on the way, piece by piece, through a small buffer (`ROUNDING_BYTES`). Memory
 is taken once (`reserve`), sized for the largest unit that uses it, except where the schedule says
-from when to when a place has any (`take`, `drop`).
+from when to when a place has any (`take`, `release`).
 
 Names are the schedule's: S0, S1, .. for streamed layers, SL7 for a layer of the tail, SO and ST0
 for outer units; G0, GL7, GO, GT0 for their gradients, H.. for staging.
@@ -125,13 +125,13 @@ class Transfer:
                 taken_later |= {f"G{i}" for i in range(number)}
         return taken_later
 
-    def borrow(self, unit: str, span: slice, staging: str, place: str) -> None:
+    def fetch_all(self, unit: str, span: slice, staging: str, place: str) -> None:
         """Copy elements of a unit, with gradient and state, to the device; for the lend lane."""
         source = self._server.units[unit].part(span, self.staging[staging])
         for mine, theirs in zip(self.lent(place, source).tensors, source.tensors, strict=True):
             mine.copy_(theirs, non_blocking=True)
 
-    def lease(self, unit: str, span: slice, place: str) -> None:
+    def fetch_state(self, unit: str, span: slice, place: str) -> None:
         """Copy the state of elements, and what completes their weights; for the fetch lane."""
         source = self._server.units[unit].part(span)
         lent = self.lent(place, source)
@@ -146,7 +146,7 @@ class Transfer:
         sums = form.gradient_layout.segment_views(self._gradients[gradient_slot])[0]
         lent.gradient.copy_(sums[span])
 
-    def repay(self, unit: str, span: slice, place: str) -> None:
+    def drain_all(self, unit: str, span: slice, place: str) -> None:
         """Copy them back, but for the gradient; the drain lane does this."""
         target = self._server.units[unit].part(span)
         for mine, theirs in zip(self.lent(place, target).changed, target.changed, strict=True):
@@ -193,14 +193,14 @@ class Transfer:
         self._states[slot] = (SlotState.FREE, None)
         self._device.poison(self._slots[slot])
 
-    def mirror(self, unit: str, slot: str) -> None:
+    def drain_weights(self, unit: str, slot: str) -> None:
         """Copy a unit's weights from its slot to the host; the drain lane does this."""
         for target, source in self._host_and_slot(unit, slot):
             target.copy_(source, non_blocking=True)
 
     def give_back(self, unit: str, slot: str) -> None:
         """Copy a unit's weights from its slot to the host and free the slot; for the drain lane."""
-        self.mirror(unit, slot)
+        self.drain_weights(unit, slot)
         self.release(unit, slot)
 
     def slot(self, name: str) -> Tensor:

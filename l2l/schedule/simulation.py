@@ -326,7 +326,7 @@ class _Run:
 def _programs(schedule: Schedule) -> Iterator[tuple[Lane, int, int | None]]:
     """What lanes do in a step, lane by lane as `_Program.items` has it."""
     number_of: dict[Action, int] = {}
-    last = last_lines(schedule)
+    last = _last_lines(schedule)
     for number, line in enumerate(schedule.lines):
         if isinstance(line, WaitLast):
             if line.what in last:
@@ -340,18 +340,18 @@ def _programs(schedule: Schedule) -> Iterator[tuple[Lane, int, int | None]]:
             yield line.lane, number, None
 
 
-def last_lines(schedule: Schedule) -> dict[str, int]:
+def _last_lines(schedule: Schedule) -> dict[str, int]:
     """For all that the next step may wait for, the last line that does so ([Note: steps])."""
     found: dict[str, int] = {}
     for number, line in enumerate(schedule.lines):
         if isinstance(line, Action):
-            found |= dict.fromkeys(carried(line), number)
+            found |= dict.fromkeys(_carried(line), number)
     return found
 
 
-def carried(action: Action) -> list[str]:
+def _carried(action: Action) -> list[str]:
     """What the next step may have to wait for, if it comes to that ([Note: steps])."""
-    if action.kind in ("drain U.grad", "drain U.norm"):
+    if action.kind in ("drain U.grad", "drain U.norm", "drain loss"):
         return ["drain"]
     if action.lane is not Lane.UPDATE or not action.kind.startswith("update"):
         return []
