@@ -84,6 +84,15 @@ def transfer(engine: Engine) -> Transfer:
     return engine._resources.transfer
 
 
+def places(engine: Engine) -> Mapping[str, Any]:
+    """Slots, gradient slots and places for lent state that have memory now."""
+    return transfer(engine)._slots
+
+
+def weight_slots(engine: Engine) -> dict[str, Any]:
+    return {name: slot for name, slot in places(engine).items() if name.startswith("S")}
+
+
 def stash(engine: Engine) -> Stash:
     return engine._resources.stash
 

@@ -953,7 +953,7 @@ def test_memory_is_nan_until_it_is_written(first: Lane | None, dtype: torch.dtyp
 def test_released_slots_are_nan(first: Lane | None) -> None:
     with make_engine(build(), first) as engine:
         engine.step(make_batch(0))
-        slots = inside.transfer(engine)._slots
+        slots = inside.weight_slots(engine)
         assert set(slots) == {"S0", "S1", "SO"}
         for slot in slots.values():
             assert slot.view(torch.float32).isnan().all()
@@ -964,15 +964,14 @@ def test_slots_of_units_with_state_stay_and_shared_places_go(first: Lane | None)
     case = LATER["tail with state"]
     with make_engine(case.build(), first, **case.settings) as engine:
         engine.step(case.batch(0))
-        slots = inside.transfer(engine)._slots
+        slots = inside.weight_slots(engine)
         assert set(slots) == {"S0", "S1", "SL2", "SO"}
         held = {name for name, slot in slots.items() if not slot.view(torch.float32).isnan().all()}
         assert held == {"SL2"}
     case = LATER["shared memory"]
     with make_engine(case.build(), first, **case.settings) as engine:
         engine.step(case.batch(0))
-        assert set(inside.transfer(engine)._slots) == {"S0", "S1", "ST0"}
-        assert set(inside.transfer(engine)._gradients) == {"G0", "G1", "GT0"}
+        assert set(inside.places(engine)) == {"S0", "S1", "ST0", "G0", "G1", "GT0"}
 
 
 def test_values_kept_outside_cells_are_nan_after_the_step() -> None:

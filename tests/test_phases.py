@@ -331,7 +331,7 @@ def test_memory_that_is_dropped_is_free(monkeypatch: pytest.MonkeyPatch, optimiz
     drop = Transfer.drop
 
     def watched(transfer: Transfer, place: str) -> None:
-        buffer = transfer._memory(place).get(place)
+        buffer = transfer._slots.get(place)
         storage = None if buffer is None else weakref.ref(buffer.untyped_storage())
         del buffer
         drop(transfer, place)

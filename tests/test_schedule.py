@@ -375,7 +375,7 @@ def test_golden_schedules_use_every_kind_of_line_and_every_lane() -> None:
         ("loading waits release L0 S0", "no lane 'loading'; lanes are compute"),
         ("fetch waits compute waits drain loss", "not another wait"),
         ("fetch waits compute waits last L0", "not another wait"),
-        ("fetch waits release L0", "takes 'LTO S>'"),
+        ("fetch waits release L0", "takes 'LTO S!'"),
     ],
 )
 def test_text_that_is_no_line_is_refused(text: str, reason: str) -> None:

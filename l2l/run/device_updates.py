@@ -214,7 +214,7 @@ class DeviceUpdates:
         unit, optimizer = self._server.units[name], self._server.optimizer
         assert isinstance(optimizer, HostOptimizer)
         weights = self._transfer.slot(slot)
-        gradients = self._transfer.gradient_slot(gradient_slot)
+        gradients = self._transfer.slot(gradient_slot)
         for row, run in self._runs(step, name):
             device_update.update(
                 optimizer,
@@ -263,8 +263,8 @@ class DeviceUpdates:
         optimizer, settings = self._server.optimizer, step.settings
         assert isinstance(optimizer, Adafactor)
         assert settings is not None
-        weights = self._transfer.weights(unit, slot)
-        gradients = self._transfer.gradients(unit, gradient_slot)
+        weights = self._transfer.views(unit, slot)
+        gradients = self._transfer.views(unit, gradient_slot)
         loss, weight = step.device_losses.sum(0)
         finite = (loss / weight if step.divide_by_weight else loss).isfinite()
         self._gradients.show_summed(step, unit, gradient_slot)

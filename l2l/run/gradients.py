@@ -82,7 +82,7 @@ class Gradients:
     def show_summed(self, step: Step, unit: str, slot: str) -> None:
         """The same of gradients on the device: what this rank holds of them."""
         one = self._server.units[unit]
-        sums = self._transfer.gradients(unit, slot) if step.witness is not None else {}
+        sums = self._transfer.views(unit, slot) if step.witness is not None else {}
         self._show(
             step,
             unit,

@@ -311,7 +311,7 @@ class LayerPasses:
         assert self._transfer.holds(layer, slot), f"{layer} is not in {slot}"
         return LayerInputs(
             part=self._partition.layers[index],
-            tensors={**self._transfer.weights(layer, slot), **changing},
+            tensors={**self._transfer.views(layer, slot), **changing},
             trained=self.trained(layer),
             call=step.calls[m][index],
             hidden=hidden,

@@ -133,7 +133,7 @@ class OuterPass:
         bound: dict[str, Tensor] = dict(self._all_placeholders())
         for unit in _outer_units(slots):
             trained = self._server.units[unit].form.trained.names
-            bound |= leaves(self._transfer.weights(unit, f"S{unit}"), trained)
+            bound |= leaves(self._transfer.views(unit, f"S{unit}"), trained)
         self._partition.skeleton.bind(bound)
         return bound
 

@@ -84,10 +84,10 @@ class Relay:
         self._perform: dict[str, Performed] = {
             "take": lambda _, a: transfer.take(*a.places),
             "release": self._release,
-            "release U": lambda _, a: transfer.release(a.unit, *a.places),
+            "release U": lambda _, a: transfer.release(*a.places),
             "fetch U": lambda _, a: transfer.fetch(a.unit, *a.places),
             "fetch v m": lambda _, a: stash.unstash(a.value, *a.places),
-            "drain U free": lambda _, a: transfer.give_back(a.unit, *a.places),
+            "drain U free": self._drain_and_free,
             "drain v m": lambda _, a: stash.stash(a.value, *a.places),
             "drain loss": self._drain_losses,
             "gather U": lambda _, a: transfer.gather(a.unit, *a.places),
@@ -221,6 +221,10 @@ class Relay:
         if place.startswith("S"):
             self._around.let_go()
         self._transfer.drop(place)
+
+    def _drain_and_free(self, _: Step, action: Action) -> None:
+        self._transfer.drain_weights(action.unit, *action.places)
+        self._transfer.release(*action.places)
 
     def _drain_losses(self, step: Step, _: Action) -> None:
         step.losses.copy_(step.device_losses, non_blocking=True)

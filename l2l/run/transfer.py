@@ -13,7 +13,6 @@ for outer units; G0, GL7, GO, GT0 for their gradients, H.. for staging.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping
 from typing import final
 
@@ -24,22 +23,11 @@ from l2l.device import Device
 from l2l.parameter_server import (
     ROUNDING_BYTES,
     Arena,
-    FlatLayout,
     FlatUnit,
     ParameterServer,
     Unit,
-    UnitForm,
 )
 from l2l.schedule import NUM_LENT, Shape, late_staging
-
-
-class SlotState(enum.Enum):
-    """Who may touch a weight slot."""
-
-    FREE = "free"
-    """Holds nothing (NaN on the checking device); only a fetch may write it."""
-    HOLDING = "holding"
-    """Holds one unit; passes read it, nobody writes it."""
 
 
 @final
@@ -50,9 +38,8 @@ class Transfer:
         self._device = device
         self._arena = arena
         self._server = server
-        self._slots: dict[str, Tensor] = {}
-        self._states: dict[str, tuple[SlotState, str | None]] = {}
-        self._gradients: dict[str, Tensor] = {}
+        self._slots: dict[str, Tensor] = {}  # all places that have memory
+        self._held: dict[str, str] = {}  # weight slot -> unit; a slot that is free is not here
         self._rounding: Tensor | None = None
         self._zero: set[str] = set()  # units whose staging was made zero
         self._sizes: dict[str, int] = {}
@@ -62,10 +49,9 @@ class Transfer:
     def reserve(self, shape: Shape) -> None:
         """Take the memory a schedule of this shape uses, as far as it is not there yet."""
         taken_later = self._plan_sizes(shape)
-        for name, nbytes in self._sizes.items():
-            memory = self._memory(name)
-            if name not in memory and name not in taken_later:
-                self._take(name, nbytes)
+        for name in self._sizes:
+            if name not in self._slots and name not in taken_later:
+                self.take(name)
         if not shape.training or shape.device_updates:
             return
         units = self._server.units
@@ -81,12 +67,8 @@ class Transfer:
         for name in {*shape.late_units, *staged} - {*layers} - {*shape.on_device}:
             self._reserve_staging(late_staging(name), units[name].held.staging_layout.nbytes)
         for unit in shape.outer:
-            if (
-                unit.looked_up
-                and unit.trained
-                and not unit.in_epilogue
-                and unit.name not in self._zero
-            ):
+            only_rows = unit.looked_up and unit.trained and not unit.in_epilogue
+            if only_rows and unit.name not in self._zero:
                 self.staging[late_staging(unit.name)].zero_()  # rows are added to it
                 self._zero.add(unit.name)
 
@@ -102,12 +84,10 @@ class Transfer:
         sizes |= {f"S{name}": units[name].form.weight_layout.nbytes for name in own}
         if shape.shared and shape.training:
             shared = [units[f"L{i}"] for i in shape.shared]
-            staging = {u.form.name: self._staging_of(u.form) for u in shared}
-            largest = max(
-                u.part(u.form.piece(0, shape.num_pieces), staging[u.form.name]).buffer_bytes
-                for u in shared
+            sizes |= dict.fromkeys(
+                (f"W{i}" for i in range(NUM_LENT)),
+                max(_piece_bytes(unit, shape.num_pieces) for unit in shared),
             )
-            sizes |= {f"W{i}": largest for i in range(NUM_LENT)}
         passing = {unit.name for unit in shape.outer if unit.passes and shape.shares_memory}
         taken_later = {f"{kind}{name}" for name in passing for kind in "SG"}
         if shape.shares_memory:
@@ -143,7 +123,7 @@ class Transfer:
         one = self._server.units[unit]
         lent, form = self.lent(place, one.part(span)), one.form
         lent.weight.copy_(form.weight_layout.segment_views(self._slots[slot])[0][span])
-        sums = form.gradient_layout.segment_views(self._gradients[gradient_slot])[0]
+        sums = form.gradient_layout.segment_views(self._slots[gradient_slot])[0]
         lent.gradient.copy_(sums[span])
 
     def drain_all(self, unit: str, span: slice, place: str) -> None:
@@ -158,12 +138,13 @@ class Transfer:
 
     def take(self, name: str) -> None:
         """Take memory for a place; the compute lane does this."""
-        self._take(name, self._sizes[name])
+        self._slots[name] = self._device.empty(self._sizes[name])
 
     def drop(self, name: str) -> None:
         """Give a place's memory back; the compute lane does this."""
         self._views = {key: views for key, views in self._views.items() if key[1] != name}
-        found = self._memory(name).pop(name, None)
+        self._held.pop(name, None)
+        found = self._slots.pop(name, None)
         if found is not None:
             self._device.poison(found)
 
@@ -171,7 +152,7 @@ class Transfer:
         """Copy a unit's weights into a slot; the fetch lane does this."""
         for source, target in self._host_and_slot(unit, slot):
             target.copy_(source, non_blocking=True)
-        self._states[slot] = (SlotState.HOLDING, unit)
+        self._held[slot] = unit
 
     def gather(self, unit: str, slot: str) -> None:
         """Fill a slot with what other ranks hold of a unit; the gather lane does this."""
@@ -188,9 +169,9 @@ class Transfer:
         places = [view[one.share.of(view.numel())] for view in whole]
         return list(zip(one.held.weight_layout.segment_views(one.weights), places, strict=True))
 
-    def release(self, unit: str, slot: str) -> None:
+    def release(self, slot: str) -> None:
         """The slot's contents are dead; the compute lane does this."""
-        self._states[slot] = (SlotState.FREE, None)
+        self._held.pop(slot, None)
         self._device.poison(self._slots[slot])
 
     def drain_weights(self, unit: str, slot: str) -> None:
@@ -198,30 +179,21 @@ class Transfer:
         for target, source in self._host_and_slot(unit, slot):
             target.copy_(source, non_blocking=True)
 
-    def give_back(self, unit: str, slot: str) -> None:
-        """Copy a unit's weights from its slot to the host and free the slot; for the drain lane."""
-        self.drain_weights(unit, slot)
-        self.release(unit, slot)
-
     def slot(self, name: str) -> Tensor:
-        """The bytes of a weight slot."""
+        """The bytes of a place."""
         return self._slots[name]
-
-    def gradient_slot(self, name: str) -> Tensor:
-        """The bytes of a gradient slot."""
-        return self._gradients[name]
-
-    def weights(self, unit: str, slot: str) -> dict[str, Tensor]:
-        """A unit's tensors as views into the slot that holds it."""
-        key = (unit, slot)
-        if key not in self._views:
-            layout = self._server.units[unit].form.weight_layout
-            self._views[key] = layout.views(self._slots[slot])
-        return self._views[key]
 
     def holds(self, unit: str, slot: str) -> bool:
         """Whether a slot holds a unit."""
-        return self._states.get(slot) == (SlotState.HOLDING, unit)
+        return self._held.get(slot) == unit
+
+    def views(self, unit: str, slot: str) -> dict[str, Tensor]:
+        """A unit's tensors as views into a slot: weights, or in a gradient slot their gradients."""
+        if (unit, slot) not in self._views:
+            form = self._server.units[unit].form
+            layout = form.gradient_layout if slot.startswith("G") else form.weight_layout
+            self._views[unit, slot] = layout.views(self._slots[slot])
+        return self._views[unit, slot]
 
     def accumulate(
         self,
@@ -241,7 +213,7 @@ class Transfer:
             received: The parameters that got a gradient earlier in this step; is extended.
             add: A faster way to add tensors to others.
         """
-        sums = self.gradients(unit, slot)
+        sums = self.views(unit, slot)
         first = [name for name in gradients if name not in received]
         later = [name for name in gradients if name in received]
         if first:
@@ -255,7 +227,7 @@ class Transfer:
         self, unit: str, slot: str, owner: str, *, received: set[str]
     ) -> Callable[[Tensor, Tensor], None]:
         """A function that adds the gradient of a linear map's weight, as a product, to its sum."""
-        total = self.gradients(unit, slot)[owner]
+        total = self.views(unit, slot)[owner]
 
         def add(outputs: Tensor, inputs: Tensor) -> None:
             if owner not in received:
@@ -272,7 +244,7 @@ class Transfer:
     def drain(self, unit: str, slot: str, staging: str) -> None:
         """Copy a unit's gradients, or this rank's share, to the host; for the drain lane."""
         one = self._server.units[unit]
-        sources = one.form.gradient_layout.segment_views(self._gradients[slot])
+        sources = one.form.gradient_layout.segment_views(self._slots[slot])
         targets = one.held.staging_layout.segment_views(self.staging[staging])
         for source, target in zip(sources, targets, strict=True):
             self._copy_rounded(source[one.share.of(source.numel())], target)
@@ -290,19 +262,19 @@ class Transfer:
             for each trained parameter the norm of its gradient, and below that how many ranks had
             one, on the device.
         """
-        one, world, sums = self._server.units[unit], self._server.world, self.gradients(unit, slot)
+        one, world, sums = self._server.units[unit], self._server.world, self.views(unit, slot)
         names = one.form.trained.names
         for name in names:
             if name not in received:
                 sums[name].zero_()
-        for view in one.form.gradient_layout.segment_views(self._gradients[slot]):
+        for view in one.form.gradient_layout.segment_views(self._slots[slot]):
             if all_of_it:
                 world.pool(view)
             else:
                 world.reduce(view)
         squares = [self._square(one, name, sums[name], all_of_it=all_of_it) for name in names]
         flags = torch.tensor([float(name in received) for name in names])
-        flags = flags.to(self._gradients[slot].device)
+        flags = flags.to(self._slots[slot].device)
         found = torch.stack([torch.stack(squares), flags])
         world.pool(found[1])
         if not all_of_it:
@@ -333,10 +305,10 @@ class Transfer:
 
         What got no gradient is left out, and so is what lies between parameters.
         """
-        sums = self.gradients(unit, slot)
+        sums = self.views(unit, slot)
         present = [view for name, view in sums.items() if name in received]
         if not present:
-            return torch.zeros(1, device=self._gradients[slot].device)
+            return torch.zeros(1, device=self._slots[slot].device)
         return torch.stack(torch._foreach_norm(present))
 
     def abandon(self) -> None:
@@ -347,7 +319,7 @@ class Transfer:
 
     def clear(self) -> None:
         """Give device memory back; nothing may be left in it."""
-        for memory in (self._slots, self._gradients, self._views, self._states, self._sizes):
+        for memory in (self._slots, self._views, self._held, self._sizes):
             memory.clear()
         self._zero.clear()  # an update may have been dropped that would have made them zero again
         self._rounding = None
@@ -365,37 +337,22 @@ class Transfer:
 
     def bytes_by_place(self) -> dict[str, int]:
         """Bytes reserved, by what for."""
-        kinds = {"weight slots": self._slots, "gradient slots": self._gradients}
         found: dict[str, int] = {}
-        for kind, memory in kinds.items():
-            for name, buffer in memory.items():
-                owner = {"L": "tail", "O": "outer", "T": "outer"}.get(name[1], "streamed")
-                found[f"{kind}, {owner}"] = found.get(f"{kind}, {owner}", 0) + buffer.numel()
+        for name in sorted(self._slots, key=lambda name: name.startswith("G")):
+            kind = "gradient slots" if name.startswith("G") else "weight slots"
+            owner = {"L": "tail", "O": "outer", "T": "outer"}.get(name[1], "streamed")
+            purpose = f"{kind}, {owner}"
+            found[purpose] = found.get(purpose, 0) + self._slots[name].numel()
         if self._rounding is not None:
             found["rounding"] = self._rounding.numel()
         return found
 
-    def gradients(self, unit: str, slot: str) -> dict[str, Tensor]:
-        """A unit's gradients as views into the slot where they are added up."""
-        key = (unit, slot)
-        if key not in self._views:
-            layout: FlatLayout = self._server.units[unit].form.gradient_layout
-            self._views[key] = layout.views(self._gradients[slot])
-        return self._views[key]
-
-    @staticmethod
-    def _staging_of(form: UnitForm) -> Tensor:
-        """Bytes as of a staging buffer, without memory."""
-        return torch.empty(form.staging_layout.nbytes, dtype=torch.uint8, device="meta")
-
-    def _memory(self, name: str) -> dict[str, Tensor]:
-        return self._gradients if name.startswith("G") else self._slots
-
-    def _take(self, name: str, nbytes: int) -> None:
-        self._memory(name)[name] = self._device.empty(nbytes)
-        if name.startswith("S"):
-            self._states[name] = (SlotState.FREE, None)
-
     def _reserve_staging(self, name: str, nbytes: int) -> None:
         if name not in self.staging:
             self.staging[name] = self._arena.take("staging", nbytes, torch.uint8, registered=True)
+
+
+def _piece_bytes(unit: Unit, num_pieces: int) -> int:
+    """What the first of so many pieces of a unit takes, with gradient and state."""
+    staging = torch.empty(unit.form.staging_layout.nbytes, dtype=torch.uint8, device="meta")
+    return unit.part(unit.form.piece(0, num_pieces), staging).buffer_bytes

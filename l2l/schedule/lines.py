@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
@@ -60,65 +60,68 @@ class Lane(enum.Enum):
         self.number: Final[int] = len(type(self).__members__)  # from 0, as listed here
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Kind:
     """What all lines of a kind have in common.
 
-    `places` has one word for each place that a line names: the letters it may begin with, then `<`
-    if the line reads it or `>` if it writes it; a line may name several there, parted by commas.
-    `also` lists what a line touches without naming the place: `{unit}` is its unit, `{value}` its
-    boundary tensor, `{m}` its microbatch.
+    `places` has one word for each place that a line names: the letters it may begin with; what the
+    line does there (`<` reads, `>` writes, `=` changes what is there, `!` frees it); and what it
+    finds or leaves there, where that is checked (schedule.py). A line may name several places at
+    once, parted by commas. `also` lists what a line touches without naming the place: `{unit}` is
+    its unit, `{value}` its boundary tensor, `{m}` its microbatch.
     """
 
     lane: Lane
     units: str = ""
     """Letters that the unit may begin with."""
-    places: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
+    places: tuple[tuple[str, str, str], ...] = ()
+    also: tuple[tuple[str, str, str], ...] = ()
 
 
 def _kind(lane: Lane, units: str = "", places: str = "", also: str = "") -> Kind:
-    listed = tuple(also.split(", ")) if also else ()
-    return Kind(lane=lane, units=units, places=tuple(places.split()), also=listed)
+    split = re.compile(r"(.+)([<>=!])(.*)$").match
+    named = [split(word) for word in places.split()]
+    unnamed = [split(word) for word in also.split(", ") if word]
+    own, others = (tuple((f[1], f[2], f[3]) for f in one if f) for one in (named, unnamed))
+    return Kind(lane, units, own, others)
 
 
 ANY: Final = "LTO"
 WEIGHTS: Final = "weights {unit}"  # on the host
 NUMBERS: Final = "numbers {unit}"  # of an update on the device, on the host
-PASS_BACK: Final = "S< G> R< C< K< C< C>"
 
 KINDS: Final[Mapping[str, Kind]] = {
     "take": _kind(Lane.COMPUTE, "", "SGW>"),
     "release": _kind(Lane.COMPUTE, "", "SGW>"),
-    "release U": _kind(Lane.COMPUTE, ANY, "S>"),
+    "release U": _kind(Lane.COMPUTE, ANY, "S!unit"),
     # copies to the device
-    "fetch U": _kind(Lane.FETCH, ANY, "S>", f"{WEIGHTS}<"),
-    "fetch U.state:p": _kind(Lane.FETCH, "L", "W>"),
-    "fetch U.all:p": _kind(Lane.LEND, "L", "H< W>"),
-    "fetch v m": _kind(Lane.UNSTASH, "", "CRK>", "{value}<"),
+    "fetch U": _kind(Lane.FETCH, ANY, "S>unit", f"{WEIGHTS}<"),
+    "fetch U.state:p": _kind(Lane.FETCH, "L", "W>state"),
+    "fetch U.all:p": _kind(Lane.LEND, "L", "H< W>state"),
+    "fetch v m": _kind(Lane.UNSTASH, "", "CRK>value", "{value}<itself"),
     # copies to the host
-    "drain U": _kind(Lane.DRAIN, ANY, "S<", f"{WEIGHTS}>"),
-    "drain U free": _kind(Lane.DRAIN, ANY, "S>", f"{WEIGHTS}>"),
-    "drain U.grad": _kind(Lane.DRAIN, ANY, "G< H>"),
-    "drain U.norm": _kind(Lane.DRAIN, ANY, "G<"),
-    "drain U.all:p": _kind(Lane.DRAIN, "L", "W<", f"{WEIGHTS}>"),
-    "drain v m": _kind(Lane.STASH, "", "CRK<", "{value}>"),
+    "drain U": _kind(Lane.DRAIN, ANY, "S<unit", f"{WEIGHTS}>"),
+    "drain U free": _kind(Lane.DRAIN, ANY, "S!unit", f"{WEIGHTS}>"),
+    "drain U.grad": _kind(Lane.DRAIN, ANY, "G<gradient H>gradient"),
+    "drain U.norm": _kind(Lane.DRAIN, ANY, "G<gradient"),
+    "drain U.all:p": _kind(Lane.DRAIN, "L", "W<state", f"{WEIGHTS}>"),
+    "drain v m": _kind(Lane.STASH, "", "CRK<value", "{value}>itself"),
     "drain loss": _kind(Lane.DRAIN, also="loss<, host loss>"),
     # collectives
-    "gather U": _kind(Lane.GATHER, ANY, "S>"),
-    "reduce U": _kind(Lane.REDUCE, ANY, "G>"),
+    "gather U": _kind(Lane.GATHER, ANY, "S=unit"),
+    "reduce U": _kind(Lane.REDUCE, ANY, "G=gradient"),
     "reduce loss": _kind(Lane.REDUCE, also="loss>"),
     # passes: weights, gradient sums, recorded arguments, input, (kept,) gradient or output
-    "forward Pro m": _kind(Lane.COMPUTE, "P", "S< R> C< C>"),
-    "forward U m": _kind(Lane.COMPUTE, "L", "S< R< C< C> K>"),
-    "loss m": _kind(Lane.COMPUTE, "", "S< G> R< C< C>", "loss>"),
-    "backward U m": _kind(Lane.COMPUTE, "L", PASS_BACK),
-    "backward Pro m": _kind(Lane.COMPUTE, "P", PASS_BACK),
+    "forward Pro m": _kind(Lane.COMPUTE, "P", "S<own R>r C<e C>h+"),
+    "forward U m": _kind(Lane.COMPUTE, "L", "S<unit R<r C<h C>h+ K>k"),
+    "loss m": _kind(Lane.COMPUTE, "", "S<own G>sum R<r C<h C>g", "loss>"),
+    "backward U m": _kind(Lane.COMPUTE, "L", "S<unit G>gradient R<r C<h K<k C<g+ C>g"),
+    "backward Pro m": _kind(Lane.COMPUTE, "P", "S<own G>sum R<r C<e K<k C<g+ C>x"),
     # rows of tables
-    "lookup m": _kind(Lane.UPDATE, also="e {m}>"),
+    "lookup m": _kind(Lane.UPDATE, also="e {m}>itself"),
     "collect U m": _kind(Lane.UPDATE, "T", "H>"),
     # updates on the host; late ones were left by the step before
-    "update U host": _kind(Lane.UPDATE, ANY, "H<", f"host loss<, {WEIGHTS}>"),
+    "update U host": _kind(Lane.UPDATE, ANY, "H<gradient", f"host loss<, {WEIGHTS}>"),
     "update U host late": _kind(Lane.UPDATE, ANY, "H<", f"{WEIGHTS}>"),
     "update U host late weights": _kind(Lane.UPDATE, ANY, "H<", f"{WEIGHTS}>"),
     "update U host late moments": _kind(Lane.UPDATE, ANY, "H<"),
@@ -127,10 +130,10 @@ KINDS: Final[Mapping[str, Kind]] = {
     # updates on the device
     "order U": _kind(Lane.UPDATE, "L", "", f"host loss<, {NUMBERS}>"),
     "order U late": _kind(Lane.UPDATE, ANY, "", f"{NUMBERS}>"),
-    "update U device": _kind(Lane.COMPUTE, ANY, "S> G<", "loss<"),
-    "update U device late": _kind(Lane.COMPUTE, ANY, "S> G<", f"{NUMBERS}<"),
-    "update U:p device": _kind(Lane.REWORK, "L", "S< G< W>", f"{NUMBERS}<"),
-    "update U:p device late": _kind(Lane.REWORK, "L", "W>", f"{NUMBERS}<"),
+    "update U device": _kind(Lane.COMPUTE, ANY, "S=unit G<gradient", "loss<"),
+    "update U device late": _kind(Lane.COMPUTE, ANY, "S=unit G<", f"{NUMBERS}<"),
+    "update U:p device": _kind(Lane.REWORK, "L", "S<unit G<gradient W=state", f"{NUMBERS}<"),
+    "update U:p device late": _kind(Lane.REWORK, "L", "W=state", f"{NUMBERS}<"),
 }
 VERBS: Final = tuple(dict.fromkeys(kind.split()[0] for kind in KINDS))
 LEFT: Final = frozenset(k for k in KINDS if "late" in k and KINDS[k].lane is Lane.UPDATE)
@@ -153,6 +156,8 @@ class Action:
     lane: Lane = field(compare=False)
     places: tuple[str, ...] = field(compare=False)
     """As the kind lists them; `-` is none."""
+    touches: tuple[tuple[str, str, str], ...] = field(compare=False)
+    """What it touches, what it does there, and what it finds or leaves there: see `Kind`."""
     accesses: tuple[tuple[str, bool], ...] = field(compare=False)
     """What it touches, each with whether it writes ([Note: places])."""
     unit: str = field(default="", compare=False)
@@ -237,24 +242,21 @@ class _Words:
             and (not kind.units or self.unit[0] in kind.units)
             and all(
                 one == NOTHING or all(place[0] in letters for place in one.split(","))
-                for one, letters in zip(self.places, kind.places, strict=True)
+                for one, (letters, _, _) in zip(self.places, kind.places, strict=True)
             )
         )
 
-    def accesses(self, kind: Kind) -> list[tuple[str, bool]]:
-        """What a line with these words touches, each with whether it writes."""
+    def touches(self, kind: Kind) -> Iterator[tuple[str, str, str]]:
+        """What a line with these words touches."""
         m = f"m{self.microbatch}"
-        touched = [
-            (place, letters[-1] == ">")
-            for one, letters in zip(self.places, kind.places, strict=True)
-            for place in ([] if one == NOTHING else one.split(","))
-        ]
-        for also in kind.also:
-            word = also[:-1].format(unit=self.unit, value=f"{self.value} {m}", m=m)
-            touched.append((word, also[-1] == ">"))
+        for one, (_, does, holds) in zip(self.places, kind.places, strict=True):
+            for place in one.split(",") if one != NOTHING else ():
+                yield place, does, holds
+        for text, does, holds in kind.also:
+            yield text.format(unit=self.unit, value=f"{self.value} {m}", m=m), does, holds
         if self.kind[0] == "collect":  # what earlier microbatches have left to this one, too
-            touched += [(f"x m{number}", False) for number in range((self.microbatch or 0) + 1)]
-        return touched
+            for number in range((self.microbatch or 0) + 1):
+                yield f"x m{number}", "<", ""
 
 
 @lru_cache(maxsize=MAX_REMEMBERED)
@@ -276,15 +278,17 @@ def action(text: str) -> Action:
         kinds = [other for other in KINDS if other.split()[0] == verb]
         raise ValueError(f"{text!r}: found {name!r}; expected one of {', '.join(kinds)}")
     if not words.fit(kind) or _in_order(rest, words.places) != rest:
-        wanted = " ".join((kind.units, *kind.places)).strip()
+        wanted = " ".join((kind.units, *(one + does for one, does, _ in kind.places))).strip()
         raise ValueError(f"{text!r}: {name!r} takes {wanted!r}, in this order")
+    touches = tuple(words.touches(kind))
     return Action(
         " ".join((verb, *rest)),
         verb=verb,
         kind=name,
         lane=kind.lane,
         places=tuple(words.places),
-        accesses=tuple(words.accesses(kind)),
+        touches=touches,
+        accesses=tuple((place, does != "<") for place, does, _ in touches),
         unit=words.unit,
         piece=words.piece,
         microbatch=words.microbatch,

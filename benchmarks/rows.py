@@ -1,0 +1,195 @@
+"""The rows of docs/benchmarks.md in one process, and what single choices of a plan give.
+
+    python benchmarks/rows.py                               every row, as planned
+    python benchmarks/rows.py --rows 8GiB-8k 8GiB-8k-8bit
+    python benchmarks/rows.py --rows 4GiB --without halves  the row with and without
+    python benchmarks/rows.py --compare OLD NEW --times 3   two checkouts, in turn
+
+All rows train one Llama shape of 3.2 billion parameters on random tokens in rows of 1,024, with
+AdamW and float32 masters. For each: seconds until the first step had ended, the median of the timed
+steps (the time between two readings of the loss), the device's peak and what the plan had expected.
+The last line is JSON. With `--compare`, each run is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is trained, within which budget."""
+
+    budget: str
+    num_tokens: int
+    clip_norm: float | None = None
+    moments: str = "float32"
+
+
+ROWS = {
+    "4GiB": Row("4GiB", 65_536, clip_norm=1.0),
+    "16GiB": Row("16GiB", 65_536, clip_norm=1.0),
+    "80GiB": Row("80GiB", 65_536, clip_norm=1.0),
+    "8GiB-8k": Row("8GiB", 8_192),
+    "8GiB-8k-8bit": Row("8GiB", 8_192, moments="8bit"),
+    "8GiB-8k-clipped": Row("8GiB", 8_192, clip_norm=1.0),
+    "8GiB-8k-8bit-clipped": Row("8GiB", 8_192, clip_norm=1.0, moments="8bit"),
+}
+WITHOUT: dict[str, dict[str, Any]] = {  # choices of a plan, made otherwise
+    "halves": {"halves": False, "num_whole": 0, "whole_tables": False},
+    "lending": {"num_shared": 0},
+    "keep": {"keep": 0.0, "num_kept_cells": 0},
+    "whole": {"num_whole": 0, "whole_tables": False},
+    "sharing memory": {"shares_memory": False},
+}
+LENGTH = 1024
+TIMED = {65_536: 3, 8_192: 10}
+
+
+def make_model(num_layers: int) -> Any:
+    """The shape, with random weights made on the device, in host memory."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=num_layers,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        vocab_size=128_256,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = transformers.LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    model.to("cpu")
+    torch.cuda.empty_cache()
+    return model
+
+
+def measure(model: Any, row: Row, choices: dict[str, Any]) -> dict[str, Any]:
+    """A few steps of a row, on the package that is on the path."""
+    import l2l
+
+    settings: dict[str, Any] = {}
+    if choices:
+        new = hasattr(l2l, "Execution")
+        settings = (
+            {"execution": l2l.Execution(overrides=choices)} if new else {"overrides": choices}
+        )
+    optimizer = l2l.AdamW(lr=1e-5, **({"moments": "8bit"} if row.moments == "8bit" else {}))
+    tokens = torch.randint(
+        128_256, (row.num_tokens // LENGTH, LENGTH), generator=torch.manual_seed(1)
+    )
+    batch = {"input_ids": tokens, "labels": tokens}
+    torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    engine = l2l.Engine(
+        model,
+        optimizer=optimizer,
+        device_memory=row.budget,
+        clip_norm=row.clip_norm,
+        **settings,
+    )
+    made = time.perf_counter()
+    losses = [engine.step(batch).loss]
+    first = time.perf_counter()
+    losses += [engine.step(batch).loss for _ in range(2)]
+    marks = [time.perf_counter()]
+    for _ in range(TIMED[row.num_tokens]):
+        losses.append(engine.step(batch).loss)
+        marks.append(time.perf_counter())
+    expected = engine.plan.predicted_seconds
+    seconds = [later - earlier for earlier, later in pairwise(marks)]
+    found = {
+        "engine_s": round(made - begin, 2),
+        "first_step_s": round(first - made, 2),
+        "step_s": round(statistics.median(seconds), 4),
+        "expected_s": expected,
+        "tokens_per_s": round(row.num_tokens / statistics.median(seconds)),
+        "peak_GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+        "losses": [losses[0], losses[-1]],
+        "late updates": dict(engine.plan.choices).get("late updates"),
+    }
+    engine.close()
+    return found
+
+
+def run_rows(names: list[str], without: list[str], num_layers: int) -> None:
+    """Every row as planned, and without each of the choices."""
+    model = make_model(num_layers)
+    results = []
+    for name in names:
+        for left_out in ["", *without]:
+            found: dict[str, Any]
+            try:
+                found = measure(model, ROWS[name], WITHOUT[left_out] if left_out else {})
+            except Exception as error:
+                found = {"error": f"{type(error).__name__}: {error}"[:300]}
+            results.append({"row": name, "without": left_out, **found})
+            print(json.dumps(results[-1]), flush=True)
+    print(json.dumps(results), flush=True)
+
+
+def compare(folders: list[str], names: list[str], times: int) -> None:
+    """Two checkouts in turn, each run in a process of its own."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for turn in range(times):
+        for folder in folders if turn % 2 == 0 else folders[::-1]:
+            done = subprocess.run(
+                [sys.executable, __file__, "--rows", *names],
+                env={**os.environ, "PYTHONPATH": folder},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+            for line in done.stdout.splitlines():
+                if line.startswith("{"):
+                    one = json.loads(line)
+                    found.setdefault((one["row"], folder), []).append(one)
+                    print(folder, line, flush=True)
+    print(f"{'row':24}{'checkout':28}{'tokens/s':>10}  of each run; first step; peak")
+    for (name, folder), runs in sorted(found.items()):
+        good = [one for one in runs if "error" not in one]
+        if good:
+            speeds = [one["tokens_per_s"] for one in good]
+            print(
+                f"{name:24}{folder:28}{statistics.median(speeds):>10,.0f}  {speeds} "
+                f"{[one['first_step_s'] for one in good]} {[one['peak_GiB'] for one in good]}"
+            )
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--without", nargs="+", choices=WITHOUT, default=[])
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--compare", nargs=2, metavar="CHECKOUT")
+    parser.add_argument("--times", type=int, default=3)
+    given = parser.parse_args()
+    if given.compare:
+        compare(given.compare, given.rows, given.times)
+    else:
+        run_rows(given.rows, given.without, given.layers)
+
+
+if __name__ == "__main__":
+    main()
