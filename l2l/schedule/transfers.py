@@ -76,18 +76,15 @@ class _Transfers:
     def __init__(self, shape: Shape, passes: Sequence[Pass]) -> None:
         self._shape = shape
         self._slots = _Slots([f"S{index}" for index in range(shape.num_slots)])
-        self._num_drained = 0
-        self._num_staged = 0
+        self._late, self._redone = frozenset(shape.late_units), frozenset(shape.redone)
+        self._lent = deque(shape.reworked)
+        self._num_drained = self._num_staged = self._num_lent = 0
         self.draft: Draft = []
         runs = [list(run) for _, run in groupby(passes, key=lambda one: (one.verb, one.layer))]
         self._order = [run[0].layer for run in runs if run[0].layer is not None]
         if shape.shares_memory and shape.training:
-            self.draft += [action(f"release {name}") for name in self._gradient_slots()]
-        self.draft += [action(f"take {place}") for place in self._lent_places(shape.reworked)]
-        self._redone = frozenset(shape.redone)
-        self._late = frozenset(shape.late_units)
-        self._lent = deque(shape.reworked)
-        self._num_lent = 0
+            self._add("release", self._gradient_slots())
+        self._add("take", self._lent_places(shape.reworked))
         self._rework(before=0)
         self._fetch(u for u in shape.outer if u.in_prologue or u.name in shape.on_device)
         self._renew([unit.name for unit in shape.outer if unit.device_state])
@@ -97,14 +94,17 @@ class _Transfers:
             if following == ("loss", None):
                 self._prepare_loss()
             elif following == ("backward", None):
-                again = (u for u in shape.outer if u.in_prologue and not u.stays)
-                self._fetch(again)
+                self._fetch(u for u in shape.outer if u.in_prologue and not u.stays)
             self._write(run)
             if run[0].layer is not None:
                 self._order = self._order[1:]
                 self.draft += self._slots.keep_next(self._order, shape.num_slots)
         self._release(unit for unit in shape.outer if unit.stays)
-        self.draft += [action(f"release {place}") for place in self._lent_places(self._redone)]
+        self._add("release", self._lent_places(self._redone))
+
+    def _add(self, verb: str, rest: Iterable[str]) -> None:
+        """Lines of one verb."""
+        self.draft += [action(f"{verb} {one}") for one in rest]
 
     def _write(self, run: list[Pass]) -> None:
         """The passes of one part of the model, and what goes with them."""
@@ -117,7 +117,7 @@ class _Transfers:
             self._rework(before=layer)
             self.draft += [(one, self._slots.resident[layer], NOTHING) for one in run]
         else:
-            self._backward(run)
+            self._backward(run, layer)
 
     def _prologue(self, run: list[Pass]) -> None:
         before = [unit for unit in self._shape.outer if unit.in_prologue]
@@ -137,11 +137,9 @@ class _Transfers:
             for piece in range(shape.num_pieces):
                 place = f"W{self._num_lent % NUM_LENT}"
                 self._num_lent += 1
-                self.draft += [
-                    action(f"fetch {unit}.all:p{piece} {late_staging(unit)} {place}"),
-                    action(f"update {unit}:p{piece} device {place} late"),
-                    action(f"drain {unit}.all:p{piece} {place}"),
-                ]
+                self._add("fetch", [f"{unit}.all:p{piece} {late_staging(unit)} {place}"])
+                self._add("update", [f"{unit}:p{piece} device {place} late"])
+                self._add("drain", [f"{unit}.all:p{piece} {place}"])
 
     def _lent_places(self, units: Collection[str]) -> list[str]:
         """Places for lent state of units that the schedule takes itself."""
@@ -149,89 +147,74 @@ class _Transfers:
         number = min(NUM_LENT, shape.num_pieces * len(units)) if shape.shares_memory else 0
         return [f"W{index}" for index in range(number)]
 
+    def _gradient_slots(self) -> list[str]:
+        trained = [i for i in self._shape.backward_layers if i not in self._shape.frozen_layers]
+        return [f"G{i}" for i in range(min(self._shape.num_gradient_slots, len(trained)))]
+
     def _prepare_loss(self) -> None:
         """Bring what the loss needs; it arrives under the passes before."""
         shape = self._shape
         passing = [unit for unit in shape.outer if unit.passes]
-        self.draft += [action(f"release {place}") for place in self._lent_places(shape.reworked)]
+        self._add("release", self._lent_places(shape.reworked))
         if shape.shares_memory:
-            self.draft += [action(f"take S{unit.name}") for unit in passing]
-        self.draft += [
-            action(f"fetch L{layer} SL{layer}")
-            for layer in shape.tail
-            if f"L{layer}" not in shape.held
-        ]
+            self._add("take", [f"S{unit.name}" for unit in passing])
+        self._add("fetch", [f"L{i} SL{i}" for i in shape.tail if f"L{i}" not in shape.held])
         self._fetch(passing)
-
-    def _gradient_slots(self) -> list[str]:
-        trained = [i for i in self._shape.backward_layers if i not in self._shape.frozen_layers]
-        return [f"G{i}" for i in range(min(self._shape.num_gradient_slots, len(trained)))]
 
     def _renew(self, units: Iterable[str]) -> None:
         """Updates on the device that the step before has left."""
         for unit in units:
             if unit in self._shape.on_device and unit in self._shape.pending:
-                self.draft.append(action(f"update {unit} device S{unit} G{unit} late"))
-                self.draft.append(action(f"drain {unit} S{unit}"))
+                self._add("update", [f"{unit} device S{unit} G{unit} late"])
+                self._add("drain", [f"{unit} S{unit}"])
 
     def _loss(self, run: list[Pass]) -> None:
         shape = self._shape
         self._renew(f"L{layer}" for layer in shape.tail)
         units = [unit for unit in shape.outer if unit.in_epilogue]
-        trained = [unit for unit in units if unit.trained]
-        tail = [f"L{layer}" for layer in shape.tail]
-        trained_tail = [f"L{layer}" for layer in shape.tail if layer not in shape.frozen_layers]
-        slots = _join([*(f"S{unit.name}" for unit in units), *(f"S{name}" for name in tail)])
-        gradients = _join(
-            [*(f"G{unit.name}" for unit in trained), *(f"G{name}" for name in trained_tail)]
-        )
+        names = [*(unit.name for unit in units), *(f"L{layer}" for layer in shape.tail)]
+        trained = [unit.name for unit in units if unit.trained]
+        trained += [f"L{layer}" for layer in shape.tail if layer not in shape.frozen_layers]
+        trained = trained if shape.training else []
         passing = [unit for unit in units if unit.passes]
-        if shape.training and shape.shares_memory:
-            self.draft += [action(f"take G{unit.name}") for unit in passing if unit.trained]
-        gradients = gradients if shape.training else NOTHING
+        passing_gradients = [f"G{unit.name}" for unit in passing if unit.name in trained]
+        if shape.shares_memory:
+            self._add("take", passing_gradients)
+        slots, gradients = _join("S", names), _join("G", trained)
         self.draft += [(one, slots, gradients) for one in run]
-        self.draft.append(action("drain loss"))
-        self.draft += [action(f"order {unit}") for unit in shape.redone]
+        self._add("drain", ["loss"])
+        self._add("order", shape.redone)
         for unit in passing:
-            if shape.training and unit.trained:
+            if unit.name in trained:
                 self._leave(unit.name, f"S{unit.name}", f"G{unit.name}")
-            if not (shape.training and shape.device_updates and unit.trained):
+            if not (shape.device_updates and unit.name in trained):
                 self._release([unit])
         for layer in shape.tail[::-1]:
             self._leave_tail(layer)
-        for unit in trained:
-            if unit.device_state and not unit.in_prologue and shape.training:
-                self.draft.append(action(f"drain {unit.name}.norm G{unit.name}"))
+        on_device = [u.name for u in units if u.device_state and not u.in_prologue]
+        self._add("drain", [f"{unit}.norm G{unit}" for unit in on_device if unit in trained])
         if shape.shares_memory:
-            names = [f"S{unit.name}" for unit in passing]
+            self._add("release", [f"S{unit.name}" for unit in passing] + passing_gradients)
             if shape.training:
-                names += [f"G{unit.name}" for unit in passing if unit.trained]
-            self.draft += [action(f"release {name}") for name in names]
-            if shape.training:
-                lent = self._lent_places(self._redone)
-                self.draft += [action(f"take {name}") for name in self._gradient_slots() + lent]
+                self._add("take", self._gradient_slots() + self._lent_places(self._redone))
 
     def _leave_tail(self, layer: int) -> None:
-        shape, unit, slot, gradient = self._shape, f"L{layer}", f"SL{layer}", f"GL{layer}"
+        shape, unit = self._shape, f"L{layer}"
         trains = shape.training and layer not in shape.frozen_layers
         if layer in shape.device_state:
-            if trains:
-                self.draft.append(action(f"drain {unit}.norm {gradient}"))
+            self._add("drain", [f"{unit}.norm G{unit}"] if trains else [])
             return
         if trains:
-            self._leave(unit, slot, gradient)
+            self._leave(unit, f"S{unit}", f"G{unit}")
         if not (trains and shape.device_updates) and unit not in shape.held:
-            self.draft.append(action(f"release {unit} {slot}"))
+            self._add("release", [f"{unit} S{unit}"])
 
-    def _backward(self, run: list[Pass]) -> None:
-        shape, layer = self._shape, run[0].layer
-        assert layer is not None
+    def _backward(self, run: list[Pass], layer: int) -> None:
+        shape, unit, slot = self._shape, f"L{layer}", self._slots.resident[layer]
         trains = layer not in shape.frozen_layers
         gradient = f"G{self._num_drained % shape.num_gradient_slots}" if trains else NOTHING
-        slot = self._slots.resident[layer]
-        unit = f"L{layer}"
         if unit in self._redone:
-            self._redo(run, slot, gradient)
+            self._redo(run, unit, slot, gradient)
         else:
             self.draft += [(one, slot, gradient) for one in run]
             if trains:
@@ -240,19 +223,19 @@ class _Transfers:
             self._slots.free.append(self._slots.resident.pop(layer))
         self._num_drained += trains
 
-    def _redo(self, run: list[Pass], slot: str, gradient: str) -> None:
+    def _redo(self, run: list[Pass], unit: str, slot: str, gradient: str) -> None:
         """Backward passes, and the update on the device: its state arrives under them."""
-        unit, number = f"L{run[0].layer}", self._shape.num_pieces
+        number = self._shape.num_pieces
         pieces = [(f"p{index}", f"W{index % NUM_LENT}") for index in range(number)]
-        leases = [action(f"fetch {unit}.state:{piece} {place}") for piece, place in pieces]
-        self.draft += leases[:NUM_LENT]
+        states = [f"{unit}.state:{piece} {place}" for piece, place in pieces]
+        self._add("fetch", states[:NUM_LENT])
         self.draft += [(one, slot, gradient) for one in run]
-        self.draft.append(action(f"drain {unit}.norm {gradient}"))
+        self._add("drain", [f"{unit}.norm {gradient}"])
         for index, (piece, place) in enumerate(pieces):
             if index >= NUM_LENT:  # its place was another piece's before
-                self.draft.append(leases[index])
-            update = f"update {unit}:{piece} device {slot} {gradient} {place}"
-            self.draft += [action(update), action(f"drain {unit}.all:{piece} {place}")]
+                self._add("fetch", [states[index]])
+            self._add("update", [f"{unit}:{piece} device {slot} {gradient} {place}"])
+            self._add("drain", [f"{unit}.all:{piece} {place}"])
 
     def _prologue_backward(self, run: list[Pass]) -> None:
         shape = self._shape
@@ -262,52 +245,46 @@ class _Transfers:
         collected = [unit.name for unit in shape.outer if unit.looked_up and unit.trained]
         for one in run:
             self.draft.append((one, slots, gradients))
-            self.draft += [
-                action(f"collect {unit} m{one.microbatch} {late_staging(unit)}")
-                for unit in collected
-            ]
+            m = f"m{one.microbatch}"
+            self._add("collect", [f"{unit} {m} {late_staging(unit)}" for unit in collected])
         for unit in trained:
             if unit.device_state:
-                self.draft.append(action(f"drain {unit.name}.norm G{unit.name}"))
+                self._add("drain", [f"{unit.name}.norm G{unit.name}"])
             else:
                 self._leave(unit.name, f"S{unit.name}", f"G{unit.name}")
-        returned = {unit.name for unit in trained} if shape.device_updates else set()
-        self._release(u for u in before if not u.stays and u.name not in returned)
+        returned = trained if shape.device_updates else []
+        self._release(unit for unit in before if not unit.stays and unit not in returned)
 
     def _leave(self, unit: str, slot: str, gradient: str) -> None:
         """What happens to a unit's gradient once it is complete."""
         shape = self._shape
         if shape.device_updates:
-            self.draft += [
-                action(f"update {unit} device {slot} {gradient}"),
-                action(f"drain {unit} {slot} free"),
-            ]
-        elif unit in self._late:
-            self.draft.append(action(f"drain {unit}.grad {gradient} {late_staging(unit)}"))
-        else:
-            own = unit.startswith("L")
-            staging = f"H{self._num_staged % shape.num_staging}" if own else late_staging(unit)
-            self._num_staged += own
-            self.draft += [
-                action(f"drain {unit}.grad {gradient} {staging}"),
-                action(f"update {unit} host {staging}"),
-            ]
+            self._add("update", [f"{unit} device {slot} {gradient}"])
+            self._add("drain", [f"{unit} {slot} free"])
+            return
+        staging = late_staging(unit)
+        if unit not in self._late and unit.startswith("L"):
+            staging = f"H{self._num_staged % shape.num_staging}"
+            self._num_staged += 1
+        self._add("drain", [f"{unit}.grad {gradient} {staging}"])
+        if unit not in self._late:
+            self._add("update", [f"{unit} host {staging}"])
 
     def _fetch(self, units: Iterable[OuterUnit]) -> None:
-        self.draft += [
-            action(f"fetch {unit.name} S{unit.name}")
-            for unit in units
-            if unit.name not in self._shape.held
-        ]
+        missing = [unit.name for unit in units if unit.name not in self._shape.held]
+        self._add("fetch", [f"{unit} S{unit}" for unit in missing])
 
     def _release(self, units: Iterable[OuterUnit]) -> None:
         shape = self._shape
         returned = shape.training and shape.device_updates
-        self.draft += [
-            action(f"release {unit.name} S{unit.name}")
-            for unit in units
-            if not unit.device_state and not (unit.stays and unit.trained and returned)
-        ]
+        self._add(
+            "release",
+            [
+                f"{unit.name} S{unit.name}"
+                for unit in units
+                if not unit.device_state and not (unit.stays and unit.trained and returned)
+            ],
+        )
 
 
 def _host_lines(draft: Draft, shape: Shape) -> list[Action]:
@@ -353,9 +330,10 @@ def _actions(draft: Draft) -> Iterator[Action]:
     return (item for item in draft if isinstance(item, Action))
 
 
-def _join(places: Sequence[str]) -> str:
-    return ",".join(places) or NOTHING
+def _join(kind: str, units: Iterable[str]) -> str:
+    """The slots of units, as a pass names them."""
+    return ",".join(f"{kind}{unit}" for unit in units) or NOTHING
 
 
 def _places(kind: str, units: Iterable[OuterUnit]) -> str:
-    return _join([f"{kind}{unit.name}" for unit in units])
+    return _join(kind, [unit.name for unit in units])
