@@ -76,7 +76,9 @@ class LayerPasses:
         assert m is not None
         changing = self._buffers.enter_layer(step, index, m)
         self._seed(step, index, m)
-        inputs = self._streamed_inputs(step, index, m, slot, recorded, before, changing)
+        hidden = self._stash.get(before, f"h{index} m{m}")[0]
+        needs = self._needs_gradient(step, index, m)
+        inputs = self._inputs(step, index, m, slot, recorded, hidden, changing, requires=needs)
         program = self._program(step, index, m)
         output, handed = None, None
         if program is not None:
@@ -103,7 +105,9 @@ class LayerPasses:
         gradient, *gathered = self._stash.get(gradient_cell, f"g{following} m{m}")
         self._seed(step, index, m)
         changing = step.buffers_before.pop((index, m), {})
-        inputs = self._streamed_inputs(step, index, m, slot, recorded, before, changing)
+        hidden = self._stash.get(before, f"h{index} m{m}")[0]
+        needs = self._needs_gradient(step, index, m)
+        inputs = self._inputs(step, index, m, slot, recorded, hidden, changing, requires=needs)
         handed = step.handed.pop((index, m), None)
         if handed is None or not self._compiler.trusts(self._partition.structures[index], handed):
             backward = partial(backward_layer, inputs)
@@ -116,9 +120,9 @@ class LayerPasses:
         add = self._compiler.gradient_sum(self._partition.structures[index])
         self._updates.accumulate(step, action.unit, gradient_slot, result.parameters, add)
         if to != NOTHING:
-            hidden = torch.zeros_like(gradient) if result.hidden is None else result.hidden
+            before_it = torch.zeros_like(gradient) if result.hidden is None else result.hidden
             sums = gather_recorded(step, m, gathered, result.recorded)
-            self._stash.put(to, f"g{index} m{m}", [hidden, *sums])
+            self._stash.put(to, f"g{index} m{m}", [before_it, *sums])
 
     def _program(self, step: Step, index: int, m: int) -> Program | None:
         returning, keep = step.program.returning, step.program.keep
@@ -181,28 +185,6 @@ class LayerPasses:
                 return expected
         return result
 
-    def _streamed_inputs(
-        self,
-        step: Step,
-        index: int,
-        m: int,
-        slot: str,
-        recorded: str,
-        before: str,
-        changing: Mapping[str, Tensor],
-    ) -> LayerInputs:
-        below = takewhile(index.__gt__, step.program.shape.layers)
-        return self._inputs(
-            step,
-            index,
-            m,
-            slot=slot,
-            recorded=self._stash.get(recorded, f"r m{m}"),
-            hidden=self._stash.get(before, f"h{index} m{m}")[0],
-            requires=step.training and self.requires_gradient(step, below, m),
-            changing=changing,
-        )
-
     # ----------------------------------------------------------------------------------------------
     # The tail
 
@@ -256,16 +238,9 @@ class LayerPasses:
     def _tail_inputs(
         self, step: Step, index: int, m: int, recorded: str, hidden: Tensor, *, requires: bool
     ) -> LayerInputs:
-        return self._inputs(
-            step,
-            index,
-            m,
-            slot=f"SL{index}",
-            recorded=self._stash.get(recorded, f"r m{m}"),
-            hidden=hidden,
-            requires=requires,
-            changing=self._buffers.of_layers.get(index, {}),
-        )
+        changing = self._buffers.of_layers.get(index, {})
+        slot = f"SL{index}"
+        return self._inputs(step, index, m, slot, recorded, hidden, changing, requires=requires)
 
     def _walk(
         self, index: int, inputs: LayerInputs, step: Step, m: int
@@ -300,12 +275,12 @@ class LayerPasses:
         step: Step,
         index: int,
         m: int,
-        *,
         slot: str,
-        recorded: list[Tensor],
+        recorded: str,
         hidden: Tensor,
-        requires: bool,
         changing: Mapping[str, Tensor],
+        *,
+        requires: bool,
     ) -> LayerInputs:
         layer = f"L{index}"
         assert self._transfer.holds(layer, slot), f"{layer} is not in {slot}"
@@ -316,10 +291,15 @@ class LayerPasses:
             call=step.calls[m][index],
             hidden=hidden,
             hidden_requires_gradient=requires,
-            recorded=recorded,
+            recorded=self._stash.get(recorded, f"r m{m}"),
             through=step.through[m],
             changes_input=self._partition.structures[index] in self._partition.changing_input,
         )
+
+    def _needs_gradient(self, step: Step, index: int, m: int) -> bool:
+        """Whether the input of a layer requires a gradient."""
+        below = takewhile(index.__gt__, step.program.shape.layers)
+        return step.training and self.requires_gradient(step, below, m)
 
     def requires_gradient(self, step: Step, below: Iterable[int], m: int) -> bool:
         """Whether the hidden state after these layers requires a gradient in plain PyTorch."""
