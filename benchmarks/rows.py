@@ -19,6 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -126,8 +127,9 @@ def measure(model: Any, row: Row, choices: dict[str, Any]) -> dict[str, Any]:
         "losses": [losses[0], losses[-1]],
         "late updates": dict(engine.plan.choices).get("late updates"),
     }
+    began = time.perf_counter()
     engine.close()
-    return found
+    return found | {"close_s": round(time.perf_counter() - began, 2)}
 
 
 def run_rows(names: list[str], without: list[str], num_layers: int) -> None:
@@ -146,23 +148,27 @@ def run_rows(names: list[str], without: list[str], num_layers: int) -> None:
     print(json.dumps(results), flush=True)
 
 
-def compare(folders: list[str], names: list[str], times: int) -> None:
-    """Two checkouts in turn, each run in a process of its own."""
+def compare(folders: list[str], names: list[str], times: int, seconds: float) -> None:
+    """Two checkouts in turn, each run in a process of its own, within so many seconds."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for turn in range(times):
-        for folder in folders if turn % 2 == 0 else folders[::-1]:
-            done = subprocess.run(
-                [sys.executable, __file__, "--rows", *names],
-                env={**os.environ, "PYTHONPATH": folder},
-                stdout=subprocess.PIPE,
-                text=True,
-                check=False,
-            )
-            for line in done.stdout.splitlines():
+    end = time.monotonic() + seconds
+    turns = [folders if turn % 2 == 0 else folders[::-1] for turn in range(times)]
+    for folder in (one for turn in turns for one in turn):
+        with subprocess.Popen(
+            [sys.executable, __file__, "--rows", *names],
+            env={**os.environ, "PYTHONPATH": folder},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as running:
+            assert running.stdout is not None
+            stop = threading.Timer(max(0.0, end - time.monotonic()), running.kill)
+            stop.start()
+            for line in running.stdout:
                 if line.startswith("{"):
                     one = json.loads(line)
                     found.setdefault((one["row"], folder), []).append(one)
-                    print(folder, line, flush=True)
+                    print(round(end - time.monotonic()), folder, line.strip(), flush=True)
+            stop.cancel()
     print(f"{'row':24}{'checkout':28}{'tokens/s':>10}  of each run; first step; peak")
     for (name, folder), runs in sorted(found.items()):
         good = [one for one in runs if "error" not in one]
@@ -184,9 +190,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--compare", nargs=2, metavar="CHECKOUT")
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="all of a comparison")
     given = parser.parse_args()
     if given.compare:
-        compare(given.compare, given.rows, given.times)
+        compare(given.compare, given.rows, given.times, given.seconds)
     else:
         run_rows(given.rows, given.without, given.layers)
 
