@@ -92,13 +92,13 @@ def test_reading_streams(tmp_path) -> None:
     [
         ("a.jsonl", '{"text": 1}\n{"text": }\n', ", line 2: is not JSON: Expecting value at"),
         ("a.jsonl", '{"text": 1}\n\n{"text": "cut', ", line 3: is not JSON: Unterminated string"),
-        ("a.jsonl", "[" * 100_000, ", line 1: is not JSON: nested too deeply"),
-        ("a.jsonl", "[1, 2]\n", ", line 1: found '[1, 2]'. Expected an object"),
-        ("a.jsonl.gz", "3\n", ", line 1: found '3'. Expected an object"),
-        ("a.jsonl", "\n \n", ": has blank lines only."),
-        ("a.txt", "\n \n", ": has blank lines only."),
-        ("a.txt", "", ": is empty."),
-        ("a.txt.gz", "", ": is empty."),
+        ("a.jsonl", "[" * 100_000, ", line 1: is not JSON: maximum recursion depth"),
+        ("a.jsonl", "[1, 2]\n", ", line 1: found '[1, 2]'. Expected one whole object"),
+        ("a.jsonl.gz", "3\n", ", line 1: found '3'. Expected one whole object"),
+        ("a.jsonl", "\n \n", ": is empty, or has blank lines only."),
+        ("a.txt", "\n \n", ": is empty, or has blank lines only."),
+        ("a.txt", "", ": is empty, or has blank lines only."),
+        ("a.txt.gz", "", ": is empty, or has blank lines only."),
         ("a.txt", b"fine\ncaf\xe9\n", ", line 2: is not UTF-8: found byte 0xe9 at position 4"),
         ("a.jsonl.gz", b'{"a": "\xff"}', ", line 1: is not UTF-8: found byte 0xff at position 8"),
         ("a.md", "text", ": files like this are not known. Expected a name that ends in .txt"),
@@ -137,7 +137,7 @@ def test_what_is_missing_is_said_before_anything_is_read(tmp_path, monkeypatch) 
 def test_a_folder_without_data_says_what_is_in_it(tmp_path) -> None:
     assert "has no data files; found nothing." in refusal(tmp_path)
     write(tmp_path / "README.md", "not data")
-    assert "has no data files; found README.md. Expected files that end in .txt" in refusal(
+    assert "has no data files; found README.md. Expected a name that ends in .txt" in refusal(
         tmp_path
     )
 

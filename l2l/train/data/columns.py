@@ -1,19 +1,20 @@
 """Which columns of a record are used for what.
 
 A task has roles: the text, its label, the prompt, the answer to it. Which column plays which role
-is found by the names that are usual for it, in the first record, unless it is named.
+is found by the names that are usual for it, in the first record, unless it is named. Once the text
+is named, a pair is used only if it is named too; so with prompt and input.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from l2l.train.data.reading import DataError, Record, did_you_mean, listed
 
 Task = Literal["causal", "instruct", "classification", "regression"]
-ROLES: Mapping[str, tuple[str, ...]] = {
+ROLES = {
     "causal": ("text",),
     "instruct": ("messages", "prompt", "input", "completion"),
     "classification": ("text", "pair", "label"),
@@ -38,98 +39,74 @@ LABELS = ("label", "labels", "score", "target", "class")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """Names of columns; None: found by their usual names.
+class Form:
+    """What is made of records.
 
-    Once the text is named, a pair is used only if it is named too; so with prompt and input.
+    Attributes:
+        task: what is learnt of them.
+        columns: role -> name of its column, for those that are not to be found by usual names.
+        max_length: longer examples lose their last tokens, longer pairs those of the longer text.
+            None: nothing is lost; `Batches` cuts long documents into parts, best for causal.
     """
 
-    text: str | None = None
-    """Of causal, classification and regression."""
-    pair: str | None = None
-    """The second text of classification and regression; optional."""
-    label: str | None = None
-    """Of classification and regression."""
-    prompt: str | None = None
-    """Of instruct."""
-    input: str | None = None
-    """What the prompt is about; follows it after a blank line; optional, also in single records."""
-    completion: str | None = None
-    """The answer to the prompt."""
-    messages: str | None = None
-    """A conversation: a list of objects with `role` and `content`; of instruct, alone."""
+    task: str = "causal"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    max_length: int | None = None
 
-    def given(self) -> dict[str, str]:
-        """Those that are named."""
-        named = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {role: name for role, name in named.items() if name is not None}
-
-    def check(self, task: str) -> None:
-        """Refuse what a task does not use.
-
-        Raises:
-            ValueError: a column is named that the task does not use, or one too many.
-        """
-        given = self.given()
-        for role in given:
-            if role not in ROLES[task]:
-                raise ValueError(
-                    f"columns name the {role}, which task {task!r} does not use. Expected "
-                    f"{', '.join(ROLES[task])}."
-                )
-        if "messages" in given and len(given) > 1:
+    def __post_init__(self) -> None:
+        if self.task not in ROLES:
             raise ValueError(
-                f"columns name messages and {', '.join(sorted(given.keys() - {'messages'}))}. "
-                "Expected messages alone, or prompt and completion."
+                f"task={self.task!r} is not known. Expected one of {', '.join(ROLES)}."
+                f"{did_you_mean(self.task, ROLES)}"
+            )
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"max_length={self.max_length}; expected at least 2 tokens, or None.")
+        others = [role for role in self.columns if role not in ROLES[self.task]]
+        if others:
+            raise ValueError(
+                f"columns name the {others[0]}, which task {self.task!r} does not use. Expected "
+                f"{', '.join(ROLES[self.task])}."
+            )
+        beside = sorted(self.columns.keys() - {"messages"})
+        if "messages" in self.columns and beside:
+            raise ValueError(
+                f"columns name messages and {', '.join(beside)}. Expected messages alone, or "
+                "prompt and completion."
             )
 
 
-def find_columns(record: Record, *, task: str, columns: Columns) -> dict[str, str]:
+def find_columns(record: Record, form: Form) -> dict[str, str]:
     """The column of each role, in the order in which they are used.
 
     Raises:
         DataError: there is none for a role that needs one.
     """
-    given = columns.given()
-    for role, name in given.items():
-        if role != "input":
-            value_of(record, name)
+    named, there = form.columns, record.values
+    for role, name in named.items():
+        if role != "input":  # which single records may lack
+            record.value(name)
 
     def find(role: str, usual: Sequence[str]) -> str:
-        found = given.get(role) or next((name for name in usual if name in record.values), None)
+        found = named.get(role) or next((name for name in usual if name in there), None)
         if found is None:
             raise DataError(
-                f"{record.place}: there is no column for the {role}. Found "
-                f"{listed(list(record.values))}; looked for {listed(usual)}. Say which column it "
-                f"is ({role} = 'NAME' under [columns] of a TOML file), or name another task."
+                f"{record.place}: there is no column for the {role}. Found {listed(list(there))}; "
+                f"looked for {listed(usual)}. Say which column it is ({role} = 'NAME' under "
+                "[columns] of a TOML file), or name another task."
             )
         return found
 
-    if task == "causal":
+    if form.task == "causal":
         return {"text": find("text", TEXTS)}
-    if task == "instruct":
-        if "messages" in given or (not given and any(name in record.values for name in MESSAGES)):
+    if form.task == "instruct":
+        if "messages" in named or (not named and any(name in there for name in MESSAGES)):
             return {"messages": find("messages", MESSAGES)}
         prompt = find("prompt", PROMPTS)
-        about = given.get("input") or (None if "prompt" in given else INPUTS.get(prompt))
+        about = named.get("input") or (None if "prompt" in named else INPUTS.get(prompt))
         middle = {"input": about} if about else {}
         return {"prompt": prompt, **middle, "completion": find("completion", COMPLETIONS)}
     text = find("text", SENTENCES)
-    pair = given.get("pair")
-    if pair is None and "text" not in given and PAIRS.get(text) in record.values:
+    pair = named.get("pair")
+    if pair is None and "text" not in named and PAIRS.get(text) in there:
         pair = PAIRS[text]
     return {"text": text, **({"pair": pair} if pair else {}), "label": find("label", LABELS)}
-
-
-def value_of(record: Record, column: str) -> Any:
-    """What a record has in a column.
-
-    Raises:
-        DataError: it has no such column.
-    """
-    if column not in record.values:
-        raise DataError(
-            f"{record.place}: there is no column {column!r}. Found {listed(list(record.values))}."
-            f"{did_you_mean(column, record.values)}"
-        )
-    return record.values[column]

@@ -20,18 +20,23 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from array import array
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, final
 
 from typing_extensions import override
 
-from l2l.train.data.columns import value_of
-from l2l.train.data.labels import RowLabels
+from l2l.train.data.labels import Labels
 from l2l.train.data.reading import DataError, Record, listed, shown
 
+# For tokenizers without a chat template; the trained model should be given it. With `</s>` as the
+# end-of-text token, and after the beginning-of-text token where there is one:
+#
+#     User: What is the capital of France?
+#
+#     Assistant: Paris.</s>
 PLAIN_TEMPLATE = (
     "{{ bos_token if bos_token is defined and bos_token else '' }}"
     "{% for message in messages %}"
@@ -41,13 +46,6 @@ PLAIN_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""For tokenizers without a chat template; the trained model should be given it. With `</s>` as the
-end-of-text token, and after the beginning-of-text token where there is one:
-
-    User: What is the capital of France?
-
-    Assistant: Paris.</s>
-"""
 
 TEMPLATE_DATE = datetime.datetime(2025, 1, 1)
 DATE_CODES = {f"%{code}": TEMPLATE_DATE.strftime(f"%{code}") for code in "aAbBdHIjmMpSyY"}
@@ -60,120 +58,101 @@ FIXED_DATE = (  # before a template, in place of the function of this name that 
 SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of messages with "from"
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """One example."""
-
-    ids: list[int]
-    answers: bytes | None = None  # for each token, whether it is learnt; None: all are
-    types: list[int] | None = None
-    full_length: int | None = None  # if it is truncated already
-    has_label: bool = False
-
-
 class Encoder(ABC):
-    """Makes examples of one task from records."""
+    """Makes examples of one task from records, and lays them end to end."""
 
     def __init__(
-        self, tokenizer: Any, columns: Mapping[str, str], *, labels: RowLabels | None = None
+        self, tokenizer: Any, columns: Mapping[str, str], labels: Labels, max_length: int | None
     ) -> None:
-        self._tokenizer = tokenizer
-        self.columns = columns
-        self.labels = labels
-        self.num_empty = 0
+        self._tokenizer, self._max_length = tokenizer, max_length
+        self.columns, self.labels = columns, labels
+        self.ids = array("i")
+        self.offsets = array("q", [0])
+        self.full_lengths = array("q")  # before truncation
+        self.answers = bytearray()  # for each token, whether it is learnt; empty: all are
+        self.types = bytearray()
+        self.num_empty = self.num_unanswered = 0
 
     @abstractmethod
-    def encode(self, block: list[Record]) -> Iterator[Encoded]:
-        """The examples of some records; records without text or answer are counted.
+    def encode(self, block: list[Record]) -> None:
+        """Append the examples of some records; records without text or answer are counted.
 
         Raises:
             DataError: a record is not as expected.
         """
 
+    def _append(self, ids: list[int], *, answers: bytes | None = None) -> None:
+        """Append an example, truncated, unless nothing of it can be learnt."""
+        kept = ids[: self._max_length]
+        if not (len(kept) > 1 if answers is None else any(answers[1 : len(kept)])):
+            self.num_unanswered += 1
+            return
+        self._extend(kept, len(ids))
+        self.answers += (answers or b"")[: len(kept)]
+
+    def _extend(self, ids: list[int], full_length: int) -> None:
+        self.ids.extend(ids)
+        self.offsets.append(len(self.ids))
+        self.full_lengths.append(full_length)
+
     def _text(self, record: Record, role: str) -> str:
         """A text; empty if it is blank."""
-        value = value_of(record, self.columns[role])
-        if value is None:
-            return ""
-        if not isinstance(value, str):
+        value = record.value(self.columns[role])
+        if value is not None and not isinstance(value, str):
             raise DataError(
                 f"{record.place}: column {self.columns[role]!r} holds {shown(value)} "
                 f"({type(value).__name__}). Expected text."
             )
-        return value if value.strip() else ""
+        return value if value and value.strip() else ""
 
-    def _tokens(self, texts: list[str], *, special: bool) -> list[list[int]]:
-        if not texts:
-            return []
-        found = self._tokenizer(
-            texts,
-            add_special_tokens=special,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        return list(found["input_ids"])
+    def _tokenized(self, *texts: list[str], **settings: Any) -> Any:
+        if not texts[0]:
+            return {"input_ids": []}
+        return self._tokenizer(*texts, return_attention_mask=False, verbose=False, **settings)
 
 
 @final
 class Documents(Encoder):
     """Texts, each with the end-of-text token after it."""
 
-    def __init__(self, tokenizer: Any, columns: Mapping[str, str]) -> None:
-        super().__init__(tokenizer, columns)
-        self._end: int | None = tokenizer.eos_token_id
-        if self._end is None:
-            warnings.warn(
-                "the tokenizer has no end-of-text token (eos_token), so documents end without one "
-                "and the model will not learn where to stop.",
-                stacklevel=4,
-            )
-
     @override
-    def encode(self, block: list[Record]) -> Iterator[Encoded]:
+    def encode(self, block: list[Record]) -> None:
+        end = self._tokenizer.eos_token_id
         texts = [text for record in block if (text := self._text(record, "text"))]
         self.num_empty += len(block) - len(texts)
-        for ids in self._tokens(texts, special=True):
-            if self._end is not None and ids[-1:] != [self._end]:
-                ids.append(self._end)
-            yield Encoded(ids)
+        for ids in self._tokenized(texts, return_token_type_ids=False)["input_ids"]:
+            ends = end is None or ids[-1:] == [end]
+            self._append(ids if ends else [*ids, end])
 
 
 @final
 class Conversations(Encoder):
     """Answers, after what they answer to ([Note: chat])."""
 
-    def __init__(self, tokenizer: Any, columns: Mapping[str, str], *, template: str | None) -> None:
-        super().__init__(tokenizer, columns)
-        own = tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN_TEMPLATE
-        self._template = template or own
-        if "strftime_now" in self._template:
-            self._template = FIXED_DATE + self._template
-        self._closing = set(tokenizer.all_special_ids) | {
-            number for number, token in tokenizer.added_tokens_decoder.items() if token.special
-        }
-
     @override
-    def encode(self, block: list[Record]) -> Iterator[Encoded]:
+    def encode(self, block: list[Record]) -> None:
         chains: list[list[str]] = []
         for record in block:
             found = self._chains(record)
             self.num_empty += not found
             chains += found
-        tokens = iter(self._tokens([text for chain in chains for text in chain], special=False))
+        tokens = iter(self._tokens([text for chain in chains for text in chain]))
         for chain in chains:
-            yield self._join(chain, [next(tokens) for _ in chain])
+            self._join(chain, [next(tokens) for _ in chain])
 
-    def _join(self, chain: list[str], tokens: list[list[int]]) -> Encoded:
+    def _tokens(self, texts: list[str]) -> list[list[int]]:
+        settings = {"add_special_tokens": False, "return_token_type_ids": False}
+        return list(self._tokenized(texts, **settings)["input_ids"])
+
+    def _join(self, chain: list[str], tokens: list[list[int]]) -> None:
         """Lay what each text of a chain adds end to end: prompt, answer, prompt, answer, ..."""
         ids: list[int] = []
         answers = bytearray()
         text_before, before = "", list[int]()
         for index, (text, whole) in enumerate(zip(chain, tokens, strict=True)):
-            if whole[: len(before)] == before:
-                added = whole[len(before) :]
-            else:
-                added = self._tokens([text.removeprefix(text_before)], special=False)[0]
+            added = whole[len(before) :]
+            if whole[: len(before)] != before:
+                (added,) = self._tokens([text.removeprefix(text_before)])
             ids += added
             answers += bytes([index % 2]) * len(added)
             text_before, before = text, whole
@@ -181,7 +160,19 @@ class Conversations(Encoder):
         if end is not None and ids[-1:] and ids[-1] not in self._closing:
             ids.append(end)
             answers.append(1)
-        return Encoded(ids, bytes(answers))
+        self._append(ids, answers=bytes(answers))
+
+    @cached_property
+    def _template(self) -> str:
+        tokenizer = self._tokenizer
+        found = tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN_TEMPLATE
+        return FIXED_DATE + found if "strftime_now" in found else str(found)
+
+    @cached_property
+    def _closing(self) -> set[int]:
+        added = self._tokenizer.added_tokens_decoder.items()
+        special = {number for number, token in added if token.special}
+        return special.union(self._tokenizer.all_special_ids)
 
     def _chains(self, record: Record) -> list[list[str]]:
         """Texts that grow: up to the first answer, with it, up to the second, with it, ...
@@ -189,45 +180,37 @@ class Conversations(Encoder):
         One such chain, or one for each answer; none if there is no answer.
         """
         messages = self._messages(record)
-        answered = [
+        answers = [
             index
             for index, message in enumerate(messages)
             if index > 0 and message["role"] == "assistant"
         ]
-        if not any(_says_anything(messages[index]) for index in answered):
+        if not any(_says_anything(messages[index]) for index in answers):
             return []
-        turns = [self._turn(record, messages, index) for index in answered]
+        turns = [self._turn(record, messages, index) for index in answers]
         chain = [text for turn in turns for text in turn]
-        if all(text.startswith(one) for one, text in itertools.pairwise(chain)):
-            return [chain]
-        return [list(turn) for turn in turns]
+        grows = all(text.startswith(one) for one, text in itertools.pairwise(chain))
+        return [chain] if grows else turns
 
-    def _turn(self, record: Record, messages: list[dict[str, Any]], index: int) -> tuple[str, str]:
+    def _turn(self, record: Record, messages: list[dict[str, Any]], index: int) -> list[str]:
         """The text up to an answer, and with it."""
-        asked = self._render(record, messages[:index], ask=True)
+        before = messages[:index]
+        asked = self._render(record, before, ask=True)
         whole = self._render(record, messages[: index + 1], ask=False)
         prompt = _common_beginning(asked, whole)
-        if prompt != asked and not prompt.startswith(
-            self._render(record, messages[:index], ask=False)
-        ):
+        if prompt != asked and not prompt.startswith(self._render(record, before, ask=False)):
             raise DataError(
                 f"{record.place}: the chat template writes what is before an answer in another way "
                 f"once the answer is there: {shown(asked[len(prompt) :])} becomes "
                 f"{shown(whole[len(prompt) :])}. So it cannot be told what the answer is. Give "
                 "another template."
             )
-        return prompt, max(whole.rstrip(), prompt, key=len)
+        return [prompt, max(whole.rstrip(), prompt, key=len)]
 
     def _render(self, record: Record, messages: list[dict[str, Any]], *, ask: bool) -> str:
+        settings = {"chat_template": self._template, "add_generation_prompt": ask}
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages,
-                    chat_template=self._template,
-                    tokenize=False,
-                    add_generation_prompt=ask,
-                )
-            )
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **settings))
         except Exception as error:  # templates raise what they like
             raise DataError(
                 f"{record.place}: the chat template refuses the messages (of "
@@ -236,8 +219,12 @@ class Conversations(Encoder):
 
     def _messages(self, record: Record) -> list[dict[str, Any]]:
         if "messages" not in self.columns:
-            return self._question_and_answer(record)
-        value = value_of(record, self.columns["messages"])
+            prompt, answer = self._text(record, "prompt"), self._text(record, "completion")
+            if self.columns.get("input") in record.values:
+                about = self._text(record, "input")
+                prompt = f"{prompt}\n\n{about}" if about else prompt
+            return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        value = record.value(self.columns["messages"])
         if not isinstance(value, list | tuple) or not all(isinstance(m, Mapping) for m in value):
             raise DataError(
                 f"{record.place}: column {self.columns['messages']!r} holds {shown(value)}. "
@@ -245,55 +232,31 @@ class Conversations(Encoder):
             )
         return [_message(record, number, dict(one)) for number, one in enumerate(value, 1)]
 
-    def _question_and_answer(self, record: Record) -> list[dict[str, Any]]:
-        prompt, answer = self._text(record, "prompt"), self._text(record, "completion")
-        if "input" in self.columns and self.columns["input"] in record.values:
-            about = self._text(record, "input")
-            prompt = f"{prompt}\n\n{about}" if about else prompt
-        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-
 
 @final
 class Sentences(Encoder):
     """A text or two, with a label."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        columns: Mapping[str, str],
-        *,
-        labels: RowLabels,
-        max_length: int | None,
-    ) -> None:
-        super().__init__(tokenizer, columns, labels=labels)
-        self._row_labels = labels
-        self._max_length = max_length
-
     @override
-    def encode(self, block: list[Record]) -> Iterator[Encoded]:
-        texts: list[tuple[str, ...]] = []
+    def encode(self, block: list[Record]) -> None:
+        roles = [role for role in ("text", "pair") if role in self.columns]
+        sides: list[list[str]] = [[] for _ in roles]
         for record in block:
-            sentences = tuple(
-                self._text(record, role) for role in ("text", "pair") if role in self.columns
-            )
-            if any(sentences):
-                texts.append(sentences)
-                self._row_labels.add(value_of(record, self.columns["label"]), record)
-            else:
+            sentences = [self._text(record, role) for role in roles]
+            if not any(sentences):
                 self.num_empty += 1
-        if not texts:
-            return
-        found = self._together(texts)
+                continue
+            self.labels.add(record.value(self.columns["label"]), record)
+            for side, sentence in zip(sides, sentences, strict=True):
+                side.append(sentence)
+        found = self._tokenized(*sides)
         lengths = [len(ids) for ids in found["input_ids"]]
-        if self._max_length is not None and max(lengths) > self._max_length:
-            found = self._together(texts, truncation=True, max_length=self._max_length)
-        types = found.get("token_type_ids") or [None] * len(texts)
-        for ids, one, length in zip(found["input_ids"], types, lengths, strict=True):
-            yield Encoded(ids, types=one, full_length=length, has_label=True)
-
-    def _together(self, texts: list[tuple[str, ...]], **settings: Any) -> Any:
-        sides = [list(side) for side in zip(*texts, strict=True)]
-        return self._tokenizer(*sides, return_attention_mask=False, verbose=False, **settings)
+        if self._max_length is not None and max(lengths, default=0) > self._max_length:
+            found = self._tokenized(*sides, truncation=True, max_length=self._max_length)
+        for ids, length in zip(found["input_ids"], lengths, strict=True):
+            self._extend(ids, length)
+        for types in found.get("token_type_ids", ()):
+            self.types += bytes(types)
 
 
 def _message(record: Record, number: int, message: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ example; what is learnt is one flag for each token, and absent where that is eve
 from __future__ import annotations
 
 import hashlib
-from array import array
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -25,91 +25,19 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from l2l.train.data.columns import ROLES, Columns, find_columns
-from l2l.train.data.encoding import Conversations, Documents, Encoded, Encoder, Sentences
-from l2l.train.data.labels import Classes, ClassLabels, NumberLabels
-from l2l.train.data.reading import DataError, Record, did_you_mean
+from l2l.train.data.columns import Form, find_columns
+from l2l.train.data.encoding import Conversations, Documents, Encoder, Sentences
+from l2l.train.data.labels import Labels
+from l2l.train.data.reading import DataError, Record
 
-TASKS = tuple(ROLES)
 BLOCK_RECORDS = 1000  # tokenized at once, by as many threads as the tokenizer uses
 BLOCK_CHARACTERS = 4_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """What is made of records."""
-
-    task: str = "causal"
-    columns: Columns = field(default_factory=Columns)
-    max_length: int | None = None
-    """Longer examples lose their last tokens, longer pairs those of the longer text. None: nothing
-    is lost; `Batches` cuts long documents into parts, which is best for causal."""
-    template: str | None = None
-    """A chat template instead of the tokenizer's own."""
-
-    def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise ValueError(
-                f"task={self.task!r} is not known. Expected one of {', '.join(TASKS)}."
-                f"{did_you_mean(self.task, TASKS)}"
-            )
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length={self.max_length}; expected at least 2 tokens, or None.")
-        if self.template is not None and self.task != "instruct":
-            raise ValueError(
-                f"a template is given, but task {self.task!r} uses none. Leave it out, or say task "
-                "'instruct'."
-            )
-        self.columns.check(self.task)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
-    """What was read, in numbers. Print it."""
-
-    num_records: int
-    num_examples: int
-    num_tokens: int
-    num_answer_tokens: int | None
-    """Tokens that are learnt; None where rows have labels."""
-    num_truncated: int
-    longest: int
-    """Tokens of the longest example, before it was truncated."""
-    num_empty: int
-    """Records without text, or without an answer in them."""
-    num_unanswered: int
-    """Examples left out as nothing can be learnt of them: of one token, or with the answer beyond
-    the maximum length."""
-    columns: tuple[str, ...]
-
-    @override
-    def __str__(self) -> str:
-        """A few lines for people."""
-        counts = [
-            (self.num_empty, "empty"),
-            (self.num_unanswered, "with no answer within the maximum length"),
-        ]
-        notes = [f"{number:,} {why}" for number, why in counts if number]
-        learnt = ""
-        if self.num_answer_tokens is not None:
-            share = self.num_answer_tokens / max(1, self.num_tokens)
-            learnt = f", {self.num_answer_tokens:,} of them learnt ({share:.0%})"
-        return "\n".join(
-            [
-                f"{self.num_examples:,} examples of {self.num_records:,} records (columns "
-                f"{', '.join(self.columns)})"
-                + (f"; left out: {', '.join(notes)}" if notes else ""),
-                f"{self.num_tokens:,} tokens{learnt}",
-                f"the longest has {self.longest:,} tokens; "
-                + (f"{self.num_truncated:,} truncated" if self.num_truncated else "none truncated"),
-            ]
-        )
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Examples:
-    """Tokenized examples, in few flat tensors."""
+    """Tokenized examples, in few flat tensors. Print it."""
 
     task: str
     ids: Tensor  # [tokens], int32
@@ -122,7 +50,8 @@ class Examples:
     label_names: tuple[str, ...] = ()  # of classes, in the order of their numbers, if texts
     columns: Mapping[str, str] = field(default_factory=dict)  # by role
     num_records: int = 0
-    num_empty: int = 0
+    num_empty: int = 0  # records without text, or without an answer in them
+    # left out as nothing can be learnt: of one token, or with the answer beyond the maximum length
     num_unanswered: int = 0
 
     def __len__(self) -> int:
@@ -134,22 +63,29 @@ class Examples:
         return self.offsets.diff()
 
     @property
-    def statistics(self) -> Statistics:
-        """What was read, in numbers."""
-        lengths = self.lengths
-        learnt = int((lengths - 1).sum()) if self.targets is None else None
+    def num_answer_tokens(self) -> int | None:
+        """Tokens that are learnt; None where rows have labels."""
         if self.answers is not None:
-            learnt = int(self.answers.sum() - self.answers[self.offsets[:-1]].sum())
-        return Statistics(
-            num_records=self.num_records,
-            num_examples=len(self),
-            num_tokens=self.ids.numel(),
-            num_answer_tokens=learnt,
-            num_truncated=int((self.full_lengths > lengths).sum()),
-            longest=int(self.full_lengths.max()),
-            num_empty=self.num_empty,
-            num_unanswered=self.num_unanswered,
-            columns=tuple(self.columns.values()),
+            return int(self.answers.sum() - self.answers[self.offsets[:-1]].sum())
+        return int((self.lengths - 1).sum()) if self.targets is None else None
+
+    @override
+    def __str__(self) -> str:
+        """What was read, in numbers: a few lines for people."""
+        why = {
+            "empty": self.num_empty,
+            "with no answer within the maximum length": self.num_unanswered,
+        }
+        notes = ", ".join(f"{number:,} {reason}" for reason, number in why.items() if number)
+        number, learnt = self.ids.numel(), self.num_answer_tokens
+        share = "" if learnt is None else f", {learnt:,} of them learnt ({learnt / number:.0%})"
+        truncated = int((self.full_lengths > self.lengths).sum())
+        return (
+            f"{len(self):,} examples of {self.num_records:,} records (columns "
+            f"{', '.join(self.columns.values())}){notes and f'; left out: {notes}'}\n"
+            f"{number:,} tokens{share}\n"
+            f"the longest has {int(self.full_lengths.max()):,} tokens; "
+            f"{f'{truncated:,}' if truncated else 'none'} truncated"
         )
 
     def numbered_as(self, names: Sequence[str]) -> Examples:
@@ -165,18 +101,14 @@ class Examples:
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         shift = self.offsets[indices] - offsets[:-1]
         tokens = torch.arange(int(offsets[-1])) + shift.repeat_interleave(lengths)
-        return replace(
-            self,
-            ids=self.ids[tokens],
-            offsets=offsets,
-            full_lengths=self.full_lengths[indices],
-            answers=None if self.answers is None else self.answers[tokens],
-            token_types=None if self.token_types is None else self.token_types[tokens],
-            targets=None if self.targets is None else self.targets[indices],
-            num_records=indices.numel(),
-            num_empty=0,
-            num_unanswered=0,
-        )
+        chosen = dict.fromkeys(("ids", "answers", "token_types"), tokens)
+        chosen |= dict.fromkeys(("full_lengths", "targets"), indices)
+        whole = {name: getattr(self, name) for name in chosen}
+        taken: dict[str, Any] = {
+            name: one[chosen[name]] for name, one in whole.items() if one is not None
+        }
+        counts = {"num_records": indices.numel(), "num_empty": 0, "num_unanswered": 0}
+        return replace(self, offsets=offsets, **(taken | counts))
 
     def hold_out(self, number: int, *, seed: int = 0) -> tuple[Examples, Examples]:
         """All but `number` examples, and those, drawn by the seed; each in the order of the data.
@@ -205,11 +137,7 @@ class Examples:
 
 
 def make_examples(
-    records: Iterable[Record],
-    *,
-    tokenizer: Any,
-    form: Form,
-    like: Examples | None = None,
+    records: Iterable[Record], *, tokenizer: Any, form: Form, like: Examples | None = None
 ) -> Examples:
     """Tokenize records.
 
@@ -223,64 +151,37 @@ def make_examples(
         DataError: a record is not as expected, with its file and line; or nothing is left.
     """
     encoder: Encoder | None = None
-    flat = _Flat()
     num_records = 0
     for block in _blocks(records):
         encoder = encoder or _encoder(block[0], tokenizer=tokenizer, form=form, like=like)
         num_records += len(block)
-        for encoded in encoder.encode(block):
-            flat.add(encoded, max_length=form.max_length)
+        encoder.encode(block)
     if encoder is None:
         raise DataError("there are no records. Expected at least one.")
-    if not flat.ends:
+    if not encoder.full_lengths:
         raise DataError(
             f"none of {num_records:,} records is left: {encoder.num_empty:,} are empty, and "
-            f"{flat.num_unanswered:,} have no answer within the maximum length of "
+            f"{encoder.num_unanswered:,} have no answer within the maximum length of "
             f"{form.max_length} (columns {', '.join(encoder.columns.values())})."
         )
-    targets, classes = encoder.labels.finish() if encoder.labels else (None, None)
+    has_labels = "label" in encoder.columns
+    targets, classes = encoder.labels.finish() if has_labels else (None, [])
+    answers, types = encoder.answers, encoder.types
     return Examples(
         task=form.task,
-        ids=torch.frombuffer(flat.ids, dtype=torch.int32),
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(flat.ends)]),
-        full_lengths=torch.tensor(flat.full_lengths),
-        answers=torch.frombuffer(flat.answers, dtype=torch.bool) if flat.answers else None,
-        token_types=torch.frombuffer(flat.types, dtype=torch.uint8) if flat.types else None,
+        ids=torch.frombuffer(encoder.ids, dtype=torch.int32),
+        offsets=torch.tensor(encoder.offsets),
+        full_lengths=torch.tensor(encoder.full_lengths),
+        answers=torch.frombuffer(answers, dtype=torch.bool) if answers else None,
+        token_types=torch.frombuffer(types, dtype=torch.uint8) if types else None,
         targets=targets,
-        num_labels=classes.number if classes else None,
-        label_names=classes.names if classes else (),
+        num_labels=max(1, len(classes)) if has_labels else None,
+        label_names=tuple(one for one in classes if isinstance(one, str)),
         columns=encoder.columns,
         num_records=num_records,
         num_empty=encoder.num_empty,
-        num_unanswered=flat.num_unanswered,
+        num_unanswered=encoder.num_unanswered,
     )
-
-
-@final
-class _Flat:
-    """Examples laid end to end."""
-
-    def __init__(self) -> None:
-        self.ids = array("i")
-        self.ends = array("q")
-        self.full_lengths = array("q")
-        self.answers = bytearray()
-        self.types = bytearray()
-        self.num_unanswered = 0
-
-    def add(self, encoded: Encoded, *, max_length: int | None) -> None:
-        """Append an example, truncated, unless nothing of it can be learnt."""
-        ids = encoded.ids[:max_length]
-        answers = None if encoded.answers is None else encoded.answers[: len(ids)]
-        learns = len(ids) > 1 if answers is None else any(answers[1:])
-        if not learns and not encoded.has_label:
-            self.num_unanswered += 1
-            return
-        self.ids.extend(ids)
-        self.ends.append(len(self.ids))
-        self.full_lengths.append(encoded.full_length or len(encoded.ids))
-        self.answers += answers or b""
-        self.types += bytes(encoded.types or ())
 
 
 def _blocks(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -297,11 +198,15 @@ def _blocks(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def _encoder(first: Record, *, tokenizer: Any, form: Form, like: Examples | None) -> Encoder:
-    columns = find_columns(first, task=form.task, columns=form.columns)
-    if form.task == "causal":
-        return Documents(tokenizer, columns)
-    if form.task == "instruct":
-        return Conversations(tokenizer, columns, template=form.template)
-    classes = Classes(like.num_labels or 0, like.label_names) if like is not None else None
-    labels = NumberLabels() if form.task == "regression" else ClassLabels(classes)
-    return Sentences(tokenizer, columns, labels=labels, max_length=form.max_length)
+    if form.task == "causal" and tokenizer.eos_token_id is None:
+        warnings.warn(
+            "the tokenizer has no end-of-text token (eos_token), so documents end without one and "
+            "the model will not learn where to stop.",
+            stacklevel=3,
+        )
+    known: Iterable[int | str] = ()
+    if like is not None and form.task == "classification":
+        known = like.label_names or range(like.num_labels or 0)
+    kinds = {"causal": Documents, "instruct": Conversations}
+    kind = kinds.get(form.task, Sentences)
+    return kind(tokenizer, find_columns(first, form), Labels(form.task, known), form.max_length)

@@ -25,11 +25,11 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 DocumentsEnd = Literal["blank lines", "line", "file"]
-DOCUMENTS = get_args(DocumentsEnd)
 HUB_NAME = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@([\w.-]+))?(?::(.+))?")
 LIBRARY_READS = {  # suffix -> what `datasets` calls it, and its settings
     ".parquet": ("parquet", {}),
@@ -38,7 +38,8 @@ LIBRARY_READS = {  # suffix -> what `datasets` calls it, and its settings
     ".json": ("json", {}),
     ".arrow": ("arrow", {}),
 }
-WE_READ = (".txt", ".jsonl")
+SUFFIXES = (".txt", ".jsonl", *LIBRARY_READS)
+EXPECTED = f"Expected a name that ends in {', '.join(SUFFIXES)}, or in one of these and .gz."
 SHOWN = 60  # characters of a value in an error
 LISTED = 12
 LONE = re.compile(r"\\u[dD][89a-fA-F]")  # what may be the half of a character
@@ -62,6 +63,18 @@ class Record:
         """For errors: `train.jsonl, line 3`."""
         return f"{self.source}, {self.unit} {self.line}"
 
+    def value(self, column: str) -> Any:
+        """What is in a column.
+
+        Raises:
+            DataError: there is no such column.
+        """
+        if column not in self.values:
+            near = did_you_mean(column, self.values)
+            found = listed(list(self.values))
+            raise DataError(f"{self.place}: there is no column {column!r}. Found {found}.{near}")
+        return self.values[column]
+
 
 def read_records(
     sources: str | Path | Sequence[str | Path], *, documents: str = "blank lines"
@@ -79,16 +92,15 @@ def read_records(
         DataError: a source is not there or cannot be read; also while reading.
         ValueError: `documents` is not known.
     """
-    if documents not in DOCUMENTS:
-        raise ValueError(
-            f"documents={documents!r} is not known. Expected one of {', '.join(DOCUMENTS)}."
-            f"{did_you_mean(documents, DOCUMENTS)}"
-        )
-    listed = [sources] if isinstance(sources, str | Path) else list(sources)
-    if not listed:
+    if documents not in get_args(DocumentsEnd):
+        expected = ", ".join(get_args(DocumentsEnd))
+        near = did_you_mean(documents, get_args(DocumentsEnd))
+        raise ValueError(f"documents={documents!r} is not known. Expected one of {expected}.{near}")
+    named = [sources] if isinstance(sources, str | Path) else list(sources)
+    if not named:
         raise DataError("no data were named. Expected a file, a folder, or several.")
-    readers = [reader for source in listed for reader in _readers(source, documents)]
-    return (record for reader in readers for record in reader())
+    files = [file for source in named for file in _files(source, documents)]
+    return (record for name, records in files for record in _filled(name, records))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -113,92 +125,79 @@ def listed(values: Sequence[Any]) -> str:
 # --------------------------------------------------------------------------------------------------
 # What a source stands for
 
-Reader = Callable[[], Iterator[Record]]
+File = tuple[str, Iterator[Record]]  # its name, and what is in it, not yet opened
 
 
-def _readers(source: str | Path, documents: str) -> list[Reader]:
+def _files(source: str | Path, documents: str) -> list[File]:
     path = Path(source).expanduser()
     if path.is_dir():
         files = sorted(one for one in path.iterdir() if one.is_file() and _kind(one))
         if not files:
-            others = sorted(one.name for one in path.iterdir())[:5]
-            raise DataError(
-                f"{path} has no data files; found {', '.join(others) or 'nothing'}. Expected files "
-                f"that end in {', '.join((*WE_READ, *LIBRARY_READS))}, or in these and .gz."
-            )
-        return [_reader(one, documents) for one in files]
+            others = ", ".join(sorted(one.name for one in path.iterdir())[:5])
+            raise DataError(f"{path} has no data files; found {others or 'nothing'}. {EXPECTED}")
+        return [_file(one, documents) for one in files]
     if path.is_file():
-        return [_reader(path, documents)]
+        return [_file(path, documents)]
     named = HUB_NAME.fullmatch(str(source))
     if named is None or _kind(path):
-        near = did_you_mean(path.name, [one.name for one in _beside(path)])
+        near = did_you_mean(path.name, [one.name for one in path.parent.glob("*")])
         raise DataError(f"{source} is not there.{near}")
-    library = _datasets(f"{source} is no file or folder here. A dataset of the Hub")
     name, configuration, split = named.groups()
-    return [
-        lambda: _of_library(
-            str(source),
-            lambda: library.load_dataset(
-                name, configuration, split=split or "train", streaming=True
-            ),
-        )
-    ]
+    load = _loader(f"{source} is no file or folder here. A dataset of the Hub")
+    load = partial(load, name, configuration, split=split or "train")
+    return [(str(source), _rows(str(source), load))]
 
 
-def _reader(path: Path, documents: str) -> Reader:
+def _file(path: Path, documents: str) -> File:
     kind = _kind(path)
-    if kind == ".jsonl":
-        return lambda: _objects(path)
-    if kind == ".txt":
-        return lambda: _documents(path, documents)
     if kind is None:
-        raise DataError(
-            f"{path}: files like this are not known. Expected a name that ends in "
-            f"{', '.join((*WE_READ, *LIBRARY_READS))}, or in one of these and .gz."
-        )
-    library = _datasets(f"{path}: a {kind} file")
+        raise DataError(f"{path}: files like this are not known. {EXPECTED}")
+    if kind == ".jsonl":
+        return str(path), _objects(path)
+    if kind == ".txt":
+        return str(path), _documents(path, documents)
     builder, settings = LIBRARY_READS[kind]
-    return lambda: _of_library(
-        str(path),
-        lambda: library.load_dataset(
-            builder, data_files=str(path), split="train", streaming=True, **settings
-        ),
-    )
+    load = _loader(f"{path}: a {kind} file")
+    load = partial(load, builder, data_files=str(path), split="train", **settings)
+    return str(path), _rows(str(path), load)
 
 
 def _kind(path: Path) -> str | None:
     """The suffix that says how a file is read; None if it is not known."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] == ".gz":
-        suffixes.pop()
-    kind = suffixes[-1] if suffixes else ""
-    return kind if kind in WE_READ or kind in LIBRARY_READS else None
+    plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
+    return plain.suffix.lower() if plain.suffix.lower() in SUFFIXES else None
 
 
-def _beside(path: Path) -> list[Path]:
-    return list(path.parent.iterdir()) if path.parent.is_dir() else []
-
-
-def _datasets(what: str) -> Any:
+def _loader(what: str) -> Callable[..., Iterable[Mapping[str, Any]]]:
     try:
-        return importlib.import_module("datasets")
+        library: Any = importlib.import_module("datasets")
     except ImportError as error:
         raise DataError(
             f"{what} is read by the datasets library, which cannot be imported ({error}). Install "
             "it with: pip install datasets. Files that end in .txt, .jsonl, .txt.gz or .jsonl.gz "
             "need nothing."
         ) from error
+    return partial(library.load_dataset, streaming=True)
 
 
 # --------------------------------------------------------------------------------------------------
 # Reading
 
 
+def _filled(name: str, records: Iterator[Record]) -> Iterator[Record]:
+    """The same records, of which there must be one."""
+    first = next(records, None)
+    if first is None:
+        raise DataError(f"{name}: is empty, or has blank lines only. Expected a record or more.")
+    yield first
+    yield from records
+
+
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Lines with their numbers, without what ends them.
 
     Raises:
-        DataError: the file cannot be read, is not UTF-8, or has no lines.
+        DataError: the file cannot be read, or is not UTF-8.
     """
     number = 0
     try:
@@ -213,12 +212,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}, after line {number}: cannot be read: {reason}") from error
-    if number == 0:
-        raise DataError(f"{path}: is empty. Expected at least one record.")
 
 
 def _objects(path: Path) -> Iterator[Record]:
-    found = False
     for number, line in _lines(path):
         if not line.strip():
             continue
@@ -226,54 +222,39 @@ def _objects(path: Path) -> Iterator[Record]:
             value = json.loads(line)
             if LONE.search(line):
                 json.dumps(value, ensure_ascii=False).encode()
+            problem = None if isinstance(value, dict) else f"found {shown(line)}"
         except UnicodeEncodeError as error:
-            lone = error.object[error.start]
+            lone = ord(error.object[error.start])
+            problem = f"has the half of a character, \\u{lone:04x}, in {shown(line)}"
+        except json.JSONDecodeError as error:
+            problem = f"is not JSON: {error.msg} at position {error.colno} of {shown(line)}"
+        except (ValueError, RecursionError) as error:  # a number that is too long, or brackets
+            problem = f"is not JSON: {error}, in {shown(line)}"
+        if problem:
             raise DataError(
-                f"{path}, line {number}: has the half of a character, \\u{ord(lone):04x}, in "
-                f"{shown(line)}. Expected whole characters: remove it."
-            ) from error
-        except (ValueError, RecursionError) as error:
-            where = f" at position {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            reason = getattr(error, "msg", "nested too deeply")
-            if not isinstance(error, json.JSONDecodeError | RecursionError):
-                reason = str(error)  # a number that is too long
-            raise DataError(
-                f"{path}, line {number}: is not JSON: {reason}{where} of {shown(line)}. Expected "
-                "one whole object a line."
-            ) from error
-        if not isinstance(value, dict):
-            raise DataError(
-                f"{path}, line {number}: found {shown(line)}. Expected an object such as "
+                f"{path}, line {number}: {problem}. Expected one whole object a line, such as "
                 '{"text": "..."}.'
             )
-        found = True
         yield Record(value, str(path), number)
-    if not found:
-        raise DataError(f"{path}: has blank lines only. Expected at least one record.")
 
 
-def _documents(path: Path, documents: str) -> Iterator[Record]:
-    found = False
+def _documents(path: Path, end: str) -> Iterator[Record]:
     held: list[str] = []
     first = 1
     for number, line in _lines(path):
-        blank = not line.strip()
-        if documents == "line" or (documents == "blank lines" and blank):
-            if held:
-                yield Record({"text": "\n".join(held)}, str(path), first)
+        is_blank = not line.strip()
+        if held and (end == "line" or (end == "blank lines" and is_blank)):
+            yield Record({"text": "\n".join(held)}, str(path), first)
             held = []
-        if blank and (not held or documents == "line"):
+        if is_blank and not held:
             continue
-        if not held:
-            first, found = number, True
+        first = first if held else number
         held.append(line)
-    if not found:
-        raise DataError(f"{path}: has blank lines only. Expected at least one document.")
     if held:
         yield Record({"text": "\n".join(held)}, str(path), first)
 
 
-def _of_library(source: str, load: Callable[[], Iterable[Mapping[str, Any]]]) -> Iterator[Record]:
+def _rows(source: str, load: Callable[[], Iterable[Mapping[str, Any]]]) -> Iterator[Record]:
     number = 0
     try:
         for number, values in enumerate(load(), 1):
@@ -283,5 +264,3 @@ def _of_library(source: str, load: Callable[[], Iterable[Mapping[str, Any]]]) ->
             f"{source}, after row {number}: the datasets library cannot read it: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if number == 0:
-        raise DataError(f"{source}: is empty. Expected at least one record.")

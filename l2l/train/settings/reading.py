@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from l2l.train.data import Columns, DataError, Form, did_you_mean, read_records
+from l2l.train.data import DataError, Form, did_you_mean, read_records
 from l2l.train.settings.sections import (
     SAME_RESULT,
     AdafactorSettings,
@@ -162,9 +162,8 @@ class Settings(Section):
         whole = self.data.task == "causal"  # long documents are cut into rows, not truncated
         return Form(
             task=self.data.task,
-            columns=Columns(**dict(self.columns)),
+            columns=self.columns.model_dump(exclude_none=True),
             max_length=None if whole else self.training.length,
-            template=self.data.template,
         )
 
     @property
@@ -205,6 +204,12 @@ class Settings(Section):
             raise ContradictionError(
                 '= "float16", which adafactor does not take. Expected "bfloat16" or "float32".',
                 ("training", "precision"),
+            )
+        if self.data.template is not None and self.data.task != "instruct":
+            raise ContradictionError(
+                f"is given, but task {self.data.task!r} uses none. Leave it out, or say task "
+                "'instruct'.",
+                ("data", "template"),
             )
         asked = [key for key, value in self.evaluation if value is not None]
         if asked and not self.evaluates:
