@@ -481,8 +481,6 @@ def test_a_column_that_a_later_record_lacks_is_named_with_its_line() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"task": "casual"}, "regression. Did you mean causal?"),
-        ({"max_length": 1}, "at least 2 tokens"),
         ({"columns": {"label": "x"}}, "columns name the label, which task 'causal'"),
         (
             {"task": "instruct", "columns": {"messages": "x", "prompt": "y"}},

@@ -156,7 +156,7 @@ class Prepared:
 
     def _read(self) -> tuple[Examples, Examples | None]:
         settings, tokenizer = self.settings, self.tokenizer
-        data, form = settings.data, settings.form
+        data, form = settings.data, settings.form()
         records = read_records(data.source, documents=data.documents)
         examples = make_examples(records, tokenizer=tokenizer, form=form)
         examples = examples.numbered_as(class_names(settings.model.folder))

@@ -79,8 +79,7 @@ class Batches:
         seed: of the order, and of what is packed with what.
 
     Raises:
-        ValueError: a number is too small, or examples with a label each should be packed or are
-            longer than a row.
+        ValueError: examples with a label each should be packed, or are longer than a row.
     """
 
     examples: Examples
@@ -92,22 +91,12 @@ class Batches:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.length < 2:
+        longest = int(self.examples.lengths.max())
+        if self.examples.targets is not None and (self.packing or longest > self.length):
             raise ValueError(
-                f"rows={self.rows}, length={self.length}; expected at least 1 row of at least 2 "
-                "tokens."
-            )
-        has_labels, longest = self.examples.targets is not None, int(self.examples.lengths.max())
-        if has_labels and self.packing:
-            raise ValueError(
-                f"task {self.examples.task!r} has one label a row, so examples cannot share rows. "
-                "Say packing=False."
-            )
-        if has_labels and longest > self.length:
-            raise ValueError(
-                f"the longest example has {longest} tokens, and rows have {self.length}. Examples "
-                f"with a label cannot be cut: make them with max_length={self.length}, or say "
-                f"length={longest}."
+                f"packing={self.packing}, length={self.length}, but examples with a label can "
+                f"neither share a row nor be cut, and the longest has {longest} tokens. Expected "
+                f"packing=False, and length={longest} or examples with max_length={self.length}."
             )
         self._parts = _cut(self.examples, self.length)
         if self.packing:

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from l2l.train.data.reading import DataError, Record, did_you_mean, listed
+from l2l.train.data.reading import Record, listed
 
 Task = Literal["causal", "instruct", "classification", "regression"]
-ROLES = {
+ROLES: Mapping[Task, tuple[str, ...]] = {
     "causal": ("text",),
     "instruct": ("messages", "prompt", "input", "completion"),
     "classification": ("text", "pair", "label"),
@@ -49,18 +49,11 @@ class Form:
             None: nothing is lost; `Batches` cuts long documents into parts, best for causal.
     """
 
-    task: str = "causal"
+    task: Task = "causal"
     columns: Mapping[str, str] = field(default_factory=dict)
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        if self.task not in ROLES:
-            raise ValueError(
-                f"task={self.task!r} is not known. Expected one of {', '.join(ROLES)}."
-                f"{did_you_mean(self.task, ROLES)}"
-            )
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length={self.max_length}; expected at least 2 tokens, or None.")
         others = [role for role in self.columns if role not in ROLES[self.task]]
         if others:
             raise ValueError(
@@ -89,10 +82,10 @@ def find_columns(record: Record, form: Form) -> dict[str, str]:
     def find(role: str, usual: Sequence[str]) -> str:
         found = named.get(role) or next((name for name in usual if name in there), None)
         if found is None:
-            raise DataError(
-                f"{record.place}: there is no column for the {role}. Found {listed(list(there))}; "
-                f"looked for {listed(usual)}. Say which column it is ({role} = 'NAME' under "
-                "[columns] of a TOML file), or name another task."
+            raise record.error(
+                f"there is no column for the {role}. Found {listed(there)}; looked for "
+                f"{listed(usual)}. Say which column it is ({role} = 'NAME' under [columns] of a "
+                "TOML file), or name another task."
             )
         return found
 

@@ -29,7 +29,7 @@ from typing import Any, final
 from typing_extensions import override
 
 from l2l.train.data.labels import Labels
-from l2l.train.data.reading import DataError, Record, listed, shown
+from l2l.train.data.reading import Record, listed, shown
 
 # For tokenizers without a chat template; the trained model should be given it. With `</s>` as the
 # end-of-text token, and after the beginning-of-text token where there is one:
@@ -55,6 +55,7 @@ FIXED_DATE = (  # before a template, in place of the function of this name that 
     + "".join(f" | replace('{code}', '{text}')" for code, text in DATE_CODES.items())
     + " }}{%- endmacro -%}"
 )
+EXPECTED = 'Expected a list of messages such as {"role": "user", "content": "..."}.'
 SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of messages with "from"
 
 
@@ -97,12 +98,11 @@ class Encoder(ABC):
 
     def _text(self, record: Record, role: str) -> str:
         """A text; empty if it is blank."""
-        value = record.value(self.columns[role])
+        name = self.columns[role]
+        value = record.value(name)
         if value is not None and not isinstance(value, str):
-            raise DataError(
-                f"{record.place}: column {self.columns[role]!r} holds {shown(value)} "
-                f"({type(value).__name__}). Expected text."
-            )
+            kind = type(value).__name__
+            raise record.error(f"column {name!r} holds {shown(value)} ({kind}). Expected text.")
         return value if value and value.strip() else ""
 
     def _tokenized(self, *texts: list[str], **settings: Any) -> Any:
@@ -180,11 +180,7 @@ class Conversations(Encoder):
         One such chain, or one for each answer; none if there is no answer.
         """
         messages = self._messages(record)
-        answers = [
-            index
-            for index, message in enumerate(messages)
-            if index > 0 and message["role"] == "assistant"
-        ]
+        answers = [i for i, one in enumerate(messages) if i > 0 and one["role"] == "assistant"]
         if not any(_says_anything(messages[index]) for index in answers):
             return []
         turns = [self._turn(record, messages, index) for index in answers]
@@ -199,11 +195,10 @@ class Conversations(Encoder):
         whole = self._render(record, messages[: index + 1], ask=False)
         prompt = _common_beginning(asked, whole)
         if prompt != asked and not prompt.startswith(self._render(record, before, ask=False)):
-            raise DataError(
-                f"{record.place}: the chat template writes what is before an answer in another way "
-                f"once the answer is there: {shown(asked[len(prompt) :])} becomes "
-                f"{shown(whole[len(prompt) :])}. So it cannot be told what the answer is. Give "
-                "another template."
+            raise record.error(
+                "the chat template writes what is before an answer in another way once the answer "
+                f"is there: {shown(asked[len(prompt) :])} becomes {shown(whole[len(prompt) :])}. "
+                "So it cannot be told what the answer is. Give another template."
             )
         return [prompt, max(whole.rstrip(), prompt, key=len)]
 
@@ -212,10 +207,9 @@ class Conversations(Encoder):
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **settings))
         except Exception as error:  # templates raise what they like
-            raise DataError(
-                f"{record.place}: the chat template refuses the messages (of "
-                f"{', '.join(message['role'] for message in messages)}): {error}"
-            ) from error
+            roles = ", ".join(message["role"] for message in messages)
+            what = f"the chat template refuses the messages (of {roles}): {error}"
+            raise record.error(what) from error
 
     def _messages(self, record: Record) -> list[dict[str, Any]]:
         if "messages" not in self.columns:
@@ -224,12 +218,10 @@ class Conversations(Encoder):
                 about = self._text(record, "input")
                 prompt = f"{prompt}\n\n{about}" if about else prompt
             return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        value = record.value(self.columns["messages"])
+        name = self.columns["messages"]
+        value = record.value(name)
         if not isinstance(value, list | tuple) or not all(isinstance(m, Mapping) for m in value):
-            raise DataError(
-                f"{record.place}: column {self.columns['messages']!r} holds {shown(value)}. "
-                'Expected a list of messages such as {"role": "user", "content": "..."}.'
-            )
+            raise record.error(f"column {name!r} holds {shown(value)}. {EXPECTED}")
         return [_message(record, number, dict(one)) for number, one in enumerate(value, 1)]
 
 
@@ -265,10 +257,7 @@ def _message(record: Record, number: int, message: dict[str, Any]) -> dict[str, 
         speaker = message["from"]
         return {"role": SPEAKERS.get(speaker, speaker), "content": message.get("value")}
     if not isinstance(message.get("role"), str):
-        raise DataError(
-            f"{record.place}: message {number} has no role; found {listed(list(message))}. "
-            'Expected {"role": "user", "content": "..."}.'
-        )
+        raise record.error(f"message {number} has no role; found {listed(message)}. {EXPECTED}")
     return message
 
 

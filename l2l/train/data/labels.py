@@ -43,22 +43,18 @@ class Labels:
         """
         label = _number(value) if self._task == "regression" else _class(value)
         if label is None:
-            raise DataError(
-                f"{record.place}: the label is {shown(value)}. Expected {EXPECTED[self._task]}."
-            )
+            raise record.error(f"the label is {shown(value)}. Expected {EXPECTED[self._task]}.")
         other = next(iter(self._known or self._labels), label)
         if type(label) is not type(other):
             whose = "of the training data" if self._known else "before"
             kind = "texts" if isinstance(other, str) else "integers"
-            raise DataError(
-                f"{record.place}: the label is {shown(value)}, but the labels {whose} are {kind}. "
-                "Expected one kind."
-            )
+            what = f"the label is {shown(value)}, but the labels {whose} are {kind}"
+            raise record.error(f"{what}. Expected one kind.")
         if self._known and label not in self._known:
             near = did_you_mean(label, map(str, self._known)) if isinstance(label, str) else ""
-            raise DataError(
-                f"{record.place}: the label {label!r} is not among those of the training data: "
-                f"{listed([*self._known])}.{near}"
+            raise record.error(
+                f"the label {label!r} is not among those of the training data: "
+                f"{listed(self._known)}.{near}"
             )
         self._labels.append(label)
 

@@ -27,18 +27,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 DocumentsEnd = Literal["blank lines", "line", "file"]
 HUB_NAME = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@([\w.-]+))?(?::(.+))?")
-LIBRARY_READS = {  # suffix -> what `datasets` calls it, and its settings
-    ".parquet": ("parquet", {}),
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
-    ".json": ("json", {}),
-    ".arrow": ("arrow", {}),
-}
-SUFFIXES = (".txt", ".jsonl", *LIBRARY_READS)
+SUFFIXES = (".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".json", ".arrow")
 EXPECTED = f"Expected a name that ends in {', '.join(SUFFIXES)}, or in one of these and .gz."
 SHOWN = 60  # characters of a value in an error
 LISTED = 12
@@ -63,6 +56,10 @@ class Record:
         """For errors: `train.jsonl, line 3`."""
         return f"{self.source}, {self.unit} {self.line}"
 
+    def error(self, what: str) -> DataError:
+        """What is wrong with it, and its place."""
+        return DataError(f"{self.place}: {what}")
+
     def value(self, column: str) -> Any:
         """What is in a column.
 
@@ -71,13 +68,12 @@ class Record:
         """
         if column not in self.values:
             near = did_you_mean(column, self.values)
-            found = listed(list(self.values))
-            raise DataError(f"{self.place}: there is no column {column!r}. Found {found}.{near}")
+            raise self.error(f"there is no column {column!r}. Found {listed(self.values)}.{near}")
         return self.values[column]
 
 
 def read_records(
-    sources: str | Path | Sequence[str | Path], *, documents: str = "blank lines"
+    sources: str | Path | Sequence[str | Path], *, documents: DocumentsEnd = "blank lines"
 ) -> Iterator[Record]:
     """Records of files, folders of files, or datasets of the Hub, in order.
 
@@ -90,12 +86,7 @@ def read_records(
 
     Raises:
         DataError: a source is not there or cannot be read; also while reading.
-        ValueError: `documents` is not known.
     """
-    if documents not in get_args(DocumentsEnd):
-        expected = ", ".join(get_args(DocumentsEnd))
-        near = did_you_mean(documents, get_args(DocumentsEnd))
-        raise ValueError(f"documents={documents!r} is not known. Expected one of {expected}.{near}")
     named = [sources] if isinstance(sources, str | Path) else list(sources)
     if not named:
         raise DataError("no data were named. Expected a file, a folder, or several.")
@@ -116,10 +107,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
-def listed(values: Sequence[Any]) -> str:
+def listed(values: Iterable[Any]) -> str:
     """Values in an error: the first of them."""
-    texts = [repr(value) for value in values[:LISTED]]
-    return ", ".join([*texts, "..."] if len(values) > LISTED else texts) or "none"
+    texts = [repr(value) for value in values]
+    return ", ".join([*texts[:LISTED], "..."] if len(texts) > LISTED else texts) or "none"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -128,7 +119,7 @@ def listed(values: Sequence[Any]) -> str:
 File = tuple[str, Iterator[Record]]  # its name, and what is in it, not yet opened
 
 
-def _files(source: str | Path, documents: str) -> list[File]:
+def _files(source: str | Path, documents: DocumentsEnd) -> list[File]:
     path = Path(source).expanduser()
     if path.is_dir():
         files = sorted(one for one in path.iterdir() if one.is_file() and _kind(one))
@@ -143,12 +134,11 @@ def _files(source: str | Path, documents: str) -> list[File]:
         near = did_you_mean(path.name, [one.name for one in path.parent.glob("*")])
         raise DataError(f"{source} is not there.{near}")
     name, configuration, split = named.groups()
-    load = _loader(f"{source} is no file or folder here. A dataset of the Hub")
-    load = partial(load, name, configuration, split=split or "train")
-    return [(str(source), _rows(str(source), load))]
+    what = f"{source} is no file or folder here. A dataset of the Hub"
+    return [_left_to_library(str(source), what, name, configuration, split=split or "train")]
 
 
-def _file(path: Path, documents: str) -> File:
+def _file(path: Path, documents: DocumentsEnd) -> File:
     kind = _kind(path)
     if kind is None:
         raise DataError(f"{path}: files like this are not known. {EXPECTED}")
@@ -156,10 +146,9 @@ def _file(path: Path, documents: str) -> File:
         return str(path), _objects(path)
     if kind == ".txt":
         return str(path), _documents(path, documents)
-    builder, settings = LIBRARY_READS[kind]
-    load = _loader(f"{path}: a {kind} file")
-    load = partial(load, builder, data_files=str(path), split="train", **settings)
-    return str(path), _rows(str(path), load)
+    builder, settings = ("csv", {"sep": "\t"}) if kind == ".tsv" else (kind[1:], {})
+    what, settings = f"{path}: a {kind} file", {"data_files": str(path), **settings}
+    return _left_to_library(str(path), what, builder, split="train", **settings)
 
 
 def _kind(path: Path) -> str | None:
@@ -168,7 +157,7 @@ def _kind(path: Path) -> str | None:
     return plain.suffix.lower() if plain.suffix.lower() in SUFFIXES else None
 
 
-def _loader(what: str) -> Callable[..., Iterable[Mapping[str, Any]]]:
+def _left_to_library(source: str, what: str, *names: str | None, **settings: str) -> File:
     try:
         library: Any = importlib.import_module("datasets")
     except ImportError as error:
@@ -177,7 +166,8 @@ def _loader(what: str) -> Callable[..., Iterable[Mapping[str, Any]]]:
             "it with: pip install datasets. Files that end in .txt, .jsonl, .txt.gz or .jsonl.gz "
             "need nothing."
         ) from error
-    return partial(library.load_dataset, streaming=True)
+    load = partial(library.load_dataset, *names, streaming=True, **settings)
+    return source, _rows(source, load)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -238,12 +228,13 @@ def _objects(path: Path) -> Iterator[Record]:
         yield Record(value, str(path), number)
 
 
-def _documents(path: Path, end: str) -> Iterator[Record]:
+def _documents(path: Path, end: DocumentsEnd) -> Iterator[Record]:
     held: list[str] = []
     first = 1
     for number, line in _lines(path):
         is_blank = not line.strip()
-        if held and (end == "line" or (end == "blank lines" and is_blank)):
+        ends_here = {"blank lines": is_blank, "line": True, "file": False}[end]
+        if held and ends_here:
             yield Record({"text": "\n".join(held)}, str(path), first)
             held = []
         if is_blank and not held:

@@ -11,15 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from torch import nn
 
 from l2l.device import parse_bytes
@@ -28,22 +20,18 @@ from l2l.parameter_server import OPTIMIZERS, Optimizer
 from l2l.train.data import DocumentsEnd, Task
 
 LANGUAGE_TASKS = ("causal", "instruct")
-SAME_RESULT = "same result"  # marks a key that may change without changing the trained weights
+SAME_RESULT = Field(json_schema_extra={"same_result": True})  # whatever it is, so are the weights
 
 
 def _size(text: str) -> str:
-    try:
-        fits = parse_bytes(text, name="size") >= 1
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError("is not a size. Expected a text like '8GiB'.")
+    if parse_bytes(text, name="size") < 1:
+        raise ValueError(f"{text!r} is no size. Expected a text like '8GiB'.")
     return text
 
 
 def _not_empty(path: Any) -> Any:
     if path == "":
-        raise ValueError("is empty")
+        raise ValueError("expected a path in quotes")
     return path
 
 
@@ -59,7 +47,14 @@ Positive = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Probability = Annotated[float, Field(gt=0, le=1)]
-Pair = Annotated[tuple[Amount, Amount], Field(strict=False)]
+Pair = Annotated[tuple[Amount, ...], Field(min_length=2, max_length=2, strict=False)]
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # where they are not the optimizer's own
+    "adamw": {"lr": 2e-5},
+    "adamw-8bit": {"lr": 2e-5},
+    "adafactor": {"lr": 1e-3, "eps": (2.0**-23, 1e-3)},
+    "lion": {"lr": 5e-6},
+    "sgd": {"lr": 1e-3},
+}
 
 
 class Section(BaseModel):
@@ -107,17 +102,6 @@ class DataSettings(Section):
     """What parts the documents of a .txt file."""
     template: str | None = None
     """A chat template, of instruct. Default: the tokenizer's own."""
-
-    @field_validator("packing")
-    @classmethod
-    def _pack_language_only(cls, packing: bool | None, info: ValidationInfo) -> bool | None:  # noqa: FBT001
-        task = info.data.get("task", "causal")
-        if packing and task not in LANGUAGE_TASKS:
-            raise ValueError(
-                f"does not go with {task}, which has one label for every row. Expected false, or a "
-                f"task of {', '.join(LANGUAGE_TASKS)}."
-            )
-        return packing
 
 
 class ColumnSettings(Section):
@@ -183,7 +167,7 @@ class TrainingSettings(Section):
 class OptimizerSettings(Section):
     """How weights are updated. Every optimizer takes some of these, under torch's names."""
 
-    name: Annotated[str, Field(json_schema_extra={"enum": list(OPTIMIZERS)})] = "adamw"
+    name: Literal["adamw", "adamw-8bit", "adafactor", "lion", "sgd"] = "adamw"
     """adamw, adamw-8bit (moments in 8 bits), adafactor (2 bytes a parameter), lion or sgd."""
     learning_rate: Amount = 2e-5
     """At the top of the schedule. Default: 2e-5; lion 5e-6, adafactor and sgd 1e-3."""
@@ -191,6 +175,20 @@ class OptimizerSettings(Section):
     """Default: 0.01 with adamw, else 0."""
     decay_biases_and_norms: bool = False
     """Whether weight decay is for biases and norms too, all that is not a matrix."""
+    betas: Pair | None = None
+    """adamw [0.9, 0.999], lion [0.9, 0.99]."""
+    eps: Amount | Pair | None = None
+    """adamw 1e-8, adafactor [1.2e-7, 1e-3]."""
+    momentum: Amount | None = None
+    """sgd 0."""
+    dampening: float | None = None
+    """sgd 0."""
+    nesterov: bool | None = None
+    """sgd false."""
+    beta2_decay: Annotated[float, Field(le=0)] | None = None
+    """adafactor -0.8."""
+    d: Annotated[float, Field(ge=1)] | None = None
+    """adafactor 1.0: how large a tensor's update may get."""
 
     def make(self) -> Optimizer:
         """The optimizer that these settings describe.
@@ -198,55 +196,15 @@ class OptimizerSettings(Section):
         Raises:
             ValueError: they exclude each other.
         """
-        own = self.model_dump(exclude={"name", "learning_rate", "decay_biases_and_norms"})
+        taken = taken_by(self.name)
+        own = self.model_dump(exclude_none=True, exclude={"name", "decay_biases_and_norms"})
+        for key, value in own.items():
+            if key not in taken:
+                raise ValueError(f"{key} is not for {self.name}. Expected {', '.join(taken)}.")
+            if isinstance(value, tuple) != isinstance(taken[key], tuple):
+                raise ValueError(f"{key} = {value}. Expected the like of {taken[key]}.")
         groups = None if self.decay_biases_and_norms else without_decay
-        return OPTIMIZERS[self.name](lr=self.learning_rate, **own, groups=groups)
-
-
-class AdamWSettings(OptimizerSettings):
-    """AdamW, exact or with moments in 8 bits."""
-
-    name: Literal["adamw", "adamw-8bit"] = "adamw"
-    betas: Pair = (0.9, 0.999)
-    """adamw [0.9, 0.999], lion [0.9, 0.99]."""
-    eps: Amount = 1e-8
-    """adamw 1e-8, adafactor [1.2e-7, 1e-3]."""
-
-
-class LionSettings(OptimizerSettings):
-    """Lion."""
-
-    name: Literal["lion"] = "lion"
-    learning_rate: Amount = 5e-6
-    weight_decay: Amount = 0.0
-    betas: Pair = (0.9, 0.99)
-
-
-class SGDSettings(OptimizerSettings):
-    """SGD."""
-
-    name: Literal["sgd"] = "sgd"
-    learning_rate: Amount = 1e-3
-    weight_decay: Amount = 0.0
-    momentum: Amount = 0.0
-    """sgd 0."""
-    dampening: float = 0.0
-    """sgd 0."""
-    nesterov: bool = False
-    """sgd false."""
-
-
-class AdafactorSettings(OptimizerSettings):
-    """Adafactor."""
-
-    name: Literal["adafactor"] = "adafactor"
-    learning_rate: Amount = 1e-3
-    weight_decay: Amount = 0.0
-    eps: Pair = (2.0**-23, 1e-3)
-    beta2_decay: Annotated[float, Field(le=0)] = -0.8
-    """adafactor -0.8."""
-    d: Annotated[float, Field(ge=1)] = 1.0
-    """adafactor 1.0: how large a tensor's update may get."""
+        return OPTIMIZERS[self.name](lr=own.pop("learning_rate"), **own, groups=groups)
 
 
 class ScheduleSettings(Section):
@@ -261,14 +219,10 @@ class ScheduleSettings(Section):
     minimum_ratio: Share = 0.0
     """Share of the top that linear and cosine end with."""
 
-    def warm_up(self, total: int) -> int:
-        """Steps of the warm-up in a run of `total`."""
-        steps = self.warm_up_steps
-        return min(total, round((self.warm_up_share or 0.0) * total) if steps is None else steps)
-
     def factor(self, step: int, *, total: int) -> float:
         """What the learning rate is multiplied with in a step; the first is 0."""
-        rise = self.warm_up(total)
+        share = round((self.warm_up_share or 0.0) * total)
+        rise = min(total, share if self.warm_up_steps is None else self.warm_up_steps)
         if step < rise:
             return (step + 1) / rise
         if self.shape == "constant":
@@ -323,6 +277,12 @@ class OutputSettings(Section):
     """Write TensorBoard events too, if tensorboard is installed."""
     every_steps: Annotated[Positive, SAME_RESULT] = 10
     """Steps between two lines of progress, where there is no terminal."""
+
+
+def taken_by(optimizer: str) -> dict[str, Any]:
+    """The settings that an optimizer takes, with its defaults."""
+    own = OPTIMIZERS[optimizer](**DEFAULTS[optimizer]).defaults
+    return {"learning_rate": own.pop("lr"), **own}
 
 
 def without_decay(name: str, parameter: nn.Parameter) -> Mapping[str, Any] | None:
