@@ -54,15 +54,6 @@ MAX_EFFECT = 0.1  # of a document on another, against that of a text on what fol
 TOLERANCE = 0.02  # of 16-bit losses
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Ranges of tokens that stay together."""
-
-    starts: Tensor  # [parts], int64: the first token
-    lengths: Tensor  # [parts], int64
-    examples: Tensor  # [parts], int64: what they are parts of
-
-
 @final
 @dataclass(eq=False, repr=False)
 class Batches:
@@ -98,14 +89,14 @@ class Batches:
                 f"neither share a row nor be cut, and the longest has {longest} tokens. Expected "
                 f"packing=False, and length={longest} or examples with max_length={self.length}."
             )
-        self._parts = _cut(self.examples, self.length)
+        self._starts, self._lengths = _cut(self.examples, self.length)  # of each part
         if self.packing:
             generator = _generator(self.seed, "packing", 0)
-            self._members, self._row_ends = _pack(self._parts.lengths, self.length, generator)
+            self._members, self._row_ends = _pack(self._lengths, self.length, generator)
         else:
-            self._members = torch.arange(self._parts.starts.numel())
+            self._members = torch.arange(self._starts.numel())
             self._row_ends = self._members + 1
-        tokens = self._parts.lengths[self._members].cumsum(0)[self._row_ends - 1]
+        tokens = self._lengths[self._members].cumsum(0)[self._row_ends - 1]
         self._row_tokens = tokens.diff(prepend=tokens.new_zeros(1))  # [rows of an epoch]
         self._order = lru_cache(maxsize=2)(self._draw)  # a batch may need an epoch and the next
 
@@ -183,7 +174,7 @@ class Batches:
         return self.length if self.packing else min(self.length, multiple)
 
     def _build(self, chosen: Tensor) -> Batch:
-        examples, parts = self.examples, self._parts
+        examples = self.examples
         shape = (chosen.numel(), self._width(self._row_tokens[chosen]))
         ids, labels = torch.full(shape, self.pad_id), torch.full(shape, IGNORED)
         positions, mask, types = (torch.full(shape, 0) for _ in range(3))
@@ -191,7 +182,7 @@ class Batches:
             at = 0
             first = int(self._row_ends[number - 1]) if number else 0
             for part in self._members[first : int(self._row_ends[number])].tolist():
-                start, length = int(parts.starts[part]), int(parts.lengths[part])
+                start, length = int(self._starts[part]), int(self._lengths[part])
                 there, here = slice(start, start + length), slice(at, at + length)
                 ids[row, here] = examples.ids[there]
                 labels[row, here] = examples.ids[there]
@@ -204,8 +195,8 @@ class Batches:
                 at += length
             mask[row, :at] = 1
             positions[row, at:] = torch.arange(shape[1] - at)  # padding is one more document
-        if examples.targets is not None:
-            labels = examples.targets[parts.examples[self._members[chosen]]]
+        if examples.targets is not None:  # every row is an example
+            labels = examples.targets[chosen]
         batch = {"input_ids": ids, "labels": labels}
         if examples.token_types is not None:
             batch["token_type_ids"] = types
@@ -266,8 +257,8 @@ def _generator(seed: int, purpose: str, number: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
 
 
-def _cut(examples: Examples, length: int) -> _Parts:
-    """Parts of at most `length` tokens, without those of which nothing can be learnt.
+def _cut(examples: Examples, length: int) -> tuple[Tensor, Tensor]:
+    """First token and length of parts of at most `length` that have something to learn.
 
     Raises:
         ValueError: nothing is left.
@@ -276,21 +267,20 @@ def _cut(examples: Examples, length: int) -> _Parts:
     owners = torch.arange(len(examples)).repeat_interleave(numbers)
     ordinal = torch.arange(owners.numel()) - (numbers.cumsum(0) - numbers)[owners]
     starts = examples.offsets[owners] + ordinal * length
-    lengths = torch.minimum(examples.offsets[owners + 1] - starts, torch.tensor(length))
-    parts = _Parts(starts, lengths, owners)
+    lengths = (examples.offsets[owners + 1] - starts).clamp(max=length)
     if examples.targets is not None:
-        return parts
+        return starts, lengths
     learnt = lengths - 1
     if examples.answers is not None:
         before = torch.cat([torch.zeros(1, dtype=torch.int64), examples.answers.cumsum(0)])
         learnt = before[starts + lengths] - before[starts + 1]
     useful = learnt > 0
-    if not bool(useful.any()):
+    if not useful.any():
         raise ValueError(
             f"none of {len(examples)} examples has a token to learn after its first one. Expected "
             "texts of at least two tokens, or answers."
         )
-    return _Parts(starts[useful], lengths[useful], owners[useful])
+    return starts[useful], lengths[useful]
 
 
 def _pack(lengths: Tensor, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

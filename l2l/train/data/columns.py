@@ -54,18 +54,13 @@ class Form:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        others = [role for role in self.columns if role not in ROLES[self.task]]
+        roles, task = ROLES[self.task], f"task {self.task!r}"
+        if "messages" in roles and "messages" in self.columns:
+            roles, task = ("messages",), f"{task} with messages"
+        others = [role for role in self.columns if role not in roles]
         if others:
-            raise ValueError(
-                f"columns name the {others[0]}, which task {self.task!r} does not use. Expected "
-                f"{', '.join(ROLES[self.task])}."
-            )
-        beside = sorted(self.columns.keys() - {"messages"})
-        if "messages" in self.columns and beside:
-            raise ValueError(
-                f"columns name messages and {', '.join(beside)}. Expected messages alone, or "
-                "prompt and completion."
-            )
+            what = f"columns name the {others[0]}, which {task} does not use"
+            raise ValueError(f"{what}. Expected {', '.join(roles)}.")
 
 
 def find_columns(record: Record, form: Form) -> dict[str, str]:

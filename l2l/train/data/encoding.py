@@ -56,6 +56,7 @@ FIXED_DATE = (  # before a template, in place of the function of this name that 
     + " }}{%- endmacro -%}"
 )
 EXPECTED = 'Expected a list of messages such as {"role": "user", "content": "..."}.'
+EMPTY, UNANSWERED = "empty", "with no answer within the maximum length"  # why one is left out
 SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of messages with "from"
 
 
@@ -72,7 +73,7 @@ class Encoder(ABC):
         self.full_lengths = array("q")  # before truncation
         self.answers = bytearray()  # for each token, whether it is learnt; empty: all are
         self.types = bytearray()
-        self.num_empty = self.num_unanswered = 0
+        self.left_out = dict.fromkeys((EMPTY, UNANSWERED), 0)
 
     @abstractmethod
     def encode(self, block: list[Record]) -> None:
@@ -86,7 +87,7 @@ class Encoder(ABC):
         """Append an example, truncated, unless nothing of it can be learnt."""
         kept = ids[: self._max_length]
         if not (len(kept) > 1 if answers is None else any(answers[1 : len(kept)])):
-            self.num_unanswered += 1
+            self.left_out[UNANSWERED] += 1
             return
         self._extend(kept, len(ids))
         self.answers += (answers or b"")[: len(kept)]
@@ -119,7 +120,7 @@ class Documents(Encoder):
     def encode(self, block: list[Record]) -> None:
         end = self._tokenizer.eos_token_id
         texts = [text for record in block if (text := self._text(record, "text"))]
-        self.num_empty += len(block) - len(texts)
+        self.left_out[EMPTY] += len(block) - len(texts)
         for ids in self._tokenized(texts, return_token_type_ids=False)["input_ids"]:
             ends = end is None or ids[-1:] == [end]
             self._append(ids if ends else [*ids, end])
@@ -134,7 +135,7 @@ class Conversations(Encoder):
         chains: list[list[str]] = []
         for record in block:
             found = self._chains(record)
-            self.num_empty += not found
+            self.left_out[EMPTY] += not found
             chains += found
         tokens = iter(self._tokens([text for chain in chains for text in chain]))
         for chain in chains:
@@ -236,7 +237,7 @@ class Sentences(Encoder):
         for record in block:
             sentences = [self._text(record, role) for role in roles]
             if not any(sentences):
-                self.num_empty += 1
+                self.left_out[EMPTY] += 1
                 continue
             self.labels.add(record.value(self.columns["label"]), record)
             for side, sentence in zip(sides, sentences, strict=True):

@@ -50,9 +50,7 @@ class Examples:
     label_names: tuple[str, ...] = ()  # of classes, in the order of their numbers, if texts
     columns: Mapping[str, str] = field(default_factory=dict)  # by role
     num_records: int = 0
-    num_empty: int = 0  # records without text, or without an answer in them
-    # left out as nothing can be learnt: of one token, or with the answer beyond the maximum length
-    num_unanswered: int = 0
+    left_out: Mapping[str, int] = field(default_factory=dict)  # why -> how many
 
     def __len__(self) -> int:
         return self.offsets.numel() - 1
@@ -72,11 +70,7 @@ class Examples:
     @override
     def __str__(self) -> str:
         """What was read, in numbers: a few lines for people."""
-        why = {
-            "empty": self.num_empty,
-            "with no answer within the maximum length": self.num_unanswered,
-        }
-        notes = ", ".join(f"{number:,} {reason}" for reason, number in why.items() if number)
+        notes = ", ".join(f"{number:,} {why}" for why, number in self.left_out.items() if number)
         number, learnt = self.ids.numel(), self.num_answer_tokens
         share = "" if learnt is None else f", {learnt:,} of them learnt ({learnt / number:.0%})"
         truncated = int((self.full_lengths > self.lengths).sum())
@@ -101,14 +95,17 @@ class Examples:
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         shift = self.offsets[indices] - offsets[:-1]
         tokens = torch.arange(int(offsets[-1])) + shift.repeat_interleave(lengths)
-        chosen = dict.fromkeys(("ids", "answers", "token_types"), tokens)
-        chosen |= dict.fromkeys(("full_lengths", "targets"), indices)
-        whole = {name: getattr(self, name) for name in chosen}
-        taken: dict[str, Any] = {
-            name: one[chosen[name]] for name, one in whole.items() if one is not None
-        }
-        counts = {"num_records": indices.numel(), "num_empty": 0, "num_unanswered": 0}
-        return replace(self, offsets=offsets, **(taken | counts))
+        return replace(
+            self,
+            ids=self.ids[tokens],
+            offsets=offsets,
+            full_lengths=self.full_lengths[indices],
+            answers=None if self.answers is None else self.answers[tokens],
+            token_types=None if self.token_types is None else self.token_types[tokens],
+            targets=None if self.targets is None else self.targets[indices],
+            num_records=indices.numel(),
+            left_out={},
+        )
 
     def hold_out(self, number: int, *, seed: int = 0) -> tuple[Examples, Examples]:
         """All but `number` examples, and those, drawn by the seed; each in the order of the data.
@@ -117,10 +114,8 @@ class Examples:
             ValueError: there are not so many.
         """
         if not 0 < number < len(self):
-            raise ValueError(
-                f"{number} of {len(self)} examples cannot be held out. Expected 1 to "
-                f"{len(self) - 1}."
-            )
+            most = len(self) - 1
+            raise ValueError(f"{number} of {most + 1} examples cannot be held out; at most {most}.")
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return self.take(order[number:].sort().values), self.take(order[:number].sort().values)
 
@@ -159,10 +154,10 @@ def make_examples(
     if encoder is None:
         raise DataError("there are no records. Expected at least one.")
     if not encoder.full_lengths:
+        notes = ", ".join(f"{number:,} {why}" for why, number in encoder.left_out.items())
         raise DataError(
-            f"none of {num_records:,} records is left: {encoder.num_empty:,} are empty, and "
-            f"{encoder.num_unanswered:,} have no answer within the maximum length of "
-            f"{form.max_length} (columns {', '.join(encoder.columns.values())})."
+            f"none of {num_records:,} records is left: {notes} of {form.max_length} (columns "
+            f"{', '.join(encoder.columns.values())})."
         )
     has_labels = "label" in encoder.columns
     targets, classes = encoder.labels.finish() if has_labels else (None, [])
@@ -179,8 +174,7 @@ def make_examples(
         label_names=tuple(one for one in classes if isinstance(one, str)),
         columns=encoder.columns,
         num_records=num_records,
-        num_empty=encoder.num_empty,
-        num_unanswered=encoder.num_unanswered,
+        left_out=encoder.left_out,
     )
 
 

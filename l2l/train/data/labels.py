@@ -16,8 +16,7 @@ MAX_DIGITS = 4000  # of a text that Python makes a number of
 Class = int | str
 EXPECTED = {
     "regression": "a finite number, as the task is regression",
-    "classification": "a class: an integer from 0 on, or a text. For other numbers, the task is "
-    "regression",
+    "classification": "a class: an integer from 0 on, or a text; or another task, as regression",
 }
 
 

@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails
 
 from l2l.train.data import DataError, Form, did_you_mean, read_records
 from l2l.train.settings import sections
-from l2l.train.settings.sections import DEFAULTS, LANGUAGE_TASKS, Section, taken_by
+from l2l.train.settings.sections import LANGUAGE_TASKS, LEARNING_RATES, Section, taken_by
 
 Table = Mapping[str, Mapping[str, Any]]  # section -> key -> value, as JSON has it
 Where = Callable[[str, str], str]  # section, key -> where it was set, for people
@@ -172,7 +172,7 @@ class Settings(Section):
                 "each layer before the whole gradient is known. Expected 0, or another optimizer."
             )
         if optimizer.name == "adafactor" and training.precision == "float16":
-            yield f"{where('training', 'precision')} = float16; with adafactor, expected bfloat16."
+            yield f"{where('training', 'precision')}: adafactor takes bfloat16 or float32 only."
         for section, key, make in (
             ("optimizer", "name", optimizer.make),
             ("data", "task", self.form),
@@ -256,7 +256,6 @@ SECTIONS: Mapping[str, Mapping[str, Key]] = {
     name: _keys(cast(type[Section], field.annotation))
     for name, field in Settings.model_fields.items()
 }
-LISTED = ", ".join(f"[{section}]" for section in SECTIONS)
 
 
 def help_text() -> str:
@@ -322,14 +321,15 @@ class _Origin:
     def told(self, error: ErrorDetails, table: Mapping[str, Any]) -> str:
         """What pydantic has found, for people: where, what, what is expected."""
         section, *rest = map(str, error["loc"])
-        if not rest:
-            return self.file + _misplaced(section, table[section])
-        key, keys = rest[0], SECTIONS[section]
+        keys: Mapping[str, Any] = SECTIONS[section] if rest else SECTIONS
+        key = rest[0] if rest else section
         if key not in keys:
-            home = _home(key)
+            home = next((name for name, known in SECTIONS.items() if key in known), None)
             near = f" Did you mean {key} in [{home}]?" if home else did_you_mean(key, keys)
-            expected = f"Expected one of {', '.join(keys)}."
-            return f"{self.file}[{section}] has no setting {key}.{near} {expected}"
+            what = f"[{section}] has no setting {key}" if rest else f"there is no section [{key}]"
+            return f"{self.file}{what}.{near} Expected one of {', '.join(keys)}."
+        if not rest:
+            return f"{self.file}{key} is a section. Expected a line [{key}], and settings below it."
         if key not in table[section]:
             return (
                 f"[{section}] {key} is not set. Expected {REQUIRED_FLAGS.get(section, 'it')}, or "
@@ -342,24 +342,6 @@ class _Origin:
         return f"{begin}.{near} {key}: {keys[key].words}"
 
 
-def _misplaced(name: str, value: Any) -> str:
-    if name in SECTIONS:
-        return f"{name} = {to_toml(value)}, but {name} is a section. Expected a line [{name}]."
-    what = (
-        f"there is no section [{name}]"
-        if isinstance(value, dict)
-        else f"{name} is outside every section"
-    )
-    home = _home(name)
-    advice = f" Put it below [{home}]." if home else did_you_mean(name, SECTIONS)
-    return f"{what}.{advice} Expected {LISTED}."
-
-
-def _home(name: str) -> str | None:
-    """The first section that has a setting of this name."""
-    return next((section for section, keys in SECTIONS.items() if name in keys), None)
-
-
 def _load(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
@@ -369,8 +351,8 @@ def _load(path: Path) -> dict[str, Any]:
         is_model = (path.parent / "config.json").is_file()
         advice = f" To train the model in {path.parent}, say --model." if is_model else ""
         raise SettingsError(
-            f"{path} cannot be read: {error}. Expected a TOML file with the sections "
-            f"{LISTED}.{advice}"
+            f"{path} cannot be read: {error}. Expected a TOML file with sections "
+            f"{', '.join(SECTIONS)}.{advice}"
         ) from error
 
 
@@ -398,7 +380,7 @@ def _fill(found: Mapping[str, dict[str, Any]], runs: Path, name: str) -> None:
     """Set what follows from other settings; a run without `name` is called for model and data."""
     optimizer, training, output = found["optimizer"], found["training"], found["output"]
     kind = str(optimizer.setdefault("name", "adamw"))
-    found["optimizer"].update({**(taken_by(kind) if kind in DEFAULTS else {}), **optimizer})
+    optimizer.update({**(taken_by(kind) if kind in LEARNING_RATES else {}), **optimizer})
     if kind == "adafactor":
         training.setdefault("clip_norm", 0.0)
     if "steps" not in training:

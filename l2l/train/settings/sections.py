@@ -48,24 +48,14 @@ Amount = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Pair = Annotated[tuple[Amount, ...], Field(min_length=2, max_length=2, strict=False)]
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # where they are not the optimizer's own
-    "adamw": {"lr": 2e-5},
-    "adamw-8bit": {"lr": 2e-5},
-    "adafactor": {"lr": 1e-3, "eps": (2.0**-23, 1e-3)},
-    "lion": {"lr": 5e-6},
-    "sgd": {"lr": 1e-3},
-}
+LEARNING_RATES = {"adamw": 2e-5, "adamw-8bit": 2e-5, "adafactor": 1e-3, "lion": 5e-6, "sgd": 1e-3}
 
 
 class Section(BaseModel):
     """What all sections have in common."""
 
     model_config = ConfigDict(
-        frozen=True,
-        strict=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
@@ -281,8 +271,9 @@ class OutputSettings(Section):
 
 def taken_by(optimizer: str) -> dict[str, Any]:
     """The settings that an optimizer takes, with its defaults."""
-    own = OPTIMIZERS[optimizer](**DEFAULTS[optimizer]).defaults
-    return {"learning_rate": own.pop("lr"), **own}
+    own = OPTIMIZERS[optimizer]().defaults | {"learning_rate": LEARNING_RATES[optimizer]}
+    del own["lr"]
+    return own | ({"eps": (2.0**-23, 1e-3)} if optimizer == "adafactor" else {})
 
 
 def without_decay(name: str, parameter: nn.Parameter) -> Mapping[str, Any] | None:
