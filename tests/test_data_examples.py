@@ -52,7 +52,7 @@ def words_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def records(*values: dict[str, Any]) -> list[Record]:
-    return [Record(one, "data.jsonl", line) for line, one in enumerate(values, 1)]
+    return [Record(one, f"data.jsonl, line {line}") for line, one in enumerate(values, 1)]
 
 
 def make(

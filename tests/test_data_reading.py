@@ -58,7 +58,7 @@ def test_every_line_of_jsonl_is_a_record(tmp_path, name) -> None:
     path = write(tmp_path / name, '{"text": "caf\u00e9", "n": 1}\n\n{"n": 2}')
     records = list(read_records(path))
     assert [record.values for record in records] == [{"text": "caf\u00e9", "n": 1}, {"n": 2}]
-    assert records[1].line == 3
+    assert records[1].place == f"{path}, line 3"
 
 
 def test_a_byte_order_mark_is_not_text(tmp_path) -> None:

@@ -201,8 +201,8 @@ def test_differences_are_those_that_change_the_result(folder: Path) -> None:
     [
         ("[training]\nstepss = 3", ["[training] has no setting stepss", "Did you mean steps?"]),
         ("[training]\nlearning_rate = 1", ["Did you mean learning_rate in [optimizer]?"]),
-        ("[trainin]\nsteps = 3", ["no section [trainin]", "Did you mean training?", "memory"]),
-        ("[xyz]\nsteps = 3", ["no section [xyz]. Expected one of model, data"]),
+        ("[trainin]\nsteps = 3", ["trainin is no section", "Did you mean training?", "memory"]),
+        ("[xyz]\nsteps = 3", ["xyz is no section. Expected one of model, data"]),
         ("[training]\nrows = 0", ["rows = 0", "greater than or equal to 1", "Rows of a step."]),
         ('[training]\nrows = "8"', ['rows = "8"', "expected a valid integer"]),
         ("[training]\nrows = 8.5", ["rows = 8.5", "expected a valid integer"]),
@@ -282,7 +282,7 @@ def test_what_stands_in_no_section_or_is_none_is_refused(folder: Path) -> None:
     path = folder / "run.toml"
     for text, words in (
         ("steps = 3", "Did you mean steps in [training]?"),
-        ("what = 3", "there is no section [what]"),
+        ("what = 3", "what is no section"),
         ("training = 3", "training is a section"),
     ):
         path.write_text(text)

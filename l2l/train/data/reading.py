@@ -47,14 +47,7 @@ class Record:
     """One record and where it was found."""
 
     values: Mapping[str, Any]
-    source: str
-    line: int
-    unit: str = "line"  # what `line` counts
-
-    @property
-    def place(self) -> str:
-        """For errors: `train.jsonl, line 3`."""
-        return f"{self.source}, {self.unit} {self.line}"
+    place: str  # for errors: `train.jsonl, line 3`
 
     def error(self, what: str) -> DataError:
         """What is wrong with it, and its place."""
@@ -225,31 +218,31 @@ def _objects(path: Path) -> Iterator[Record]:
                 f"{path}, line {number}: {problem}. Expected one whole object a line, such as "
                 '{"text": "..."}.'
             )
-        yield Record(value, str(path), number)
+        yield Record(value, f"{path}, line {number}")
 
 
 def _documents(path: Path, end: DocumentsEnd) -> Iterator[Record]:
     held: list[str] = []
-    first = 1
+    place = ""
     for number, line in _lines(path):
         is_blank = not line.strip()
         ends_here = {"blank lines": is_blank, "line": True, "file": False}[end]
         if held and ends_here:
-            yield Record({"text": "\n".join(held)}, str(path), first)
+            yield Record({"text": "\n".join(held)}, place)
             held = []
         if is_blank and not held:
             continue
-        first = first if held else number
+        place = place if held else f"{path}, line {number}"
         held.append(line)
     if held:
-        yield Record({"text": "\n".join(held)}, str(path), first)
+        yield Record({"text": "\n".join(held)}, place)
 
 
 def _rows(source: str, load: Callable[[], Iterable[Mapping[str, Any]]]) -> Iterator[Record]:
     number = 0
     try:
         for number, values in enumerate(load(), 1):
-            yield Record(values, source, number, "row")
+            yield Record(values, f"{source}, row {number}")
     except Exception as error:  # whatever the library raises, for a file or a name of the user's
         raise DataError(
             f"{source}, after row {number}: the datasets library cannot read it: "

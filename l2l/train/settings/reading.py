@@ -21,6 +21,7 @@ from typing import Any, Self, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from l2l.hugging_face import read_json
 from l2l.train.data import DataError, Form, did_you_mean, read_records
 from l2l.train.settings import sections
 from l2l.train.settings.sections import LANGUAGE_TASKS, LEARNING_RATES, Section, taken_by
@@ -38,9 +39,10 @@ EXCLUSIVE = {  # section -> two settings, of which each says the same in its own
 }
 PATHS = ("folder", "source", "evaluation_source")
 REQUIRED_FLAGS = {"model": "--model FOLDER", "data": "--data FILE"}
-MADE_FOR = {  # file of a model -> keys that say for how many tokens it is made
-    "config.json": ("max_position_embeddings", "n_positions"),
-    "tokenizer_config.json": ("model_max_length",),
+MADE_FOR = {  # how a model says for how many tokens it is made -> where
+    "max_position_embeddings": "config.json",
+    "n_positions": "config.json",
+    "model_max_length": "tokenizer_config.json",
 }
 
 
@@ -79,8 +81,8 @@ class Settings(Section):
         Raises:
             SettingsError: one of them cannot be used, or something that they name is not there.
         """
-        origin = _Origin(path, flags)
-        found = cls._made(origin.table(), origin)
+        origin = _Origin(f"{path}: " if path else "", flags)
+        found = cls._made(_table(path, flags), origin)
         problems = [*found._contradictions(origin.where), *found._not_there(origin.where)]
         if problems:
             raise SettingsError("\n".join(problems))
@@ -282,41 +284,15 @@ def to_toml(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """A file and flags; knows which of them has set what."""
+    """Knows what was set by a flag, and what in a file."""
 
-    path: Path | None = None
+    file: str = ""  # how an error about something in it begins
     flags: Sequence[Flag] = ()
 
     def where(self, section: str, key: str) -> str:
         """Where a setting was set, for an error about it."""
         words = (flag.word for flag in self.flags if (flag.section, flag.key) == (section, key))
         return next(words, f"{self.file}[{section}] {key}")
-
-    @property
-    def file(self) -> str:
-        """How an error about something in it begins."""
-        return f"{self.path}: " if self.path else ""
-
-    def table(self) -> dict[str, Any]:
-        """What both say, and what follows from it, not yet checked; paths are absolute.
-
-        Raises:
-            SettingsError: the file cannot be read.
-        """
-        folder = self.path.absolute().parent if self.path else Path.cwd()
-        table = {section: {} for section in SECTIONS} | (_load(self.path) if self.path else {})
-        # what should be a section and is none is left as it is, and refused when it is checked
-        found = defaultdict(dict, {k: v for k, v in table.items() if isinstance(v, dict)})
-        for values in found.values():
-            values.update({key: _located(key, value, folder) for key, value in values.items()})
-        for flag in self.flags:  # each replaces what is in the file, and what excludes it
-            pair = EXCLUSIVE.get(flag.section, ())
-            for key in pair if flag.key in pair else ():
-                found[flag.section].pop(key, None)
-        for flag in self.flags:
-            found[flag.section][flag.key] = _located(flag.key, _parsed(flag), Path.cwd())
-        _fill(found, folder / RUNS, self.path.stem if self.path else "")
-        return table
 
     def told(self, error: ErrorDetails, table: Mapping[str, Any]) -> str:
         """What pydantic has found, for people: where, what, what is expected."""
@@ -326,7 +302,7 @@ class _Origin:
         if key not in keys:
             home = next((name for name, known in SECTIONS.items() if key in known), None)
             near = f" Did you mean {key} in [{home}]?" if home else did_you_mean(key, keys)
-            what = f"[{section}] has no setting {key}" if rest else f"there is no section [{key}]"
+            what = f"[{section}] has no setting {key}" if rest else f"{key} is no section"
             return f"{self.file}{what}.{near} Expected one of {', '.join(keys)}."
         if not rest:
             return f"{self.file}{key} is a section. Expected a line [{key}], and settings below it."
@@ -340,6 +316,29 @@ class _Origin:
         near = did_you_mean(str(value), keys[key].choices)
         begin = f"{self.where(section, key)} = {to_toml(value)}: {why.removesuffix('.')}"
         return f"{begin}.{near} {key}: {keys[key].words}"
+
+
+def _table(path: Path | None, flags: Sequence[Flag]) -> dict[str, Any]:
+    """What a file and flags say, and what follows from it, not yet checked; paths are absolute.
+
+    Raises:
+        SettingsError: the file cannot be read.
+    """
+    here = Path.cwd()
+    folder = path.absolute().parent if path else here
+    table = {section: {} for section in SECTIONS} | (_load(path) if path else {})
+    # what should be a section and is none is left as it is, and refused when it is checked
+    found = defaultdict(dict, {k: v for k, v in table.items() if isinstance(v, dict)})
+    for values in found.values():
+        values.update({key: _located(key, value, folder) for key, value in values.items()})
+    for flag in flags:  # each replaces what is in the file, and what excludes it
+        pair = EXCLUSIVE.get(flag.section, ())
+        for key in pair if flag.key in pair else ():
+            found[flag.section].pop(key, None)
+    for flag in flags:
+        found[flag.section][flag.key] = _located(flag.key, _parsed(flag), here)
+    _fill(found, folder / RUNS, path.stem if path else "")
+    return table
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -391,18 +390,17 @@ def _fill(found: Mapping[str, dict[str, Any]], runs: Path, name: str) -> None:
     output.setdefault("export_dtype", "float32" if is_exact else "bfloat16")
     folder, source = found["model"].get("folder"), found["data"].get("source")
     if isinstance(folder, str):
-        training.setdefault("length", min([LENGTH, *_positions(Path(folder))]))
+        training.setdefault("length", _length(Path(folder)))
     first = source[0] if isinstance(source, list) and source else source
     parts = (Path(str(part)).name.partition(".")[0] for part in (folder, first))
     output.setdefault("folder", str(runs / (name or "-".join(parts))))
 
 
-def _positions(folder: Path) -> Iterator[int]:
-    """Tokens that the model in a folder, and its tokenizer, are made for."""
-    for file, keys in MADE_FOR.items():
-        try:
-            table = json.loads((folder / file).read_text())
-        except (OSError, ValueError, RecursionError):  # said later, by who needs it
-            continue
-        sizes = [table.get(key) for key in keys] if isinstance(table, dict) else []
-        yield from (size for size in sizes if isinstance(size, int) and size > 1)
+def _length(folder: Path) -> int:
+    """Tokens that the model in a folder, and its tokenizer, are made for; at most the usual."""
+    found = [LENGTH]
+    for key, file in MADE_FOR.items():
+        with suppress(ValueError):  # said later, by who needs the file
+            size = read_json(folder / file).get(key)
+            found += [size] if isinstance(size, int) and size > 1 else []
+    return min(found)
