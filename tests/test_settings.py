@@ -343,7 +343,7 @@ def test_the_help_is_a_toml_file_with_every_setting() -> None:
     for keys in SECTIONS.values():
         for name, key in keys.items():
             assert f"# {name} = " in text
-            assert key.words.endswith(".")
+            assert key["description"].endswith(".")
     said = [line for line in text.splitlines() if not line.startswith("#  ") and "..." not in line]
     found = tomllib.loads("\n".join(line.removeprefix("# ") for line in said))
     assert found["training"]["rows"] == 8
@@ -356,7 +356,7 @@ def test_flags_say_what_their_settings_say(capsys: pytest.CaptureFixture[str]) -
     shown = " ".join(capsys.readouterr().out.split())
     for word, (section, key, _) in FLAGS.items():
         assert word in shown
-        assert SECTIONS[section][key].words in shown
+        assert SECTIONS[section][key]["description"] in shown
     for word in ("--dry-run", "--no-resume", "--help-settings", "--debug"):
         assert word in shown
     assert cli.main(["train", "--help-settings"]) == 0

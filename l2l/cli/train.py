@@ -87,8 +87,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("settings, which override those of the file")
     for flag, (section, name, value) in FLAGS.items():
         key = SECTIONS[section][name]
-        words = key.help.replace("%", "%%")
-        if key.kind == "boolean":
+        words = key["help"].replace("%", "%%")
+        if key["type"] == "boolean":
             group.add_argument(flag, action="store_const", const=True, help=words)
         elif flag in SEVERAL:
             group.add_argument(flag, metavar=value, help=words, action="append")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from pydantic import ValidationError
+from pydantic.config import ExtraValues
 from pydantic_core import ErrorDetails
 
 from l2l.hugging_face import read_json
@@ -95,16 +96,13 @@ class Settings(Section):
         Raises:
             SettingsError: a value cannot be used.
         """
-        known = {
-            section: {key: value for key, value in table.get(section, {}).items() if key in keys}
-            for section, keys in SECTIONS.items()
-        }
-        return cls._made(known, _Origin())
+        known = {section: table.get(section, {}) for section in SECTIONS}
+        return cls._made(known, _Origin(), extra="ignore")
 
     @classmethod
-    def _made(cls, table: Mapping[str, Any], origin: _Origin) -> Self:
+    def _made(cls, table: Table, origin: _Origin, *, extra: ExtraValues | None = None) -> Self:
         try:
-            return cls.model_validate(table)
+            return cls.model_validate(table, extra=extra)
         except ValidationError as error:
             lines: dict[tuple[int | str, ...], str] = {}  # one for each setting
             for one in error.errors():
@@ -143,7 +141,7 @@ class Settings(Section):
         for section, values in self.table().items():
             for name, key in SECTIONS[section].items():
                 pair = earlier.get(section, {}).get(name), values.get(name)
-                if key.changes_result and pair[0] != pair[1]:
+                if "same_result" not in key and pair[0] != pair[1]:
                     before, now = ("not set" if one is None else to_toml(one) for one in pair)
                     lines.append(f"[{section}] {name} was {before} and is {now} from here")
         return lines
@@ -222,40 +220,21 @@ class Settings(Section):
 # What is known of each setting
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """A setting of a section."""
-
-    words: str  # what it is for
-    kind: str  # integer, number, boolean, string or array
-    choices: Sequence[str]  # the values it may have, if they can be listed
-    default: Any  # as JSON has it; None: it has none, or follows from others
-    changes_result: bool  # whether a run with another value ends with other weights
-
-    @property
-    def help(self) -> str:
-        """What it is for, and its default if that is a value."""
-        if self.default is None or self.default is False or "Default:" in self.words:
-            return self.words
-        return f"{self.words} Default: {self.default}."
-
-
-def _keys(section: type[Section]) -> dict[str, Key]:
-    found = {}
-    for name, schema in section.model_json_schema()["properties"].items():
-        schema |= schema.get("anyOf", [{}])[0]  # without that it may be not set
-        found[name] = Key(
-            words=" ".join(schema["description"].split()),
-            kind=schema["type"],
-            choices=schema.get("enum", []),
-            default=schema.get("default"),
-            changes_result="same_result" not in schema,
-        )
+def _schemas(section: type[Section]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = section.model_json_schema()["properties"]
+    for schema in found.values():
+        schema |= schema.get("anyOf", [{}])[0]  # what it is if it is set
+        schema["description"] = words = " ".join(schema["description"].split())
+        default = schema.setdefault("default")
+        is_said = default is None or default is False or "Default:" in words
+        schema["help"] = words if is_said else f"{words} Default: {default}."
     return found
 
 
-SECTIONS: Mapping[str, Mapping[str, Key]] = {
-    name: _keys(cast(type[Section], field.annotation))
+# Section -> key -> its JSON schema: type, description, default (None: it has none, or follows from
+# others), perhaps enum and same_result; and a description with the default, help.
+SECTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    name: _schemas(cast(type[Section], field.annotation))
     for name, field in Settings.model_fields.items()
 }
 
@@ -266,8 +245,9 @@ def help_text() -> str:
     for section, keys in SECTIONS.items():
         lines.append(f"[{section}]  # {Settings.model_fields[section].annotation.__doc__}")
         for name, key in keys.items():
-            words = key.words + (f" One of {', '.join(key.choices)}." if key.choices else "")
-            lines.append(f"# {name} = {'...' if key.default is None else to_toml(key.default)}")
+            words, default = key["description"], key["default"]
+            words += f" One of {', '.join(key['enum'])}." if "enum" in key else ""
+            lines.append(f"# {name} = {'...' if default is None else to_toml(default)}")
             lines.append(textwrap.indent(textwrap.fill(words, HELP_WIDTH), "#     "))
         lines.append("")
     return "\n".join(lines)
@@ -309,13 +289,13 @@ class _Origin:
         if key not in table[section]:
             return (
                 f"[{section}] {key} is not set. Expected {REQUIRED_FLAGS.get(section, 'it')}, or "
-                f"the setting in a TOML file. {keys[key].words}"
+                f"the setting in a TOML file. {keys[key]['description']}"
             )
         value = table[section][key]
         why = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-        near = did_you_mean(str(value), keys[key].choices)
+        near = did_you_mean(str(value), keys[key].get("enum", ()))
         begin = f"{self.where(section, key)} = {to_toml(value)}: {why.removesuffix('.')}"
-        return f"{begin}.{near} {key}: {keys[key].words}"
+        return f"{begin}.{near} {key}: {keys[key]['description']}"
 
 
 def _table(path: Path | None, flags: Sequence[Flag]) -> dict[str, Any]:
@@ -357,7 +337,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _parsed(flag: Flag) -> Any:
     """A flag's value as TOML would have it: a number where one is expected."""
-    kind = SECTIONS[flag.section][flag.key].kind
+    kind = SECTIONS[flag.section][flag.key]["type"]
     if isinstance(flag.value, str) and kind in ("integer", "number"):
         for number in (int, float):
             with suppress(ValueError):
