@@ -21,6 +21,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
+import re
 import sys
 from abc import ABC, abstractmethod
 from array import array
@@ -62,9 +63,9 @@ EXPECTED = 'Expected a list of messages such as {"role": "user", "content": "...
 EMPTY, UNANSWERED = "empty", "with no answer within the maximum length"  # why one is left out
 SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of messages with "from"
 
-MAX_DIGITS = 4000  # of a text that Python makes a number of
+VALUE = r"\d{1,4000}"  # of a text that Python makes a number of
 Class = int | str
-LABELS = {
+LABELS_ARE = {
     "regression": "a finite number, as the task is regression",
     "classification": "a class: an integer from 0 on, or a text; or another task, as regression",
 }
@@ -117,7 +118,7 @@ class Encoder(ABC):
         return value if value and value.strip() else ""
 
     def _tokenized(self, *texts: list[str], **settings: Any) -> Any:
-        if not texts[0]:
+        if not any(texts):
             return {"input_ids": []}
         return self._tokenizer(*texts, return_attention_mask=False, verbose=False, **settings)
 
@@ -243,15 +244,14 @@ class Sentences(Encoder):
     @override
     def encode(self, block: list[Record]) -> None:
         roles = [role for role in ("text", "pair") if role in self.columns]
-        sides: list[list[str]] = [[] for _ in roles]
+        texts: list[list[str]] = []
         for record in block:
             sentences = [self._text(record, role) for role in roles]
-            if not any(sentences):
-                self.left_out[EMPTY] += 1
-                continue
-            self.labels.add(record.value(self.columns["label"]), record)
-            for side, sentence in zip(sides, sentences, strict=True):
-                side.append(sentence)
+            if any(sentences):
+                texts.append(sentences)
+                self.labels.add(record.value(self.columns["label"]), record)
+        self.left_out[EMPTY] += len(block) - len(texts)
+        sides = [list(side) for side in zip(*texts, strict=True)]
         found = self._tokenized(*sides)
         lengths = [len(ids) for ids in found["input_ids"]]
         if self._max_length is not None and max(lengths, default=0) > self._max_length:
@@ -309,13 +309,10 @@ class Labels:
         """
         label = _number(value) if self._task == "regression" else _class(value)
         if label is None:
-            raise record.error(f"the label is {shown(value)}. Expected {LABELS[self._task]}.")
-        other = next(iter(self._known or self._labels), label)
-        if type(label) is not type(other):
-            whose = "of the training data" if self._known else "before"
-            kind = "texts" if isinstance(other, str) else "integers"
-            what = f"the label is {shown(value)}, but the labels {whose} are {kind}"
-            raise record.error(f"{what}. Expected one kind.")
+            raise record.error(f"the label is {shown(value)}. Expected {LABELS_ARE[self._task]}.")
+        if type(label) is not type(next(iter(self._labels), label)):
+            kind = "integers" if isinstance(label, str) else "texts"
+            raise record.error(f"the label is {shown(value)}, but the labels before are {kind}.")
         if self._known and label not in self._known:
             near = did_you_mean(label, map(str, self._known)) if isinstance(label, str) else ""
             raise record.error(
@@ -355,11 +352,9 @@ def _class(value: Any) -> Class | None:
 
 
 def _in_order(classes: list[Any]) -> list[Class]:
-    are_texts = isinstance(classes[0], str)
-    if are_texts and not all(one.isdecimal() and len(one) <= MAX_DIGITS for one in classes):
-        return sorted(classes)
-    found = sorted(classes, key=int)
-    if not are_texts and found != list(range(len(found))):
+    have_value = all(re.fullmatch(VALUE, str(one)) for one in classes)
+    found = sorted(classes, key=int) if have_value else sorted(classes)
+    if isinstance(found[0], int) and found != list(range(len(found))):
         raise DataError(
             f"the labels are {listed(found)}. Expected integers from 0 on, each at least once, or "
             "texts. Number them so, or write them as texts."

@@ -110,19 +110,15 @@ class Examples:
         """Tokens of each example."""
         return self.offsets.diff()
 
-    @property
-    def num_answer_tokens(self) -> int | None:
-        """Tokens that are learnt; None where rows have labels."""
-        if self.answers is not None:
-            return int(self.answers.sum() - self.answers[self.offsets[:-1]].sum())
-        return int((self.lengths - 1).sum()) if self.targets is None else None
-
     @override
     def __str__(self) -> str:
         """What was read, in numbers: a few lines for people."""
         notes = ", ".join(f"{number:,} {why}" for why, number in self.left_out.items() if number)
-        number, learnt = self.ids.numel(), self.num_answer_tokens
-        share = "" if learnt is None else f", {learnt:,} of them learnt ({learnt / number:.0%})"
+        number, learnt = self.ids.numel(), self.ids.numel() - len(self)
+        if self.answers is not None:
+            learnt = int(self.answers.sum() - self.answers[self.offsets[:-1]].sum())
+        share = f", {learnt:,} of them learnt ({learnt / number:.0%})"
+        share = share if self.targets is None else ""
         truncated = int((self.full_lengths > self.lengths).sum())
         return (
             f"{len(self):,} examples of {self.num_records:,} records (columns "

@@ -89,9 +89,8 @@ def read_records(
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A sentence for an error about an unknown name; empty if nothing is like it."""
-    names = list(known)
-    close = (difflib.get_close_matches(one, names, n=1) for one in (word, word.replace("-", "_")))
-    return next((f" Did you mean {one[0]}?" for one in close if one), "")
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {close[0]}?" if close else ""
 
 
 def shown(value: Any) -> str:

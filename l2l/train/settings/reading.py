@@ -40,11 +40,8 @@ EXCLUSIVE = {  # section -> two settings, of which each says the same in its own
 }
 PATHS = ("folder", "source", "evaluation_source")
 REQUIRED_FLAGS = {"model": "--model FOLDER", "data": "--data FILE"}
-MADE_FOR = {  # how a model says for how many tokens it is made -> where
-    "max_position_embeddings": "config.json",
-    "n_positions": "config.json",
-    "model_max_length": "tokenizer_config.json",
-}
+CONFIGS = ("config.json", "tokenizer_config.json")
+MADE_FOR = ("max_position_embeddings", "n_positions", "model_max_length")  # tokens
 
 
 class SettingsError(ValueError):
@@ -188,17 +185,15 @@ class Settings(Section):
         place = f"{where('model', 'folder')} = {to_toml(model)}"
         if not model.is_dir():
             yield (
-                f"{place}: there is no such folder. Expected one with a config.json. Nothing is "
-                "downloaded: to have a model of the Hugging Face Hub here, say 'hf download NAME "
-                "--local-dir FOLDER'."
+                f"{place}: there is no such folder. Nothing is downloaded: to have a model of the "
+                "Hugging Face Hub here, say 'hf download NAME --local-dir FOLDER'."
             )
         elif not (model / "config.json").is_file():
             yield f"{place} has no config.json. Expected a Hugging Face folder."
         elif not self.model.random_init and not any(model.glob("*.safetensors")):
             yield (
                 f"{place} has no weights. Expected model.safetensors in it, or several such files "
-                "and their index, or random_init (on the command line --random-init), to begin "
-                "with random weights."
+                "and their index, or random_init (--random-init), to begin with random weights."
             )
         for key in ("source", "evaluation_source"):
             try:
@@ -378,9 +373,8 @@ def _fill(found: Mapping[str, dict[str, Any]], runs: Path, name: str) -> None:
 
 def _length(folder: Path) -> int:
     """Tokens that the model in a folder, and its tokenizer, are made for; at most the usual."""
-    found = [LENGTH]
-    for key, file in MADE_FOR.items():
+    found: list[Any] = [LENGTH]
+    for file in CONFIGS:
         with suppress(ValueError):  # said later, by who needs the file
-            size = read_json(folder / file).get(key)
-            found += [size] if isinstance(size, int) and size > 1 else []
-    return min(found)
+            found += map(read_json(folder / file).get, MADE_FOR)
+    return min(size for size in found if isinstance(size, int) and size > 1)
