@@ -96,14 +96,10 @@ class Batches:
         else:
             self._members = torch.arange(self._starts.numel())
             self._row_ends = self._members + 1
+        self.num_rows = self._row_ends.numel()  # of an epoch
         tokens = self._lengths[self._members].cumsum(0)[self._row_ends - 1]
         self._row_tokens = tokens.diff(prepend=tokens.new_zeros(1))  # [rows of an epoch]
         self._order = lru_cache(maxsize=2)(self._draw)  # a batch may need an epoch and the next
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of an epoch."""
-        return self._row_ends.numel()
 
     def num_steps(self, epochs: float) -> int:
         """Steps after which so many epochs are over; the last one may go on into the next epoch."""

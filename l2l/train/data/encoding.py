@@ -52,11 +52,10 @@ PLAIN_TEMPLATE = (
 )
 
 TEMPLATE_DATE = datetime.datetime(2025, 1, 1)
-DATE_CODES = {f"%{code}": TEMPLATE_DATE.strftime(f"%{code}") for code in "aAbBdHIjmMpSyY"}
-DATE_CODES |= {"%-d": "1", "%-m": "1"}
+DATE_CODES = [f"%{code}" for code in (*"aAbBdHIjmMpSyY", "-d", "-m")]
 FIXED_DATE = (  # before a template, in place of the function of this name that knows the day
     "{%- macro strftime_now(format) -%}{{ format"
-    + "".join(f" | replace('{code}', '{text}')" for code, text in DATE_CODES.items())
+    + "".join(f" | replace('{code}', '{TEMPLATE_DATE.strftime(code)}')" for code in DATE_CODES)
     + " }}{%- endmacro -%}"
 )
 EXPECTED = 'Expected a list of messages such as {"role": "user", "content": "..."}.'

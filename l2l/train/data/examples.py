@@ -44,7 +44,6 @@ MESSAGES = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "instruction", "question", "query", "input")
 COMPLETIONS = ("completion", "output", "response", "answer")
 INPUTS = {"instruction": "input"}  # what such a prompt is about, where it is there and not blank
-SENTENCES = ("sentence1", "premise", "question1", "text1", "text", "question", "sentence")
 PAIRS = {  # what goes with such a text, if it is there
     "sentence1": "sentence2",
     "premise": "hypothesis",
@@ -53,6 +52,7 @@ PAIRS = {  # what goes with such a text, if it is there
     "text": "text_pair",
     "question": "sentence",
 }
+SENTENCES = (*PAIRS, "sentence")
 LABELS = ("label", "labels", "score", "target", "class")
 
 BLOCK_RECORDS = 1000  # tokenized at once, by as many threads as the tokenizer uses
@@ -169,10 +169,9 @@ class Examples:
         """A short text that differs if anything differs that a model is trained on."""
         digest = hashlib.sha256(f"{self.task} {self.num_labels} {self.label_names}".encode())
         for tensor in (self.ids, self.offsets, self.answers, self.token_types, self.targets):
-            if tensor is None:
-                digest.update(b"none")
-            else:
-                digest.update(f"{tensor.dtype} {tensor.numel()} ".encode())
+            kind = "none" if tensor is None else f"{tensor.dtype} {tensor.numel()} "
+            digest.update(kind.encode())
+            if tensor is not None:
                 digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()[:16]
 

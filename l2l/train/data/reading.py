@@ -113,14 +113,15 @@ File = tuple[str, Iterator[Record]]  # its name, and what is in it, not yet open
 
 def _files(source: str | Path, documents: DocumentsEnd) -> list[File]:
     path = Path(source).expanduser()
-    if path.is_dir():
-        files = sorted(one for one in path.iterdir() if one.is_file() and _kind(one))
-        if not files:
-            others = ", ".join(sorted(one.name for one in path.iterdir())[:5])
-            raise DataError(f"{path} has no data files; found {others or 'nothing'}. {EXPECTED}")
-        return [_file(one, documents) for one in files]
     if path.is_file():
         return [_file(path, documents)]
+    if path.is_dir():
+        there = sorted(one for one in path.iterdir())
+        files = [_file(one, documents) for one in there if one.is_file() and _kind(one)]
+        if not files:
+            others = ", ".join(one.name for one in there[:5]) or "nothing"
+            raise DataError(f"{path} has no data files; found {others}. {EXPECTED}")
+        return files
     named = HUB_NAME.fullmatch(str(source))
     if named is None or _kind(path):
         near = did_you_mean(path.name, [one.name for one in path.parent.glob("*")])

@@ -38,7 +38,7 @@ EXCLUSIVE = {  # section -> two settings, of which each says the same in its own
     "training": ("steps", "epochs"),
     "schedule": ("warm_up_steps", "warm_up_share"),
 }
-PATHS = ("folder", "source", "evaluation_source")
+SOURCES = ("source", "evaluation_source")
 REQUIRED_FLAGS = {"model": "--model FOLDER", "data": "--data FILE"}
 CONFIGS = ("config.json", "tokenizer_config.json")
 MADE_FOR = ("max_position_embeddings", "n_positions", "model_max_length")  # tokens
@@ -195,7 +195,7 @@ class Settings(Section):
                 f"{place} has no weights. Expected model.safetensors in it, or several such files "
                 "and their index, or random_init (--random-init), to begin with random weights."
             )
-        for key in ("source", "evaluation_source"):
+        for key in SOURCES:
             try:
                 read_records(getattr(self.data, key) or self.data.source)
             except DataError as error:
@@ -342,12 +342,13 @@ def _parsed(flag: Flag) -> Any:
 
 def _located(key: str, value: Any, folder: Path) -> Any:
     """A value that, if it is a path, does not depend on where one is."""
-    if isinstance(value, list):
-        return [_located(key, one, folder) for one in value]
-    if key not in PATHS or not isinstance(value, str) or not value:
+    if key == "folder" and isinstance(value, str) and value:
+        return str(folder / Path(value).expanduser())
+    if key not in SOURCES or not isinstance(value, str | list):
         return value
-    path = folder / Path(value).expanduser()
-    return str(path) if key == "folder" or path.exists() else value  # else a name of the Hub
+    sources = [value] if isinstance(value, str) else value
+    paths = [folder / Path(str(one)).expanduser() for one in sources]  # or names of the Hub
+    return [str(p) if one and p.exists() else one for one, p in zip(sources, paths, strict=True)]
 
 
 def _fill(found: Mapping[str, dict[str, Any]], runs: Path, name: str) -> None:

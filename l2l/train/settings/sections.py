@@ -36,17 +36,12 @@ def _not_empty(path: Any) -> Any:
 
 
 Folder = Annotated[Path, BeforeValidator(_not_empty), Field(strict=False)]
-Sources = Annotated[
-    tuple[str, ...],
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    Field(min_length=1, strict=False),
-]
+Sources = Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
 Size = Annotated[str, AfterValidator(_size)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Probability = Annotated[float, Field(gt=0, le=1)]
 Pair = Annotated[tuple[Amount, ...], Field(min_length=2, max_length=2, strict=False)]
 LEARNING_RATES = {"adamw": 2e-5, "adamw-8bit": 2e-5, "adafactor": 1e-3, "lion": 5e-6, "sgd": 1e-3}
 
@@ -129,12 +124,11 @@ class TrainingSettings(Section):
     clip_norm: Amount = 1.0
     """Clip the gradient by its global norm; 0: do not. Adafactor cannot."""
     max_bad_steps: Annotated[Natural, SAME_RESULT] = 10
-    """Give up after so many steps in a row, or half of the run if that is less, that are skipped
-    because a loss or gradient is not finite; 0: never. The search for float16's loss scale does not
-    count."""
+    """Give up after so many steps in a row, or half of the run if that is less, without a finite
+    loss or gradient; 0: never. The search for float16's loss scale does not count."""
     seed: Natural = 0
     """Of random weights, shuffling and dropout."""
-    survival: Probability = 1.0
+    survival: Annotated[float, Field(gt=0, le=1)] = 1.0
     """How probable it is that the last layer runs in a step, the others linear in depth."""
     survival_decay: Amount = 0.0
     """How fast that falls from 1, for each step; 0: it is so from the first."""
@@ -235,8 +229,7 @@ class EvaluationSettings(Section):
     """When the model is evaluated, if there is data for it: also first and last."""
 
     every_steps: Annotated[Natural | None, SAME_RESULT] = None
-    """Steps between evaluations; 0: only before the first and after the last. Default: a tenth of
-    the run."""
+    """Steps between evaluations; 0: only at both ends of the run. Default: a tenth of the run."""
     rows: Annotated[Positive | None, SAME_RESULT] = None
     """Rows of a batch. Default: as in training."""
     most_batches: Annotated[Positive | None, SAME_RESULT] = None
@@ -256,9 +249,8 @@ class OutputSettings(Section):
     """What is left behind, and what is shown."""
 
     folder: Annotated[Folder, SAME_RESULT]
-    """The run folder: settings, metrics, checkpoints, the trained model. A run that finds its
-    checkpoint there goes on from it. Default: runs/ and the name of the TOML file, or of model and
-    data."""
+    """The run folder: settings, metrics, checkpoints, the trained model. A run goes on from its
+    checkpoint there. Default: runs/ and the name of the TOML file, or of model and data."""
     export: Annotated[bool, SAME_RESULT] = True
     """Write the trained model to the run folder's model/, for from_pretrained."""
     export_dtype: Annotated[Literal["bfloat16", "float32"] | None, SAME_RESULT] = None
