@@ -217,7 +217,7 @@ def test_differences_are_those_that_change_the_result(folder: Path) -> None:
         ("[training]\nsteps = 2\nepochs = 1", ["steps", "epochs", "Expected one of them"]),
         ("[training]\nrows = 1979-05-27", ["1979-05-27", "a valid integer"]),
         ('task = "clasification"', ["'causal'", "Did you mean classification?"]),
-        ('task = "regression"\npacking = true', ["one label for every row", "Expected false"]),
+        ('task = "regression"\npacking = true', ["one label a row", "Expected false"]),
         ('template = "x"', ["template is set", "only instruct"]),
         ("hold_out = 2\nevaluation_source = 'text.txt'", ["Expected one of them"]),
         ('evaluation_source = "gone.txt"', ["evaluation_source", "gone.txt is not there"]),

@@ -85,9 +85,8 @@ class Batches:
         longest = int(self.examples.lengths.max())
         if self.examples.targets is not None and (self.packing or longest > self.length):
             raise ValueError(
-                f"packing={self.packing}, length={self.length}, but examples with a label can "
-                f"neither share a row nor be cut, and the longest has {longest} tokens. Expected "
-                f"packing=False, and length={longest} or examples with max_length={self.length}."
+                "examples with a label can neither share a row nor be cut. Expected packing=False, "
+                f"and length={longest} or examples with max_length={self.length}."
             )
         self._starts, self._lengths = _cut(self.examples, self.length)  # of each part
         if self.packing:
@@ -112,8 +111,6 @@ class Batches:
         `token_type_ids` if the tokenizer made them. All are int64 [rows, length], but for the
         labels of whole rows: [rows], int64 or float32.
         """
-        if step < 0:
-            raise ValueError(f"step={step}; steps are numbered from 0 on.")
         first, end = step * self.rows, (step + 1) * self.rows
         chosen: list[Tensor] = []
         while first < end:
@@ -272,10 +269,8 @@ def _cut(examples: Examples, length: int) -> tuple[Tensor, Tensor]:
         learnt = before[starts + lengths] - before[starts + 1]
     useful = learnt > 0
     if not useful.any():
-        raise ValueError(
-            f"none of {len(examples)} examples has a token to learn after its first one. Expected "
-            "texts of at least two tokens, or answers."
-        )
+        what = f"none of {len(examples)} examples has a token to learn after its first one"
+        raise ValueError(f"{what}. Expected texts of at least two tokens, or answers.")
     return starts[useful], lengths[useful]
 
 

@@ -142,11 +142,9 @@ class Conversations(Encoder):
 
     @override
     def encode(self, block: list[Record]) -> None:
-        chains: list[list[str]] = []
-        for record in block:
-            found = self._chains(record)
-            self.left_out[EMPTY] += not found
-            chains += found
+        found = [self._chains(record) for record in block]
+        self.left_out[EMPTY] += found.count([])
+        chains = [chain for one in found for chain in one]
         tokens = iter(self._tokens([text for chain in chains for text in chain]))
         for chain in chains:
             self._join(chain, [next(tokens) for _ in chain])

@@ -116,7 +116,7 @@ def _files(source: str | Path, documents: DocumentsEnd) -> list[File]:
     if path.is_file():
         return [_file(path, documents)]
     if path.is_dir():
-        there = sorted(one for one in path.iterdir())
+        there = sorted(path.iterdir())
         files = [_file(one, documents) for one in there if one.is_file() and _kind(one)]
         if not files:
             others = ", ".join(one.name for one in there[:5]) or "nothing"

@@ -151,10 +151,7 @@ class Settings(Section):
             if None not in (getattr(values, one), getattr(values, other)):
                 yield f"{where(section, one)} and {other} are both set. Expected one of them."
         if data.packing and data.task not in LANGUAGE_TASKS:
-            yield (
-                f"{where('data', 'packing')} = true does not go with {data.task}, which has one "
-                f"label for every row. Expected false, or a task of {', '.join(LANGUAGE_TASKS)}."
-            )
+            yield f"{where('data', 'packing')}: {data.task} has one label a row. Expected false."
         if data.template is not None and data.task != "instruct":
             yield f"{where('data', 'template')} is set, but only instruct uses it, not {data.task}."
         asked = [key for key, value in self.evaluation if value is not None]
@@ -164,10 +161,7 @@ class Settings(Section):
                 "Expected [data] evaluation_source (--evaluation-data FILE) or hold_out too."
             )
         if optimizer.name == "adafactor" and training.clip_norm:
-            yield (
-                f"{where('training', 'clip_norm')} = {training.clip_norm}, but adafactor updates "
-                "each layer before the whole gradient is known. Expected 0, or another optimizer."
-            )
+            yield f"{where('training', 'clip_norm')}: adafactor updates layer by layer. Expected 0."
         if optimizer.name == "adafactor" and training.precision == "float16":
             yield f"{where('training', 'precision')}: adafactor takes bfloat16 or float32 only."
         for section, key, make in (
@@ -205,10 +199,7 @@ class Settings(Section):
         if output.exists() and not output.is_dir():
             yield f"{place} is a file. Expected a folder, or a path where nothing is yet."
         if model.resolve().is_relative_to(output.resolve()):
-            yield (
-                f"{place} is, or holds, the folder of the model. Expected another one: a run is "
-                "written there, and may be moved."
-            )
+            yield f"{place} is, or holds, the folder of the model. Expected another one."
 
 
 # --------------------------------------------------------------------------------------------------
@@ -281,16 +272,15 @@ class _Origin:
             return f"{self.file}{what}.{near} Expected one of {', '.join(keys)}."
         if not rest:
             return f"{self.file}{key} is a section. Expected a line [{key}], and settings below it."
+        words = keys[key]["description"]
         if key not in table[section]:
-            return (
-                f"[{section}] {key} is not set. Expected {REQUIRED_FLAGS.get(section, 'it')}, or "
-                f"the setting in a TOML file. {keys[key]['description']}"
-            )
+            flag = REQUIRED_FLAGS.get(section, "it")
+            return f"[{section}] {key} is not set. Expected {flag}, or it in a TOML file. {words}"
         value = table[section][key]
         why = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
         near = did_you_mean(str(value), keys[key].get("enum", ()))
         begin = f"{self.where(section, key)} = {to_toml(value)}: {why.removesuffix('.')}"
-        return f"{begin}.{near} {key}: {keys[key]['description']}"
+        return f"{begin}.{near} {key}: {words}"
 
 
 def _table(path: Path | None, flags: Sequence[Flag]) -> dict[str, Any]:
@@ -324,10 +314,8 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         is_model = (path.parent / "config.json").is_file()
         advice = f" To train the model in {path.parent}, say --model." if is_model else ""
-        raise SettingsError(
-            f"{path} cannot be read: {error}. Expected a TOML file with sections "
-            f"{', '.join(SECTIONS)}.{advice}"
-        ) from error
+        what = f"{path} cannot be read: {error}. Expected a TOML file.{advice}"
+        raise SettingsError(what) from error
 
 
 def _parsed(flag: Flag) -> Any:
