@@ -352,8 +352,6 @@ def _in_order(classes: list[Any]) -> list[Class]:
     have_value = all(re.fullmatch(VALUE, str(one)) for one in classes)
     found = sorted(classes, key=int) if have_value else sorted(classes)
     if isinstance(found[0], int) and found != list(range(len(found))):
-        raise DataError(
-            f"the labels are {listed(found)}. Expected integers from 0 on, each at least once, or "
-            "texts. Number them so, or write them as texts."
-        )
+        what = f"the labels are {listed(found)}. Expected integers from 0 on, each at least once"
+        raise DataError(f"{what}, or texts. Number them so, or write them as texts.")
     return found

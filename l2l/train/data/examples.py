@@ -200,10 +200,8 @@ def make_examples(
         raise DataError("there are no records. Expected at least one.")
     if not encoder.full_lengths:
         notes = ", ".join(f"{number:,} {why}" for why, number in encoder.left_out.items())
-        raise DataError(
-            f"none of {num_records:,} records is left: {notes} of {form.max_length} (columns "
-            f"{', '.join(encoder.columns.values())})."
-        )
+        what = f"none of {num_records:,} records is left: {notes} of {form.max_length}"
+        raise DataError(f"{what} (columns {', '.join(encoder.columns.values())}).")
     has_labels = "label" in encoder.columns
     targets, classes = encoder.labels.finish() if has_labels else (None, [])
     answers, types = encoder.answers, encoder.types
@@ -269,11 +267,9 @@ def _find_columns(record: Record, form: Form) -> dict[str, str]:
     def find(role: str, usual: Sequence[str]) -> str:
         found = named.get(role) or next((name for name in usual if name in there), None)
         if found is None:
-            raise record.error(
-                f"there is no column for the {role}. Found {listed(there)}; looked for "
-                f"{listed(usual)}. Say which column it is ({role} = 'NAME' under [columns] of a "
-                "TOML file), or name another task."
-            )
+            what = f"there is no column for the {role}. Found {listed(there)}; looked for"
+            advice = f"Say which column it is ({role} = 'NAME' under [columns] of a TOML file)"
+            raise record.error(f"{what} {listed(usual)}. {advice}, or name another task.")
         return found
 
     if form.task == "causal":

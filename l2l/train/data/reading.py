@@ -244,7 +244,5 @@ def _rows(source: str, load: Callable[[], Iterable[Mapping[str, Any]]]) -> Itera
         for number, values in enumerate(load(), 1):
             yield Record(values, f"{source}, row {number}")
     except Exception as error:  # whatever the library raises, for a file or a name of the user's
-        raise DataError(
-            f"{source}, after row {number}: the datasets library cannot read it: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        what = f"{source}, after row {number}: the datasets library cannot read it"
+        raise DataError(f"{what}: {type(error).__name__}: {error}") from error

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from pydantic import ValidationError
 from pydantic.config import ExtraValues
@@ -125,12 +125,9 @@ class Settings(Section):
         Raises:
             ValueError: columns are not for the task.
         """
-        is_whole = self.data.task == "causal"  # long documents are cut into rows, not truncated
-        return Form(
-            task=self.data.task,
-            columns=self.columns.model_dump(exclude_none=True),
-            max_length=None if is_whole else self.training.length,
-        )
+        task, columns = self.data.task, self.columns.model_dump(exclude_none=True)
+        most = None if task == "causal" else self.training.length  # documents are cut into rows
+        return Form(task=task, columns=columns, max_length=most)
 
     def differences(self, earlier: Table) -> list[str]:
         """What changes the result between the `table` of earlier settings and these, by line."""
@@ -164,14 +161,12 @@ class Settings(Section):
             yield f"{where('training', 'clip_norm')}: adafactor updates layer by layer. Expected 0."
         if optimizer.name == "adafactor" and training.precision == "float16":
             yield f"{where('training', 'precision')}: adafactor takes bfloat16 or float32 only."
-        for section, key, make in (
-            ("optimizer", "name", optimizer.make),
-            ("data", "task", self.form),
-        ):
+        checks = {("optimizer", "name"): optimizer.make, ("data", "task"): self.form}
+        for place, check in checks.items():
             try:
-                make()
+                check()
             except ValueError as error:
-                yield f"{where(section, key)}: {str(error).removesuffix('.')}."
+                yield f"{where(*place)}: {str(error).removesuffix('.')}."
 
     def _not_there(self, where: Where) -> Iterator[str]:
         """What settings name, but the disk does not have, or not as it should be."""
@@ -206,7 +201,7 @@ class Settings(Section):
 # What is known of each setting
 
 
-def _schemas(section: type[Section]) -> dict[str, dict[str, Any]]:
+def _schemas(section: Any) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = section.model_json_schema()["properties"]
     for schema in found.values():
         schema |= schema.get("anyOf", [{}])[0]  # what it is if it is set
@@ -220,8 +215,7 @@ def _schemas(section: type[Section]) -> dict[str, dict[str, Any]]:
 # Section -> key -> its JSON schema: type, description, default (None: it has none, or follows from
 # others), perhaps enum and same_result; and a description with the default, help.
 SECTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    name: _schemas(cast(type[Section], field.annotation))
-    for name, field in Settings.model_fields.items()
+    name: _schemas(field.annotation) for name, field in Settings.model_fields.items()
 }
 
 
