@@ -90,8 +90,7 @@ class Batches:
             )
         self._starts, self._lengths = _cut(self.examples, self.length)  # of each part
         if self.packing:
-            generator = _generator(self.seed, "packing", 0)
-            self._members, self._row_ends = _pack(self._lengths, self.length, generator)
+            self._members, self._row_ends = _pack(self._lengths, self.length, self.seed)
         else:
             self._members = torch.arange(self._starts.numel())
             self._row_ends = self._members + 1
@@ -274,7 +273,7 @@ def _cut(examples: Examples, length: int) -> tuple[Tensor, Tensor]:
     return starts[useful], lengths[useful]
 
 
-def _pack(lengths: Tensor, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _pack(lengths: Tensor, length: int, seed: int) -> tuple[Tensor, Tensor]:
     """Put parts together in rows.
 
     Parts come in random order; those of a window are placed longest first, each in the row where it
@@ -284,7 +283,7 @@ def _pack(lengths: Tensor, length: int, generator: torch.Generator) -> tuple[Ten
         the parts, row by row, and for each row the place after its last one.
     """
     rows: list[list[int]] = []
-    order = torch.randperm(lengths.numel(), generator=generator)
+    order = torch.randperm(lengths.numel(), generator=_generator(seed, "packing", 0))
     for window in torch.split(order, PACKING_WINDOW):
         window = window[lengths[window].argsort(descending=True, stable=True)]
         rooms: list[tuple[int, int]] = []  # (tokens left, row), sorted

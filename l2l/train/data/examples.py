@@ -117,7 +117,7 @@ class Examples:
         number, learnt = self.ids.numel(), self.ids.numel() - len(self)
         if self.answers is not None:
             learnt = int(self.answers.sum() - self.answers[self.offsets[:-1]].sum())
-        share = f", {learnt:,} of them learnt ({learnt / number:.0%})"
+        share = f", {learnt:,} of them learnt ({learnt / max(1, number):.0%})"
         share = share if self.targets is None else ""
         truncated = int((self.full_lengths > self.lengths).sum())
         return (

@@ -40,7 +40,6 @@ EXCLUSIVE = {  # section -> two settings, of which each says the same in its own
 }
 SOURCES = ("source", "evaluation_source")
 REQUIRED_FLAGS = {"model": "--model FOLDER", "data": "--data FILE"}
-CONFIGS = ("config.json", "tokenizer_config.json")
 MADE_FOR = ("max_position_embeddings", "n_positions", "model_max_length")  # tokens
 
 
@@ -357,7 +356,7 @@ def _fill(found: Mapping[str, dict[str, Any]], runs: Path, name: str) -> None:
 def _length(folder: Path) -> int:
     """Tokens that the model in a folder, and its tokenizer, are made for; at most the usual."""
     found: list[Any] = [LENGTH]
-    for file in CONFIGS:
+    for file in ("config.json", "tokenizer_config.json"):
         with suppress(ValueError):  # said later, by who needs the file
             found += map(read_json(folder / file).get, MADE_FOR)
     return min(size for size in found if isinstance(size, int) and size > 1)
