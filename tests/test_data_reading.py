@@ -51,8 +51,6 @@ def test_a_text_can_be_one_document_or_one_a_line(tmp_path) -> None:
     path = write(tmp_path / "a.txt", TEXT)
     assert texts(path, documents="line") == ["first line", "second line", "third"]
     assert texts(path, documents="file") == ["first line\nsecond line\n \n\t\nthird\n"]
-    with pytest.raises(ValueError, match=r"blank lines, line, file\. Did you mean line\?"):
-        read_records(path, documents="lines")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
@@ -60,7 +58,7 @@ def test_every_line_of_jsonl_is_a_record(tmp_path, name) -> None:
     path = write(tmp_path / name, '{"text": "caf\u00e9", "n": 1}\n\n{"n": 2}')
     records = list(read_records(path))
     assert [record.values for record in records] == [{"text": "caf\u00e9", "n": 1}, {"n": 2}]
-    assert records[1].line == 3
+    assert records[1].place == f"{path}, line 3"
 
 
 def test_a_byte_order_mark_is_not_text(tmp_path) -> None:
@@ -92,13 +90,13 @@ def test_reading_streams(tmp_path) -> None:
     [
         ("a.jsonl", '{"text": 1}\n{"text": }\n', ", line 2: is not JSON: Expecting value at"),
         ("a.jsonl", '{"text": 1}\n\n{"text": "cut', ", line 3: is not JSON: Unterminated string"),
-        ("a.jsonl", "[" * 100_000, ", line 1: is not JSON: nested too deeply"),
-        ("a.jsonl", "[1, 2]\n", ", line 1: found '[1, 2]'. Expected an object"),
-        ("a.jsonl.gz", "3\n", ", line 1: found '3'. Expected an object"),
-        ("a.jsonl", "\n \n", ": has blank lines only."),
-        ("a.txt", "\n \n", ": has blank lines only."),
-        ("a.txt", "", ": is empty."),
-        ("a.txt.gz", "", ": is empty."),
+        ("a.jsonl", "[" * 100_000, ", line 1: is not JSON: maximum recursion depth"),
+        ("a.jsonl", "[1, 2]\n", ", line 1: found '[1, 2]'. Expected one whole object"),
+        ("a.jsonl.gz", "3\n", ", line 1: found '3'. Expected one whole object"),
+        ("a.jsonl", "\n \n", ": is empty, or has blank lines only."),
+        ("a.txt", "\n \n", ": is empty, or has blank lines only."),
+        ("a.txt", "", ": is empty, or has blank lines only."),
+        ("a.txt.gz", "", ": is empty, or has blank lines only."),
         ("a.txt", b"fine\ncaf\xe9\n", ", line 2: is not UTF-8: found byte 0xe9 at position 4"),
         ("a.jsonl.gz", b'{"a": "\xff"}', ", line 1: is not UTF-8: found byte 0xff at position 8"),
         ("a.md", "text", ": files like this are not known. Expected a name that ends in .txt"),
@@ -137,7 +135,7 @@ def test_what_is_missing_is_said_before_anything_is_read(tmp_path, monkeypatch) 
 def test_a_folder_without_data_says_what_is_in_it(tmp_path) -> None:
     assert "has no data files; found nothing." in refusal(tmp_path)
     write(tmp_path / "README.md", "not data")
-    assert "has no data files; found README.md. Expected files that end in .txt" in refusal(
+    assert "has no data files; found README.md. Expected a name that ends in .txt" in refusal(
         tmp_path
     )
 

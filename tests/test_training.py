@@ -31,8 +31,7 @@ from l2l.train.data import Batches
 from l2l.train.disk import Writing
 from l2l.train.display import Display, Status
 from l2l.train.metrics_file import read_metrics
-from l2l.train.settings import Settings, SettingsError
-from l2l.train.settings.reading import to_toml
+from l2l.train.settings import Settings, SettingsError, to_toml
 
 ROOT = Path(__file__).parent.parent
 TEXTS = {

@@ -21,6 +21,7 @@ from typing_extensions import override
 from l2l.cli import signals
 from l2l.distributed import World, started_by_torchrun
 from l2l.train import (
+    SECTIONS,
     Display,
     Flag,
     RunFolder,
@@ -28,7 +29,6 @@ from l2l.train import (
     SettingsError,
     Training,
     help_text,
-    key_of,
     open_display,
 )
 
@@ -86,9 +86,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("settings, which override those of the file")
     for flag, (section, name, value) in FLAGS.items():
-        key = key_of(section, name)
-        words = key.help.replace("%", "%%")
-        if key.schema["type"] == "boolean":
+        key = SECTIONS[section][name]
+        words = key["help"].replace("%", "%%")
+        if key["type"] == "boolean":
             group.add_argument(flag, action="store_const", const=True, help=words)
         elif flag in SEVERAL:
             group.add_argument(flag, metavar=value, help=words, action="append")

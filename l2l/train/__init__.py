@@ -33,4 +33,4 @@ from l2l.train.folder import RunFolder, TrainingError
 from l2l.train.metrics_file import Record, read_metrics
 from l2l.train.parts import export_checkpoint
 from l2l.train.run import Training
-from l2l.train.settings import Flag, Settings, SettingsError, help_text, key_of
+from l2l.train.settings import SECTIONS, Flag, Settings, SettingsError, help_text

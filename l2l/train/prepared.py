@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from l2l.hugging_face import class_names
 from l2l.model import IGNORED
-from l2l.train.data import Batches, Examples, make_examples, read_records
+from l2l.train.data import PADDED_TO, Batches, Examples, make_examples, read_records
 from l2l.train.folder import TrainingError
 from l2l.train.parts import make_model, make_tokenizer, model_fingerprint, pad_id_of
 from l2l.train.settings import LANGUAGE_TASKS, Settings
 
-PADDED_TO = 64  # lengths of rows that are not packed are multiples of this
 NUM_EVALUATIONS = 10  # in a run, if nothing else is said
 SAMPLE_CHARACTERS = 600
 
@@ -111,7 +110,7 @@ class Prepared:
             lines.append(f"note: rows of {length} tokens, but the model is made for {most}")
         kind = type(self.model).__name__
         lines += [f"model: {kind}, {self.num_parameters:,} parameters, {settings.model.folder}"]
-        lines += [f"data: {', '.join(settings.data.source)}", str(self.examples.statistics)]
+        lines += [f"data: {', '.join(settings.data.source)}", str(self.examples)]
         if self.held_out is not None:
             lines.append(f"evaluation: {len(self.held_out):,} examples")
         return "\n".join([*lines, self.described_rows()])
@@ -157,7 +156,7 @@ class Prepared:
 
     def _read(self) -> tuple[Examples, Examples | None]:
         settings, tokenizer = self.settings, self.tokenizer
-        data, form = settings.data, settings.form
+        data, form = settings.data, settings.form()
         records = read_records(data.source, documents=data.documents)
         examples = make_examples(records, tokenizer=tokenizer, form=form)
         examples = examples.numbered_as(class_names(settings.model.folder))
@@ -187,7 +186,6 @@ class Prepared:
             rows=rows,
             length=self.settings.training.length,
             packing=bool(self.settings.data.packing),
-            padded_to=PADDED_TO,
             seed=self.settings.training.seed,
         )
 

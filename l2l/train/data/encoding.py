@@ -1,4 +1,4 @@
-"""From records to token ids, for each kind of task.
+"""From records to token ids and labels, for each kind of task.
 
 [Note: chat] Prompts and answers become a conversation, and conversations become text through the
 tokenizer's chat template; if it has none, through `PLAIN_TEMPLATE`. An answer is what the template
@@ -20,18 +20,27 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import warnings
+import math
+import re
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any, final
 
+import torch
+from torch import Tensor
 from typing_extensions import override
 
-from l2l.train.data.columns import value_of
-from l2l.train.data.labels import RowLabels
-from l2l.train.data.reading import DataError, Record, listed, shown
+from l2l.train.data.reading import DataError, Record, did_you_mean, listed, shown
 
+# For tokenizers without a chat template; the trained model should be given it. With `</s>` as the
+# end-of-text token, and after the beginning-of-text token where there is one:
+#
+#     User: What is the capital of France?
+#
+#     Assistant: Paris.</s>
 PLAIN_TEMPLATE = (
     "{{ bos_token if bos_token is defined and bos_token else '' }}"
     "{% for message in messages %}"
@@ -41,139 +50,118 @@ PLAIN_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""For tokenizers without a chat template; the trained model should be given it. With `</s>` as the
-end-of-text token, and after the beginning-of-text token where there is one:
-
-    User: What is the capital of France?
-
-    Assistant: Paris.</s>
-"""
 
 TEMPLATE_DATE = datetime.datetime(2025, 1, 1)
-DATE_CODES = {f"%{code}": TEMPLATE_DATE.strftime(f"%{code}") for code in "aAbBdHIjmMpSyY"}
-DATE_CODES |= {"%-d": "1", "%-m": "1"}
+DATE_CODES = [f"%{code}" for code in (*"aAbBdHIjmMpSyY", "-d", "-m")]
 FIXED_DATE = (  # before a template, in place of the function of this name that knows the day
     "{%- macro strftime_now(format) -%}{{ format"
-    + "".join(f" | replace('{code}', '{text}')" for code, text in DATE_CODES.items())
+    + "".join(f" | replace('{code}', '{TEMPLATE_DATE.strftime(code)}')" for code in DATE_CODES)
     + " }}{%- endmacro -%}"
 )
+EXPECTED = 'Expected a list of messages such as {"role": "user", "content": "..."}.'
+EMPTY, UNANSWERED = "empty", "with no answer within the maximum length"  # why one is left out
 SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of messages with "from"
 
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """One example."""
-
-    ids: list[int]
-    answers: bytes | None = None  # for each token, whether it is learnt; None: all are
-    types: list[int] | None = None
-    full_length: int | None = None  # if it is truncated already
-    has_label: bool = False
+VALUE = r"\d{1,4000}"  # of a text that Python makes a number of
+Class = int | str
+LABELS_ARE = {
+    "regression": "a finite number, as the task is regression",
+    "classification": "a class: an integer from 0 on, or a text; or another task, as regression",
+}
 
 
 class Encoder(ABC):
-    """Makes examples of one task from records."""
+    """Makes examples of one task from records, and lays them end to end."""
 
     def __init__(
-        self, tokenizer: Any, columns: Mapping[str, str], *, labels: RowLabels | None = None
+        self, tokenizer: Any, columns: Mapping[str, str], labels: Labels, max_length: int | None
     ) -> None:
-        self._tokenizer = tokenizer
-        self.columns = columns
-        self.labels = labels
-        self.num_empty = 0
+        self._tokenizer, self._max_length = tokenizer, max_length
+        self.columns, self.labels = columns, labels
+        self.ids = array("i")
+        self.offsets = array("q", [0])
+        self.full_lengths = array("q")  # before truncation
+        self.answers = bytearray()  # for each token, whether it is learnt; empty: all are
+        self.types = bytearray()
+        self.left_out = dict.fromkeys((EMPTY, UNANSWERED), 0)
 
     @abstractmethod
-    def encode(self, block: list[Record]) -> Iterator[Encoded]:
-        """The examples of some records; records without text or answer are counted.
+    def encode(self, block: list[Record]) -> None:
+        """Append the examples of some records; records without text or answer are counted.
 
         Raises:
             DataError: a record is not as expected.
         """
 
+    def _append(self, ids: list[int], *, answers: bytes | None = None) -> None:
+        """Append an example, truncated, unless nothing of it can be learnt."""
+        kept = ids[: self._max_length]
+        if not (len(kept) > 1 if answers is None else any(answers[1 : len(kept)])):
+            self.left_out[UNANSWERED] += 1
+            return
+        self._extend(kept, len(ids))
+        self.answers += (answers or b"")[: len(kept)]
+
+    def _extend(self, ids: list[int], full_length: int) -> None:
+        self.ids.extend(ids)
+        self.offsets.append(len(self.ids))
+        self.full_lengths.append(full_length)
+
     def _text(self, record: Record, role: str) -> str:
         """A text; empty if it is blank."""
-        value = value_of(record, self.columns[role])
-        if value is None:
-            return ""
-        if not isinstance(value, str):
-            raise DataError(
-                f"{record.place}: column {self.columns[role]!r} holds {shown(value)} "
-                f"({type(value).__name__}). Expected text."
-            )
-        return value if value.strip() else ""
+        name = self.columns[role]
+        value = record.value(name)
+        if value is not None and not isinstance(value, str):
+            kind = type(value).__name__
+            raise record.error(f"column {name!r} holds {shown(value)} ({kind}). Expected text.")
+        return value if value and value.strip() else ""
 
-    def _tokens(self, texts: list[str], *, special: bool) -> list[list[int]]:
-        if not texts:
-            return []
-        found = self._tokenizer(
-            texts,
-            add_special_tokens=special,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        return list(found["input_ids"])
+    def _tokenized(self, *texts: list[str], **settings: Any) -> Any:
+        if not any(texts):
+            return {"input_ids": []}
+        return self._tokenizer(*texts, return_attention_mask=False, verbose=False, **settings)
 
 
 @final
 class Documents(Encoder):
     """Texts, each with the end-of-text token after it."""
 
-    def __init__(self, tokenizer: Any, columns: Mapping[str, str]) -> None:
-        super().__init__(tokenizer, columns)
-        self._end: int | None = tokenizer.eos_token_id
-        if self._end is None:
-            warnings.warn(
-                "the tokenizer has no end-of-text token (eos_token), so documents end without one "
-                "and the model will not learn where to stop.",
-                stacklevel=4,
-            )
-
     @override
-    def encode(self, block: list[Record]) -> Iterator[Encoded]:
+    def encode(self, block: list[Record]) -> None:
+        end = self._tokenizer.eos_token_id
         texts = [text for record in block if (text := self._text(record, "text"))]
-        self.num_empty += len(block) - len(texts)
-        for ids in self._tokens(texts, special=True):
-            if self._end is not None and ids[-1:] != [self._end]:
-                ids.append(self._end)
-            yield Encoded(ids)
+        self.left_out[EMPTY] += len(block) - len(texts)
+        for ids in self._tokenized(texts, return_token_type_ids=False)["input_ids"]:
+            ends = end is None or ids[-1:] == [end]
+            self._append(ids if ends else [*ids, end])
 
 
 @final
 class Conversations(Encoder):
     """Answers, after what they answer to ([Note: chat])."""
 
-    def __init__(self, tokenizer: Any, columns: Mapping[str, str], *, template: str | None) -> None:
-        super().__init__(tokenizer, columns)
-        own = tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN_TEMPLATE
-        self._template = template or own
-        if "strftime_now" in self._template:
-            self._template = FIXED_DATE + self._template
-        self._closing = set(tokenizer.all_special_ids) | {
-            number for number, token in tokenizer.added_tokens_decoder.items() if token.special
-        }
-
     @override
-    def encode(self, block: list[Record]) -> Iterator[Encoded]:
-        chains: list[list[str]] = []
-        for record in block:
-            found = self._chains(record)
-            self.num_empty += not found
-            chains += found
-        tokens = iter(self._tokens([text for chain in chains for text in chain], special=False))
+    def encode(self, block: list[Record]) -> None:
+        found = [self._chains(record) for record in block]
+        self.left_out[EMPTY] += found.count([])
+        chains = [chain for one in found for chain in one]
+        tokens = iter(self._tokens([text for chain in chains for text in chain]))
         for chain in chains:
-            yield self._join(chain, [next(tokens) for _ in chain])
+            self._join(chain, [next(tokens) for _ in chain])
 
-    def _join(self, chain: list[str], tokens: list[list[int]]) -> Encoded:
+    def _tokens(self, texts: list[str]) -> list[list[int]]:
+        settings = {"add_special_tokens": False, "return_token_type_ids": False}
+        return list(self._tokenized(texts, **settings)["input_ids"])
+
+    def _join(self, chain: list[str], tokens: list[list[int]]) -> None:
         """Lay what each text of a chain adds end to end: prompt, answer, prompt, answer, ..."""
         ids: list[int] = []
         answers = bytearray()
         text_before, before = "", list[int]()
         for index, (text, whole) in enumerate(zip(chain, tokens, strict=True)):
-            if whole[: len(before)] == before:
-                added = whole[len(before) :]
-            else:
-                added = self._tokens([text.removeprefix(text_before)], special=False)[0]
+            added = whole[len(before) :]
+            if whole[: len(before)] != before:
+                (added,) = self._tokens([text.removeprefix(text_before)])
             ids += added
             answers += bytes([index % 2]) * len(added)
             text_before, before = text, whole
@@ -181,7 +169,19 @@ class Conversations(Encoder):
         if end is not None and ids[-1:] and ids[-1] not in self._closing:
             ids.append(end)
             answers.append(1)
-        return Encoded(ids, bytes(answers))
+        self._append(ids, answers=bytes(answers))
+
+    @cached_property
+    def _template(self) -> str:
+        tokenizer = self._tokenizer
+        found = tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN_TEMPLATE
+        return FIXED_DATE + found if "strftime_now" in found else str(found)
+
+    @cached_property
+    def _closing(self) -> set[int]:
+        added = self._tokenizer.added_tokens_decoder.items()
+        special = {number for number, token in added if token.special}
+        return special.union(self._tokenizer.all_special_ids)
 
     def _chains(self, record: Record) -> list[list[str]]:
         """Texts that grow: up to the first answer, with it, up to the second, with it, ...
@@ -189,111 +189,74 @@ class Conversations(Encoder):
         One such chain, or one for each answer; none if there is no answer.
         """
         messages = self._messages(record)
-        answered = [
-            index
-            for index, message in enumerate(messages)
-            if index > 0 and message["role"] == "assistant"
-        ]
-        if not any(_says_anything(messages[index]) for index in answered):
+        answers = [i for i, one in enumerate(messages) if i > 0 and one["role"] == "assistant"]
+        if not any(_says_anything(messages[index]) for index in answers):
             return []
-        turns = [self._turn(record, messages, index) for index in answered]
+        turns = [self._turn(record, messages, index) for index in answers]
         chain = [text for turn in turns for text in turn]
-        if all(text.startswith(one) for one, text in itertools.pairwise(chain)):
-            return [chain]
-        return [list(turn) for turn in turns]
+        grows = all(text.startswith(one) for one, text in itertools.pairwise(chain))
+        return [chain] if grows else turns
 
-    def _turn(self, record: Record, messages: list[dict[str, Any]], index: int) -> tuple[str, str]:
+    def _turn(self, record: Record, messages: list[dict[str, Any]], index: int) -> list[str]:
         """The text up to an answer, and with it."""
-        asked = self._render(record, messages[:index], ask=True)
+        before = messages[:index]
+        asked = self._render(record, before, ask=True)
         whole = self._render(record, messages[: index + 1], ask=False)
         prompt = _common_beginning(asked, whole)
-        if prompt != asked and not prompt.startswith(
-            self._render(record, messages[:index], ask=False)
-        ):
-            raise DataError(
-                f"{record.place}: the chat template writes what is before an answer in another way "
-                f"once the answer is there: {shown(asked[len(prompt) :])} becomes "
-                f"{shown(whole[len(prompt) :])}. So it cannot be told what the answer is. Give "
-                "another template."
+        if prompt != asked and not prompt.startswith(self._render(record, before, ask=False)):
+            raise record.error(
+                "the chat template writes what is before an answer in another way once the answer "
+                f"is there: {shown(asked[len(prompt) :])} becomes {shown(whole[len(prompt) :])}. "
+                "So it cannot be told what the answer is. Give another template."
             )
-        return prompt, max(whole.rstrip(), prompt, key=len)
+        return [prompt, max(whole.rstrip(), prompt, key=len)]
 
     def _render(self, record: Record, messages: list[dict[str, Any]], *, ask: bool) -> str:
+        settings = {"chat_template": self._template, "add_generation_prompt": ask}
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages,
-                    chat_template=self._template,
-                    tokenize=False,
-                    add_generation_prompt=ask,
-                )
-            )
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **settings))
         except Exception as error:  # templates raise what they like
-            raise DataError(
-                f"{record.place}: the chat template refuses the messages (of "
-                f"{', '.join(message['role'] for message in messages)}): {error}"
-            ) from error
+            roles = ", ".join(message["role"] for message in messages)
+            what = f"the chat template refuses the messages (of {roles}): {error}"
+            raise record.error(what) from error
 
     def _messages(self, record: Record) -> list[dict[str, Any]]:
         if "messages" not in self.columns:
-            return self._question_and_answer(record)
-        value = value_of(record, self.columns["messages"])
+            prompt, answer = self._text(record, "prompt"), self._text(record, "completion")
+            if self.columns.get("input") in record.values:
+                about = self._text(record, "input")
+                prompt = f"{prompt}\n\n{about}" if about else prompt
+            return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        name = self.columns["messages"]
+        value = record.value(name)
         if not isinstance(value, list | tuple) or not all(isinstance(m, Mapping) for m in value):
-            raise DataError(
-                f"{record.place}: column {self.columns['messages']!r} holds {shown(value)}. "
-                'Expected a list of messages such as {"role": "user", "content": "..."}.'
-            )
+            raise record.error(f"column {name!r} holds {shown(value)}. {EXPECTED}")
         return [_message(record, number, dict(one)) for number, one in enumerate(value, 1)]
-
-    def _question_and_answer(self, record: Record) -> list[dict[str, Any]]:
-        prompt, answer = self._text(record, "prompt"), self._text(record, "completion")
-        if "input" in self.columns and self.columns["input"] in record.values:
-            about = self._text(record, "input")
-            prompt = f"{prompt}\n\n{about}" if about else prompt
-        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
 @final
 class Sentences(Encoder):
     """A text or two, with a label."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        columns: Mapping[str, str],
-        *,
-        labels: RowLabels,
-        max_length: int | None,
-    ) -> None:
-        super().__init__(tokenizer, columns, labels=labels)
-        self._row_labels = labels
-        self._max_length = max_length
-
     @override
-    def encode(self, block: list[Record]) -> Iterator[Encoded]:
-        texts: list[tuple[str, ...]] = []
+    def encode(self, block: list[Record]) -> None:
+        roles = [role for role in ("text", "pair") if role in self.columns]
+        texts: list[list[str]] = []
         for record in block:
-            sentences = tuple(
-                self._text(record, role) for role in ("text", "pair") if role in self.columns
-            )
+            sentences = [self._text(record, role) for role in roles]
             if any(sentences):
                 texts.append(sentences)
-                self._row_labels.add(value_of(record, self.columns["label"]), record)
-            else:
-                self.num_empty += 1
-        if not texts:
-            return
-        found = self._together(texts)
-        lengths = [len(ids) for ids in found["input_ids"]]
-        if self._max_length is not None and max(lengths) > self._max_length:
-            found = self._together(texts, truncation=True, max_length=self._max_length)
-        types = found.get("token_type_ids") or [None] * len(texts)
-        for ids, one, length in zip(found["input_ids"], types, lengths, strict=True):
-            yield Encoded(ids, types=one, full_length=length, has_label=True)
-
-    def _together(self, texts: list[tuple[str, ...]], **settings: Any) -> Any:
+                self.labels.add(record.value(self.columns["label"]), record)
+        self.left_out[EMPTY] += len(block) - len(texts)
         sides = [list(side) for side in zip(*texts, strict=True)]
-        return self._tokenizer(*sides, return_attention_mask=False, verbose=False, **settings)
+        found = self._tokenized(*sides)
+        lengths = [len(ids) for ids in found["input_ids"]]
+        if self._max_length is not None and max(lengths, default=0) > self._max_length:
+            found = self._tokenized(*sides, truncation=True, max_length=self._max_length)
+        for ids, length in zip(found["input_ids"], lengths, strict=True):
+            self._extend(ids, length)
+        for types in found.get("token_type_ids", ()):
+            self.types += bytes(types)
 
 
 def _message(record: Record, number: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -302,10 +265,7 @@ def _message(record: Record, number: int, message: dict[str, Any]) -> dict[str, 
         speaker = message["from"]
         return {"role": SPEAKERS.get(speaker, speaker), "content": message.get("value")}
     if not isinstance(message.get("role"), str):
-        raise DataError(
-            f"{record.place}: message {number} has no role; found {listed(list(message))}. "
-            'Expected {"role": "user", "content": "..."}.'
-        )
+        raise record.error(f"message {number} has no role; found {listed(message)}. {EXPECTED}")
     return message
 
 
@@ -318,3 +278,80 @@ def _says_anything(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
     said = content.strip() if isinstance(content, str) else content
     return bool(said) or bool(message.get("tool_calls"))
+
+
+# --------------------------------------------------------------------------------------------------
+# Labels
+
+
+@final
+class Labels:
+    """Collects labels, and makes them numbers.
+
+    Classes are integers from 0 on; or texts, which are numbered in their order (by value, if
+    digits).
+    """
+
+    def __init__(self, task: str, known: Iterable[Class]) -> None:
+        """Begin with none; `known` are the classes of training, if these are of other data."""
+        self._task = task
+        self._known = {label: number for number, label in enumerate(known)}
+        self._labels: list[Any] = []
+
+    def add(self, value: Any, record: Record) -> None:
+        """The label of the next example.
+
+        Raises:
+            DataError: it is none, or not like the others.
+        """
+        label = _number(value) if self._task == "regression" else _class(value)
+        if label is None:
+            raise record.error(f"the label is {shown(value)}. Expected {LABELS_ARE[self._task]}.")
+        if type(label) is not type(next(iter(self._labels), label)):
+            kind = "integers" if isinstance(label, str) else "texts"
+            raise record.error(f"the label is {shown(value)}, but the labels before are {kind}.")
+        if self._known and label not in self._known:
+            near = did_you_mean(label, map(str, self._known)) if isinstance(label, str) else ""
+            raise record.error(
+                f"the label {label!r} is not among those of the training data: "
+                f"{listed(self._known)}.{near}"
+            )
+        self._labels.append(label)
+
+    def finish(self) -> tuple[Tensor, list[Class]]:
+        """All labels as numbers, and the classes in their order; for regression, these are none.
+
+        Raises:
+            DataError: together they make no sense.
+        """
+        if self._task == "regression":
+            return torch.tensor(self._labels, dtype=torch.float32), []
+        classes = [*self._known] or _in_order([*dict.fromkeys(self._labels)])
+        if len(classes) < 2:
+            raise DataError(f"all labels are {listed(classes)}. Expected at least two classes.")
+        numbers = {label: number for number, label in enumerate(classes)}
+        return torch.tensor([numbers[label] for label in self._labels]), classes
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _class(value: Any) -> Class | None:
+    if isinstance(value, str) and value.strip():
+        return sys.intern(value.strip())  # one text for all rows of a class
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return int(value) if is_whole and value >= 0 else None
+
+
+def _in_order(classes: list[Any]) -> list[Class]:
+    have_value = all(re.fullmatch(VALUE, str(one)) for one in classes)
+    found = sorted(classes, key=int) if have_value else sorted(classes)
+    if isinstance(found[0], int) and found != list(range(len(found))):
+        what = f"the labels are {listed(found)}. Expected integers from 0 on, each at least once"
+        raise DataError(f"{what}, or texts. Number them so, or write them as texts.")
+    return found

@@ -7,7 +7,10 @@
 | classification | a text or two, and a class | the class |
 | regression | a text or two, and a number | the number |
 
-How columns are found is said in columns.py, how conversations become tokens in encoding.py.
+A task has roles: the text, its label, the prompt, the answer to it. Which column plays which role
+is found by the names that are usual for it, in the first record, unless it is named. Once the text
+is named, a pair is used only if it is named too; so with prompt and input. How conversations become
+tokens is said in encoding.py.
 
 Millions of examples are cheap: all ids are in one flat int32 tensor, with one offset for each
 example; what is learnt is one flag for each token, and absent where that is every token.
@@ -16,100 +19,75 @@ example; what is learnt is one flag for each token, and absent where that is eve
 from __future__ import annotations
 
 import hashlib
-from array import array
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from l2l.train.data.columns import ROLES, Columns, find_columns
-from l2l.train.data.encoding import Conversations, Documents, Encoded, Encoder, Sentences
-from l2l.train.data.labels import Classes, ClassLabels, NumberLabels
-from l2l.train.data.reading import DataError, Record, did_you_mean
+from l2l.train.data.encoding import Conversations, Documents, Encoder, Labels, Sentences
+from l2l.train.data.reading import DataError, Record, listed
 
-TASKS = tuple(ROLES)
+Task = Literal["causal", "instruct", "classification", "regression"]
+ROLES: Mapping[Task, tuple[str, ...]] = {
+    "causal": ("text",),
+    "instruct": ("messages", "prompt", "input", "completion"),
+    "classification": ("text", "pair", "label"),
+    "regression": ("text", "pair", "label"),
+}
+
+TEXTS = ("text", "content", "document")
+MESSAGES = ("messages", "conversations", "conversation")
+PROMPTS = ("prompt", "instruction", "question", "query", "input")
+COMPLETIONS = ("completion", "output", "response", "answer")
+INPUTS = {"instruction": "input"}  # what such a prompt is about, where it is there and not blank
+PAIRS = {  # what goes with such a text, if it is there
+    "sentence1": "sentence2",
+    "premise": "hypothesis",
+    "question1": "question2",
+    "text1": "text2",
+    "text": "text_pair",
+    "question": "sentence",
+}
+SENTENCES = (*PAIRS, "sentence")
+LABELS = ("label", "labels", "score", "target", "class")
+
 BLOCK_RECORDS = 1000  # tokenized at once, by as many threads as the tokenizer uses
 BLOCK_CHARACTERS = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What is made of records."""
+    """What is made of records.
 
-    task: str = "causal"
-    columns: Columns = field(default_factory=Columns)
+    Attributes:
+        task: what is learnt of them.
+        columns: role -> name of its column, for those that are not to be found by usual names.
+        max_length: longer examples lose their last tokens, longer pairs those of the longer text.
+            None: nothing is lost; `Batches` cuts long documents into parts, best for causal.
+    """
+
+    task: Task = "causal"
+    columns: Mapping[str, str] = field(default_factory=dict)
     max_length: int | None = None
-    """Longer examples lose their last tokens, longer pairs those of the longer text. None: nothing
-    is lost; `Batches` cuts long documents into parts, which is best for causal."""
-    template: str | None = None
-    """A chat template instead of the tokenizer's own."""
 
     def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise ValueError(
-                f"task={self.task!r} is not known. Expected one of {', '.join(TASKS)}."
-                f"{did_you_mean(self.task, TASKS)}"
-            )
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length={self.max_length}; expected at least 2 tokens, or None.")
-        if self.template is not None and self.task != "instruct":
-            raise ValueError(
-                f"a template is given, but task {self.task!r} uses none. Leave it out, or say task "
-                "'instruct'."
-            )
-        self.columns.check(self.task)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
-    """What was read, in numbers. Print it."""
-
-    num_records: int
-    num_examples: int
-    num_tokens: int
-    num_answer_tokens: int | None
-    """Tokens that are learnt; None where rows have labels."""
-    num_truncated: int
-    longest: int
-    """Tokens of the longest example, before it was truncated."""
-    num_empty: int
-    """Records without text, or without an answer in them."""
-    num_unanswered: int
-    """Examples left out as nothing can be learnt of them: of one token, or with the answer beyond
-    the maximum length."""
-    columns: tuple[str, ...]
-
-    @override
-    def __str__(self) -> str:
-        """A few lines for people."""
-        counts = [
-            (self.num_empty, "empty"),
-            (self.num_unanswered, "with no answer within the maximum length"),
-        ]
-        notes = [f"{number:,} {why}" for number, why in counts if number]
-        learnt = ""
-        if self.num_answer_tokens is not None:
-            share = self.num_answer_tokens / max(1, self.num_tokens)
-            learnt = f", {self.num_answer_tokens:,} of them learnt ({share:.0%})"
-        return "\n".join(
-            [
-                f"{self.num_examples:,} examples of {self.num_records:,} records (columns "
-                f"{', '.join(self.columns)})"
-                + (f"; left out: {', '.join(notes)}" if notes else ""),
-                f"{self.num_tokens:,} tokens{learnt}",
-                f"the longest has {self.longest:,} tokens; "
-                + (f"{self.num_truncated:,} truncated" if self.num_truncated else "none truncated"),
-            ]
-        )
+        roles, task = ROLES[self.task], f"task {self.task!r}"
+        if "messages" in roles and "messages" in self.columns:
+            roles, task = ("messages",), f"{task} with messages"
+        others = [role for role in self.columns if role not in roles]
+        if others:
+            what = f"columns name the {others[0]}, which {task} does not use"
+            raise ValueError(f"{what}. Expected {', '.join(roles)}.")
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Examples:
-    """Tokenized examples, in few flat tensors."""
+    """Tokenized examples, in few flat tensors. Print it."""
 
     task: str
     ids: Tensor  # [tokens], int32
@@ -122,8 +100,7 @@ class Examples:
     label_names: tuple[str, ...] = ()  # of classes, in the order of their numbers, if texts
     columns: Mapping[str, str] = field(default_factory=dict)  # by role
     num_records: int = 0
-    num_empty: int = 0
-    num_unanswered: int = 0
+    left_out: Mapping[str, int] = field(default_factory=dict)  # why -> how many
 
     def __len__(self) -> int:
         return self.offsets.numel() - 1
@@ -133,23 +110,22 @@ class Examples:
         """Tokens of each example."""
         return self.offsets.diff()
 
-    @property
-    def statistics(self) -> Statistics:
-        """What was read, in numbers."""
-        lengths = self.lengths
-        learnt = int((lengths - 1).sum()) if self.targets is None else None
+    @override
+    def __str__(self) -> str:
+        """What was read, in numbers: a few lines for people."""
+        notes = ", ".join(f"{number:,} {why}" for why, number in self.left_out.items() if number)
+        number, learnt = self.ids.numel(), self.ids.numel() - len(self)
         if self.answers is not None:
             learnt = int(self.answers.sum() - self.answers[self.offsets[:-1]].sum())
-        return Statistics(
-            num_records=self.num_records,
-            num_examples=len(self),
-            num_tokens=self.ids.numel(),
-            num_answer_tokens=learnt,
-            num_truncated=int((self.full_lengths > lengths).sum()),
-            longest=int(self.full_lengths.max()),
-            num_empty=self.num_empty,
-            num_unanswered=self.num_unanswered,
-            columns=tuple(self.columns.values()),
+        share = f", {learnt:,} of them learnt ({learnt / max(1, number):.0%})"
+        share = share if self.targets is None else ""
+        truncated = int((self.full_lengths > self.lengths).sum())
+        return (
+            f"{len(self):,} examples of {self.num_records:,} records (columns "
+            f"{', '.join(self.columns.values())}){notes and f'; left out: {notes}'}\n"
+            f"{number:,} tokens{share}\n"
+            f"the longest has {int(self.full_lengths.max()):,} tokens; "
+            f"{f'{truncated:,}' if truncated else 'none'} truncated"
         )
 
     def numbered_as(self, names: Sequence[str]) -> Examples:
@@ -174,8 +150,7 @@ class Examples:
             token_types=None if self.token_types is None else self.token_types[tokens],
             targets=None if self.targets is None else self.targets[indices],
             num_records=indices.numel(),
-            num_empty=0,
-            num_unanswered=0,
+            left_out={},
         )
 
     def hold_out(self, number: int, *, seed: int = 0) -> tuple[Examples, Examples]:
@@ -185,10 +160,8 @@ class Examples:
             ValueError: there are not so many.
         """
         if not 0 < number < len(self):
-            raise ValueError(
-                f"{number} of {len(self)} examples cannot be held out. Expected 1 to "
-                f"{len(self) - 1}."
-            )
+            most = len(self) - 1
+            raise ValueError(f"{number} of {most + 1} examples cannot be held out; at most {most}.")
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return self.take(order[number:].sort().values), self.take(order[:number].sort().values)
 
@@ -196,20 +169,15 @@ class Examples:
         """A short text that differs if anything differs that a model is trained on."""
         digest = hashlib.sha256(f"{self.task} {self.num_labels} {self.label_names}".encode())
         for tensor in (self.ids, self.offsets, self.answers, self.token_types, self.targets):
-            if tensor is None:
-                digest.update(b"none")
-            else:
-                digest.update(f"{tensor.dtype} {tensor.numel()} ".encode())
+            kind = "none" if tensor is None else f"{tensor.dtype} {tensor.numel()} "
+            digest.update(kind.encode())
+            if tensor is not None:
                 digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()[:16]
 
 
 def make_examples(
-    records: Iterable[Record],
-    *,
-    tokenizer: Any,
-    form: Form,
-    like: Examples | None = None,
+    records: Iterable[Record], *, tokenizer: Any, form: Form, like: Examples | None = None
 ) -> Examples:
     """Tokenize records.
 
@@ -223,64 +191,34 @@ def make_examples(
         DataError: a record is not as expected, with its file and line; or nothing is left.
     """
     encoder: Encoder | None = None
-    flat = _Flat()
     num_records = 0
     for block in _blocks(records):
         encoder = encoder or _encoder(block[0], tokenizer=tokenizer, form=form, like=like)
         num_records += len(block)
-        for encoded in encoder.encode(block):
-            flat.add(encoded, max_length=form.max_length)
+        encoder.encode(block)
     if encoder is None:
         raise DataError("there are no records. Expected at least one.")
-    if not flat.ends:
-        raise DataError(
-            f"none of {num_records:,} records is left: {encoder.num_empty:,} are empty, and "
-            f"{flat.num_unanswered:,} have no answer within the maximum length of "
-            f"{form.max_length} (columns {', '.join(encoder.columns.values())})."
-        )
-    targets, classes = encoder.labels.finish() if encoder.labels else (None, None)
+    if not encoder.full_lengths:
+        notes = ", ".join(f"{number:,} {why}" for why, number in encoder.left_out.items())
+        what = f"none of {num_records:,} records is left: {notes} of {form.max_length}"
+        raise DataError(f"{what} (columns {', '.join(encoder.columns.values())}).")
+    has_labels = "label" in encoder.columns
+    targets, classes = encoder.labels.finish() if has_labels else (None, [])
+    answers, types = encoder.answers, encoder.types
     return Examples(
         task=form.task,
-        ids=torch.frombuffer(flat.ids, dtype=torch.int32),
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(flat.ends)]),
-        full_lengths=torch.tensor(flat.full_lengths),
-        answers=torch.frombuffer(flat.answers, dtype=torch.bool) if flat.answers else None,
-        token_types=torch.frombuffer(flat.types, dtype=torch.uint8) if flat.types else None,
+        ids=torch.frombuffer(encoder.ids, dtype=torch.int32),
+        offsets=torch.tensor(encoder.offsets),
+        full_lengths=torch.tensor(encoder.full_lengths),
+        answers=torch.frombuffer(answers, dtype=torch.bool) if answers else None,
+        token_types=torch.frombuffer(types, dtype=torch.uint8) if types else None,
         targets=targets,
-        num_labels=classes.number if classes else None,
-        label_names=classes.names if classes else (),
+        num_labels=max(1, len(classes)) if has_labels else None,
+        label_names=tuple(one for one in classes if isinstance(one, str)),
         columns=encoder.columns,
         num_records=num_records,
-        num_empty=encoder.num_empty,
-        num_unanswered=flat.num_unanswered,
+        left_out=encoder.left_out,
     )
-
-
-@final
-class _Flat:
-    """Examples laid end to end."""
-
-    def __init__(self) -> None:
-        self.ids = array("i")
-        self.ends = array("q")
-        self.full_lengths = array("q")
-        self.answers = bytearray()
-        self.types = bytearray()
-        self.num_unanswered = 0
-
-    def add(self, encoded: Encoded, *, max_length: int | None) -> None:
-        """Append an example, truncated, unless nothing of it can be learnt."""
-        ids = encoded.ids[:max_length]
-        answers = None if encoded.answers is None else encoded.answers[: len(ids)]
-        learns = len(ids) > 1 if answers is None else any(answers[1:])
-        if not learns and not encoded.has_label:
-            self.num_unanswered += 1
-            return
-        self.ids.extend(ids)
-        self.ends.append(len(self.ids))
-        self.full_lengths.append(encoded.full_length or len(encoded.ids))
-        self.answers += answers or b""
-        self.types += bytes(encoded.types or ())
 
 
 def _blocks(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -297,11 +235,54 @@ def _blocks(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def _encoder(first: Record, *, tokenizer: Any, form: Form, like: Examples | None) -> Encoder:
-    columns = find_columns(first, task=form.task, columns=form.columns)
+    if form.task == "causal" and tokenizer.eos_token_id is None:
+        warnings.warn(
+            "the tokenizer has no end-of-text token (eos_token), so documents end without one and "
+            "the model will not learn where to stop.",
+            stacklevel=3,
+        )
+    known: Iterable[int | str] = ()
+    if like is not None and form.task == "classification":
+        known = like.label_names or range(like.num_labels or 0)
+    kinds = {"causal": Documents, "instruct": Conversations}
+    kind = kinds.get(form.task, Sentences)
+    return kind(tokenizer, _find_columns(first, form), Labels(form.task, known), form.max_length)
+
+
+# --------------------------------------------------------------------------------------------------
+# Columns
+
+
+def _find_columns(record: Record, form: Form) -> dict[str, str]:
+    """The column of each role, in the order in which they are used.
+
+    Raises:
+        DataError: there is none for a role that needs one.
+    """
+    named, there = form.columns, record.values
+    for role, name in named.items():
+        if role != "input":  # which single records may lack
+            record.value(name)
+
+    def find(role: str, usual: Sequence[str]) -> str:
+        found = named.get(role) or next((name for name in usual if name in there), None)
+        if found is None:
+            what = f"there is no column for the {role}. Found {listed(there)}; looked for"
+            advice = f"Say which column it is ({role} = 'NAME' under [columns] of a TOML file)"
+            raise record.error(f"{what} {listed(usual)}. {advice}, or name another task.")
+        return found
+
     if form.task == "causal":
-        return Documents(tokenizer, columns)
+        return {"text": find("text", TEXTS)}
     if form.task == "instruct":
-        return Conversations(tokenizer, columns, template=form.template)
-    classes = Classes(like.num_labels or 0, like.label_names) if like is not None else None
-    labels = NumberLabels() if form.task == "regression" else ClassLabels(classes)
-    return Sentences(tokenizer, columns, labels=labels, max_length=form.max_length)
+        if "messages" in named or (not named and any(name in there for name in MESSAGES)):
+            return {"messages": find("messages", MESSAGES)}
+        prompt = find("prompt", PROMPTS)
+        about = named.get("input") or (None if "prompt" in named else INPUTS.get(prompt))
+        middle = {"input": about} if about else {}
+        return {"prompt": prompt, **middle, "completion": find("completion", COMPLETIONS)}
+    text = find("text", SENTENCES)
+    pair = named.get("pair")
+    if pair is None and "text" not in named and PAIRS.get(text) in there:
+        pair = PAIRS[text]
+    return {"text": text, **({"pair": pair} if pair else {}), "label": find("label", LABELS)}

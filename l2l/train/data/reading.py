@@ -25,20 +25,14 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 DocumentsEnd = Literal["blank lines", "line", "file"]
-DOCUMENTS = get_args(DocumentsEnd)
 HUB_NAME = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@([\w.-]+))?(?::(.+))?")
-LIBRARY_READS = {  # suffix -> what `datasets` calls it, and its settings
-    ".parquet": ("parquet", {}),
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
-    ".json": ("json", {}),
-    ".arrow": ("arrow", {}),
-}
-WE_READ = (".txt", ".jsonl")
+SUFFIXES = (".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".json", ".arrow")
+EXPECTED = f"Expected a name that ends in {', '.join(SUFFIXES)}, or in one of these and .gz."
 SHOWN = 60  # characters of a value in an error
 LISTED = 12
 LONE = re.compile(r"\\u[dD][89a-fA-F]")  # what may be the half of a character
@@ -53,18 +47,26 @@ class Record:
     """One record and where it was found."""
 
     values: Mapping[str, Any]
-    source: str
-    line: int
-    unit: str = "line"  # what `line` counts
+    place: str  # for errors: `train.jsonl, line 3`
 
-    @property
-    def place(self) -> str:
-        """For errors: `train.jsonl, line 3`."""
-        return f"{self.source}, {self.unit} {self.line}"
+    def error(self, what: str) -> DataError:
+        """What is wrong with it, and its place."""
+        return DataError(f"{self.place}: {what}")
+
+    def value(self, column: str) -> Any:
+        """What is in a column.
+
+        Raises:
+            DataError: there is no such column.
+        """
+        if column not in self.values:
+            near = did_you_mean(column, self.values)
+            raise self.error(f"there is no column {column!r}. Found {listed(self.values)}.{near}")
+        return self.values[column]
 
 
 def read_records(
-    sources: str | Path | Sequence[str | Path], *, documents: str = "blank lines"
+    sources: str | Path | Sequence[str | Path], *, documents: DocumentsEnd = "blank lines"
 ) -> Iterator[Record]:
     """Records of files, folders of files, or datasets of the Hub, in order.
 
@@ -77,25 +79,18 @@ def read_records(
 
     Raises:
         DataError: a source is not there or cannot be read; also while reading.
-        ValueError: `documents` is not known.
     """
-    if documents not in DOCUMENTS:
-        raise ValueError(
-            f"documents={documents!r} is not known. Expected one of {', '.join(DOCUMENTS)}."
-            f"{did_you_mean(documents, DOCUMENTS)}"
-        )
-    listed = [sources] if isinstance(sources, str | Path) else list(sources)
-    if not listed:
+    named = [sources] if isinstance(sources, str | Path) else list(sources)
+    if not named:
         raise DataError("no data were named. Expected a file, a folder, or several.")
-    readers = [reader for source in listed for reader in _readers(source, documents)]
-    return (record for reader in readers for record in reader())
+    files = [file for source in named for file in _files(source, documents)]
+    return (record for name, records in files for record in _filled(name, records))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A sentence for an error about an unknown name; empty if nothing is like it."""
-    names = list(known)
-    close = (difflib.get_close_matches(one, names, n=1) for one in (word, word.replace("-", "_")))
-    return next((f" Did you mean {one[0]}?" for one in close if one), "")
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {close[0]}?" if close else ""
 
 
 def shown(value: Any) -> str:
@@ -104,101 +99,88 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
-def listed(values: Sequence[Any]) -> str:
+def listed(values: Iterable[Any]) -> str:
     """Values in an error: the first of them."""
-    texts = [repr(value) for value in values[:LISTED]]
-    return ", ".join([*texts, "..."] if len(values) > LISTED else texts) or "none"
+    texts = [repr(value) for value in values]
+    return ", ".join([*texts[:LISTED], "..."] if len(texts) > LISTED else texts) or "none"
 
 
 # --------------------------------------------------------------------------------------------------
 # What a source stands for
 
-Reader = Callable[[], Iterator[Record]]
+File = tuple[str, Iterator[Record]]  # its name, and what is in it, not yet opened
 
 
-def _readers(source: str | Path, documents: str) -> list[Reader]:
+def _files(source: str | Path, documents: DocumentsEnd) -> list[File]:
     path = Path(source).expanduser()
-    if path.is_dir():
-        files = sorted(one for one in path.iterdir() if one.is_file() and _kind(one))
-        if not files:
-            others = sorted(one.name for one in path.iterdir())[:5]
-            raise DataError(
-                f"{path} has no data files; found {', '.join(others) or 'nothing'}. Expected files "
-                f"that end in {', '.join((*WE_READ, *LIBRARY_READS))}, or in these and .gz."
-            )
-        return [_reader(one, documents) for one in files]
     if path.is_file():
-        return [_reader(path, documents)]
+        return [_file(path, documents)]
+    if path.is_dir():
+        there = sorted(path.iterdir())
+        files = [_file(one, documents) for one in there if one.is_file() and _kind(one)]
+        if not files:
+            others = ", ".join(one.name for one in there[:5]) or "nothing"
+            raise DataError(f"{path} has no data files; found {others}. {EXPECTED}")
+        return files
     named = HUB_NAME.fullmatch(str(source))
     if named is None or _kind(path):
-        near = did_you_mean(path.name, [one.name for one in _beside(path)])
+        near = did_you_mean(path.name, [one.name for one in path.parent.glob("*")])
         raise DataError(f"{source} is not there.{near}")
-    library = _datasets(f"{source} is no file or folder here. A dataset of the Hub")
     name, configuration, split = named.groups()
-    return [
-        lambda: _of_library(
-            str(source),
-            lambda: library.load_dataset(
-                name, configuration, split=split or "train", streaming=True
-            ),
-        )
-    ]
+    what = f"{source} is no file or folder here. A dataset of the Hub"
+    return [_left_to_library(str(source), what, name, configuration, split=split or "train")]
 
 
-def _reader(path: Path, documents: str) -> Reader:
+def _file(path: Path, documents: DocumentsEnd) -> File:
     kind = _kind(path)
-    if kind == ".jsonl":
-        return lambda: _objects(path)
-    if kind == ".txt":
-        return lambda: _documents(path, documents)
     if kind is None:
-        raise DataError(
-            f"{path}: files like this are not known. Expected a name that ends in "
-            f"{', '.join((*WE_READ, *LIBRARY_READS))}, or in one of these and .gz."
-        )
-    library = _datasets(f"{path}: a {kind} file")
-    builder, settings = LIBRARY_READS[kind]
-    return lambda: _of_library(
-        str(path),
-        lambda: library.load_dataset(
-            builder, data_files=str(path), split="train", streaming=True, **settings
-        ),
-    )
+        raise DataError(f"{path}: files like this are not known. {EXPECTED}")
+    if kind == ".jsonl":
+        return str(path), _objects(path)
+    if kind == ".txt":
+        return str(path), _documents(path, documents)
+    builder, settings = ("csv", {"sep": "\t"}) if kind == ".tsv" else (kind[1:], {})
+    what, settings = f"{path}: a {kind} file", {"data_files": str(path), **settings}
+    return _left_to_library(str(path), what, builder, split="train", **settings)
 
 
 def _kind(path: Path) -> str | None:
     """The suffix that says how a file is read; None if it is not known."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] == ".gz":
-        suffixes.pop()
-    kind = suffixes[-1] if suffixes else ""
-    return kind if kind in WE_READ or kind in LIBRARY_READS else None
+    plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
+    return plain.suffix.lower() if plain.suffix.lower() in SUFFIXES else None
 
 
-def _beside(path: Path) -> list[Path]:
-    return list(path.parent.iterdir()) if path.parent.is_dir() else []
-
-
-def _datasets(what: str) -> Any:
+def _left_to_library(source: str, what: str, *names: str | None, **settings: str) -> File:
     try:
-        return importlib.import_module("datasets")
+        library: Any = importlib.import_module("datasets")
     except ImportError as error:
         raise DataError(
             f"{what} is read by the datasets library, which cannot be imported ({error}). Install "
             "it with: pip install datasets. Files that end in .txt, .jsonl, .txt.gz or .jsonl.gz "
             "need nothing."
         ) from error
+    load = partial(library.load_dataset, *names, streaming=True, **settings)
+    return source, _rows(source, load)
 
 
 # --------------------------------------------------------------------------------------------------
 # Reading
 
 
+def _filled(name: str, records: Iterator[Record]) -> Iterator[Record]:
+    """The same records, of which there must be one."""
+    first = next(records, None)
+    if first is None:
+        raise DataError(f"{name}: is empty, or has blank lines only. Expected a record or more.")
+    yield first
+    yield from records
+
+
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Lines with their numbers, without what ends them.
 
     Raises:
-        DataError: the file cannot be read, is not UTF-8, or has no lines.
+        DataError: the file cannot be read, or is not UTF-8.
     """
     number = 0
     try:
@@ -213,12 +195,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}, after line {number}: cannot be read: {reason}") from error
-    if number == 0:
-        raise DataError(f"{path}: is empty. Expected at least one record.")
 
 
 def _objects(path: Path) -> Iterator[Record]:
-    found = False
     for number, line in _lines(path):
         if not line.strip():
             continue
@@ -226,62 +205,44 @@ def _objects(path: Path) -> Iterator[Record]:
             value = json.loads(line)
             if LONE.search(line):
                 json.dumps(value, ensure_ascii=False).encode()
+            problem = None if isinstance(value, dict) else f"found {shown(line)}"
         except UnicodeEncodeError as error:
-            lone = error.object[error.start]
+            lone = ord(error.object[error.start])
+            problem = f"has the half of a character, \\u{lone:04x}, in {shown(line)}"
+        except json.JSONDecodeError as error:
+            problem = f"is not JSON: {error.msg} at position {error.colno} of {shown(line)}"
+        except (ValueError, RecursionError) as error:  # a number that is too long, or brackets
+            problem = f"is not JSON: {error}, in {shown(line)}"
+        if problem:
             raise DataError(
-                f"{path}, line {number}: has the half of a character, \\u{ord(lone):04x}, in "
-                f"{shown(line)}. Expected whole characters: remove it."
-            ) from error
-        except (ValueError, RecursionError) as error:
-            where = f" at position {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            reason = getattr(error, "msg", "nested too deeply")
-            if not isinstance(error, json.JSONDecodeError | RecursionError):
-                reason = str(error)  # a number that is too long
-            raise DataError(
-                f"{path}, line {number}: is not JSON: {reason}{where} of {shown(line)}. Expected "
-                "one whole object a line."
-            ) from error
-        if not isinstance(value, dict):
-            raise DataError(
-                f"{path}, line {number}: found {shown(line)}. Expected an object such as "
+                f"{path}, line {number}: {problem}. Expected one whole object a line, such as "
                 '{"text": "..."}.'
             )
-        found = True
-        yield Record(value, str(path), number)
-    if not found:
-        raise DataError(f"{path}: has blank lines only. Expected at least one record.")
+        yield Record(value, f"{path}, line {number}")
 
 
-def _documents(path: Path, documents: str) -> Iterator[Record]:
-    found = False
+def _documents(path: Path, end: DocumentsEnd) -> Iterator[Record]:
     held: list[str] = []
-    first = 1
+    place = ""
     for number, line in _lines(path):
-        blank = not line.strip()
-        if documents == "line" or (documents == "blank lines" and blank):
-            if held:
-                yield Record({"text": "\n".join(held)}, str(path), first)
+        is_blank = not line.strip()
+        ends_here = {"blank lines": is_blank, "line": True, "file": False}[end]
+        if held and ends_here:
+            yield Record({"text": "\n".join(held)}, place)
             held = []
-        if blank and (not held or documents == "line"):
+        if is_blank and not held:
             continue
-        if not held:
-            first, found = number, True
+        place = place if held else f"{path}, line {number}"
         held.append(line)
-    if not found:
-        raise DataError(f"{path}: has blank lines only. Expected at least one document.")
     if held:
-        yield Record({"text": "\n".join(held)}, str(path), first)
+        yield Record({"text": "\n".join(held)}, place)
 
 
-def _of_library(source: str, load: Callable[[], Iterable[Mapping[str, Any]]]) -> Iterator[Record]:
+def _rows(source: str, load: Callable[[], Iterable[Mapping[str, Any]]]) -> Iterator[Record]:
     number = 0
     try:
         for number, values in enumerate(load(), 1):
-            yield Record(values, source, number, "row")
+            yield Record(values, f"{source}, row {number}")
     except Exception as error:  # whatever the library raises, for a file or a name of the user's
-        raise DataError(
-            f"{source}, after row {number}: the datasets library cannot read it: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if number == 0:
-        raise DataError(f"{source}: is empty. Expected at least one record.")
+        what = f"{source}, after row {number}: the datasets library cannot read it"
+        raise DataError(f"{what}: {type(error).__name__}: {error}") from error

@@ -12,11 +12,5 @@ task = "instruct"
 steps = 300
 """
 
-from l2l.train.settings.reading import SECTIONS as SECTIONS
-from l2l.train.settings.reading import Flag as Flag
-from l2l.train.settings.reading import Settings as Settings
-from l2l.train.settings.reading import SettingsError as SettingsError
-from l2l.train.settings.reading import help_text as help_text
-from l2l.train.settings.reading import key_of as key_of
-from l2l.train.settings.sections import LANGUAGE_TASKS as LANGUAGE_TASKS
-from l2l.train.settings.sections import ScheduleSettings as ScheduleSettings
+from l2l.train.settings.reading import SECTIONS, Flag, Settings, SettingsError, help_text, to_toml
+from l2l.train.settings.sections import LANGUAGE_TASKS, ScheduleSettings

@@ -11,15 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from torch import nn
 
 from l2l.device import parse_bytes
@@ -28,49 +20,37 @@ from l2l.parameter_server import OPTIMIZERS, Optimizer
 from l2l.train.data import DocumentsEnd, Task
 
 LANGUAGE_TASKS = ("causal", "instruct")
-SAME_RESULT = "same result"  # marks a key that may change without changing the trained weights
+SAME_RESULT = Field(json_schema_extra={"same_result": True})  # whatever it is, so are the weights
 
 
 def _size(text: str) -> str:
-    try:
-        fits = parse_bytes(text, name="size") >= 1
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError("is not a size. Expected a text like '8GiB'.")
+    if parse_bytes(text, name="size") < 1:
+        raise ValueError(f"{text!r} is no size. Expected a text like '8GiB'.")
     return text
 
 
 def _not_empty(path: Any) -> Any:
     if path == "":
-        raise ValueError("is empty")
+        raise ValueError("expected a path in quotes")
     return path
 
 
 Folder = Annotated[Path, BeforeValidator(_not_empty), Field(strict=False)]
-Sources = Annotated[
-    tuple[str, ...],
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    Field(min_length=1, strict=False),
-]
+Sources = Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
 Size = Annotated[str, AfterValidator(_size)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Probability = Annotated[float, Field(gt=0, le=1)]
-Pair = Annotated[tuple[Amount, Amount], Field(strict=False)]
+Pair = Annotated[tuple[Amount, ...], Field(min_length=2, max_length=2, strict=False)]
+LEARNING_RATES = {"adamw": 2e-5, "adamw-8bit": 2e-5, "adafactor": 1e-3, "lion": 5e-6, "sgd": 1e-3}
 
 
 class Section(BaseModel):
     """What all sections have in common."""
 
     model_config = ConfigDict(
-        frozen=True,
-        strict=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
@@ -108,17 +88,6 @@ class DataSettings(Section):
     template: str | None = None
     """A chat template, of instruct. Default: the tokenizer's own."""
 
-    @field_validator("packing")
-    @classmethod
-    def _pack_language_only(cls, packing: bool | None, info: ValidationInfo) -> bool | None:  # noqa: FBT001
-        task = info.data.get("task", "causal")
-        if packing and task not in LANGUAGE_TASKS:
-            raise ValueError(
-                f"does not go with {task}, which has one label for every row. Expected false, or a "
-                f"task of {', '.join(LANGUAGE_TASKS)}."
-            )
-        return packing
-
 
 class ColumnSettings(Section):
     """Names of the data's columns. Default: found by the names that are usual."""
@@ -155,12 +124,11 @@ class TrainingSettings(Section):
     clip_norm: Amount = 1.0
     """Clip the gradient by its global norm; 0: do not. Adafactor cannot."""
     max_bad_steps: Annotated[Natural, SAME_RESULT] = 10
-    """Give up after so many steps in a row, or half of the run if that is less, that are skipped
-    because a loss or gradient is not finite; 0: never. The search for float16's loss scale does not
-    count."""
+    """Give up after so many steps in a row, or half of the run if that is less, without a finite
+    loss or gradient; 0: never. The search for float16's loss scale does not count."""
     seed: Natural = 0
     """Of random weights, shuffling and dropout."""
-    survival: Probability = 1.0
+    survival: Annotated[float, Field(gt=0, le=1)] = 1.0
     """How probable it is that the last layer runs in a step, the others linear in depth."""
     survival_decay: Amount = 0.0
     """How fast that falls from 1, for each step; 0: it is so from the first."""
@@ -183,7 +151,7 @@ class TrainingSettings(Section):
 class OptimizerSettings(Section):
     """How weights are updated. Every optimizer takes some of these, under torch's names."""
 
-    name: Annotated[str, Field(json_schema_extra={"enum": list(OPTIMIZERS)})] = "adamw"
+    name: Literal["adamw", "adamw-8bit", "adafactor", "lion", "sgd"] = "adamw"
     """adamw, adamw-8bit (moments in 8 bits), adafactor (2 bytes a parameter), lion or sgd."""
     learning_rate: Amount = 2e-5
     """At the top of the schedule. Default: 2e-5; lion 5e-6, adafactor and sgd 1e-3."""
@@ -191,6 +159,20 @@ class OptimizerSettings(Section):
     """Default: 0.01 with adamw, else 0."""
     decay_biases_and_norms: bool = False
     """Whether weight decay is for biases and norms too, all that is not a matrix."""
+    betas: Pair | None = None
+    """adamw [0.9, 0.999], lion [0.9, 0.99]."""
+    eps: Amount | Pair | None = None
+    """adamw 1e-8, adafactor [1.2e-7, 1e-3]."""
+    momentum: Amount | None = None
+    """sgd 0."""
+    dampening: float | None = None
+    """sgd 0."""
+    nesterov: bool | None = None
+    """sgd false."""
+    beta2_decay: Annotated[float, Field(le=0)] | None = None
+    """adafactor -0.8."""
+    d: Annotated[float, Field(ge=1)] | None = None
+    """adafactor 1.0: how large a tensor's update may get."""
 
     def make(self) -> Optimizer:
         """The optimizer that these settings describe.
@@ -198,55 +180,15 @@ class OptimizerSettings(Section):
         Raises:
             ValueError: they exclude each other.
         """
-        own = self.model_dump(exclude={"name", "learning_rate", "decay_biases_and_norms"})
+        taken = taken_by(self.name)
+        own = self.model_dump(exclude_none=True, exclude={"name", "decay_biases_and_norms"})
+        for key, value in own.items():
+            if key not in taken:
+                raise ValueError(f"{key} is not for {self.name}. Expected {', '.join(taken)}.")
+            if isinstance(value, tuple) != isinstance(taken[key], tuple):
+                raise ValueError(f"{key} = {value}. Expected the like of {taken[key]}.")
         groups = None if self.decay_biases_and_norms else without_decay
-        return OPTIMIZERS[self.name](lr=self.learning_rate, **own, groups=groups)
-
-
-class AdamWSettings(OptimizerSettings):
-    """AdamW, exact or with moments in 8 bits."""
-
-    name: Literal["adamw", "adamw-8bit"] = "adamw"
-    betas: Pair = (0.9, 0.999)
-    """adamw [0.9, 0.999], lion [0.9, 0.99]."""
-    eps: Amount = 1e-8
-    """adamw 1e-8, adafactor [1.2e-7, 1e-3]."""
-
-
-class LionSettings(OptimizerSettings):
-    """Lion."""
-
-    name: Literal["lion"] = "lion"
-    learning_rate: Amount = 5e-6
-    weight_decay: Amount = 0.0
-    betas: Pair = (0.9, 0.99)
-
-
-class SGDSettings(OptimizerSettings):
-    """SGD."""
-
-    name: Literal["sgd"] = "sgd"
-    learning_rate: Amount = 1e-3
-    weight_decay: Amount = 0.0
-    momentum: Amount = 0.0
-    """sgd 0."""
-    dampening: float = 0.0
-    """sgd 0."""
-    nesterov: bool = False
-    """sgd false."""
-
-
-class AdafactorSettings(OptimizerSettings):
-    """Adafactor."""
-
-    name: Literal["adafactor"] = "adafactor"
-    learning_rate: Amount = 1e-3
-    weight_decay: Amount = 0.0
-    eps: Pair = (2.0**-23, 1e-3)
-    beta2_decay: Annotated[float, Field(le=0)] = -0.8
-    """adafactor -0.8."""
-    d: Annotated[float, Field(ge=1)] = 1.0
-    """adafactor 1.0: how large a tensor's update may get."""
+        return OPTIMIZERS[self.name](lr=own.pop("learning_rate"), **own, groups=groups)
 
 
 class ScheduleSettings(Section):
@@ -261,14 +203,10 @@ class ScheduleSettings(Section):
     minimum_ratio: Share = 0.0
     """Share of the top that linear and cosine end with."""
 
-    def warm_up(self, total: int) -> int:
-        """Steps of the warm-up in a run of `total`."""
-        steps = self.warm_up_steps
-        return min(total, round((self.warm_up_share or 0.0) * total) if steps is None else steps)
-
     def factor(self, step: int, *, total: int) -> float:
         """What the learning rate is multiplied with in a step; the first is 0."""
-        rise = self.warm_up(total)
+        share = round((self.warm_up_share or 0.0) * total)
+        rise = min(total, share if self.warm_up_steps is None else self.warm_up_steps)
         if step < rise:
             return (step + 1) / rise
         if self.shape == "constant":
@@ -291,8 +229,7 @@ class EvaluationSettings(Section):
     """When the model is evaluated, if there is data for it: also first and last."""
 
     every_steps: Annotated[Natural | None, SAME_RESULT] = None
-    """Steps between evaluations; 0: only before the first and after the last. Default: a tenth of
-    the run."""
+    """Steps between evaluations; 0: only at both ends of the run. Default: a tenth of the run."""
     rows: Annotated[Positive | None, SAME_RESULT] = None
     """Rows of a batch. Default: as in training."""
     most_batches: Annotated[Positive | None, SAME_RESULT] = None
@@ -312,9 +249,8 @@ class OutputSettings(Section):
     """What is left behind, and what is shown."""
 
     folder: Annotated[Folder, SAME_RESULT]
-    """The run folder: settings, metrics, checkpoints, the trained model. A run that finds its
-    checkpoint there goes on from it. Default: runs/ and the name of the TOML file, or of model and
-    data."""
+    """The run folder: settings, metrics, checkpoints, the trained model. A run goes on from its
+    checkpoint there. Default: runs/ and the name of the TOML file, or of model and data."""
     export: Annotated[bool, SAME_RESULT] = True
     """Write the trained model to the run folder's model/, for from_pretrained."""
     export_dtype: Annotated[Literal["bfloat16", "float32"] | None, SAME_RESULT] = None
@@ -323,6 +259,13 @@ class OutputSettings(Section):
     """Write TensorBoard events too, if tensorboard is installed."""
     every_steps: Annotated[Positive, SAME_RESULT] = 10
     """Steps between two lines of progress, where there is no terminal."""
+
+
+def taken_by(optimizer: str) -> dict[str, Any]:
+    """The settings that an optimizer takes, with its defaults."""
+    own = OPTIMIZERS[optimizer]().defaults | {"learning_rate": LEARNING_RATES[optimizer]}
+    del own["lr"]
+    return own | ({"eps": (2.0**-23, 1e-3)} if optimizer == "adafactor" else {})
 
 
 def without_decay(name: str, parameter: nn.Parameter) -> Mapping[str, Any] | None:
