@@ -38,9 +38,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """`l2l report`; returns the exit status."""
     try:
-        folder = RunFolder.around(parsed.run)
+        folder = _run_folder(parsed.run)
         settings = Settings.of_table(tomllib.loads(folder.settings_file.read_text()))
-        records = read_metrics(folder.metrics_file) if folder.metrics_file.exists() else []
+        records = read_metrics(folder.metrics_file)
         found = summarise(settings, records)
         found |= _checkpoints(folder)
         plot, failure = _plot(parsed.plot or folder.root / "loss.svg", settings, records)
@@ -52,6 +52,17 @@ def run(parsed: argparse.Namespace) -> int:
     print(f"losses: {plot or failure}")
     print(json.dumps({"run": str(folder.root), **found, "plot": plot}))
     return 0
+
+
+def _run_folder(path: Path) -> RunFolder:
+    """The run folder that a path is, or is a checkpoint of."""
+    for folder in (RunFolder(path), RunFolder(path.absolute().parent.parent)):
+        if folder.settings_file.is_file():
+            return folder
+    raise ValueError(
+        f"{path} is not a run folder, nor a checkpoint in one: there is no run.toml. Expected what "
+        "l2l train has written."
+    )
 
 
 def _plot(path: Path, settings: Settings, records: Sequence[Record]) -> tuple[str | None, str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from l2l.distributed import Alone, World
+from l2l.distributed import World
 from l2l.engine import Engine
 from l2l.train import metrics
 from l2l.train.data import num_targets
@@ -27,13 +27,12 @@ def evaluate(
     *,
     task: str,
     stopped: Callable[[], bool],
-    world: World | None = None,
+    world: World,
 ) -> dict[str, float] | None:
     """The task's metrics over batches; None if `stopped` says so on the way.
 
     Several ranks divide the rows of every batch; all of them get the metrics.
     """
-    world = world or Alone()
     loss = total = 0.0
     predictions: list[Tensor] = []
     labels: list[Tensor] = []
@@ -45,8 +44,7 @@ def evaluate(
             loss += weight * engine.evaluate(own)
         else:
             outputs, rows = engine.predict(own), len(own["labels"])
-            said = (float(outputs.loss) * rows, outputs.logits.float())
-            everybody = world.gather_facts(said)
+            everybody = world.gather_facts((float(outputs.loss) * rows, outputs.logits.float()))
             loss += weight * sum(part for part, _ in everybody) / len(batch["labels"])
             predictions += [scores for _, scores in everybody]
             labels.append(batch["labels"])
@@ -56,19 +54,15 @@ def evaluate(
         return {**found, "perplexity": metrics.perplexity(found["loss"])}
     scores, wanted = torch.cat(predictions), torch.cat(labels)
     if task == "regression":
-        return found | {
-            "pearson": metrics.pearson_correlation(scores.squeeze(-1), wanted),
-            "spearman": metrics.spearman_correlation(scores.squeeze(-1), wanted),
-        }
-    chosen, num_classes = scores.argmax(-1), scores.shape[-1]
+        numbers = scores.squeeze(-1)
+        found["pearson"] = metrics.pearson_correlation(numbers, wanted)
+        return {**found, "spearman": metrics.spearman_correlation(numbers, wanted)}
+    chosen, is_binary = scores.argmax(-1), scores.shape[-1] == 2
     occurring = sorted({*chosen.tolist(), *wanted.tolist()})
-    positive = [1] if num_classes == 2 else occurring  # of more, the mean of those there are
+    positive = [1] if is_binary else occurring  # of more, the mean of those there are
     parts = [metrics.f1(chosen, wanted, positive=number) for number in positive]
-    return found | {
-        "accuracy": metrics.accuracy(chosen, wanted),
-        "f1": sum(parts) / len(parts),
-        "matthews": metrics.matthews_correlation(chosen, wanted),
-    }
+    found["accuracy"], found["f1"] = metrics.accuracy(chosen, wanted), sum(parts) / len(parts)
+    return {**found, "matthews": metrics.matthews_correlation(chosen, wanted)}
 
 
 def own_rows(batch: dict[str, Tensor], world: World) -> dict[str, Tensor]:
