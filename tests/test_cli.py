@@ -208,7 +208,7 @@ def test_deeper_models_repeat_the_kinds_of_their_layers(tmp_path: Path) -> None:
         num_hidden_layers=6,
         layer_types=kinds * 2,
     )
-    source = Source.of(str(tmp_path), 64)
+    source = Source(str(tmp_path), 64)
     assert source.period == 3
     assert all(parameter.is_meta for parameter in source.make(None).parameters())
     for number in (2, 6, 7, 12):

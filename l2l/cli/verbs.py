@@ -53,7 +53,7 @@ def run(arguments: Sequence[str] | None) -> int:
         signals.let_end()
     except signals.Interrupted as error:
         print("interrupted", file=sys.stderr)
-        return signals.status_of(error.number)
+        return signals.status_of(error.args[0])
     return status
 
 
