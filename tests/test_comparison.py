@@ -211,9 +211,7 @@ def test_the_plot_has_a_line_over_budgets_and_a_labelled_point_for_every_run():
 
 def test_points_in_one_place_have_labels_apart():
     names = ["first", "second", "third", "fourth", "fifth"]
-    points = [
-        Point(label=name, kind="exact", device_bytes=GIB, tokens_per_second=100.0) for name in names
-    ]
+    points = [Point(label=name, kind="exact", place=(GIB, 100.0)) for name in names]
     labels = [e for e in elements(draw(points, title=""), "text") if e.text in names]
     assert len({label.get("transform") for label in labels}) == 5
 
@@ -239,7 +237,7 @@ def test_without_matplotlib_it_is_said_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_point_is_enough_for_axes_and_none_is_said(kind):
-    point = Point(label="here", kind=kind, device_bytes=1.5 * 2**20, tokens_per_second=0.3)
+    point = Point(label="here", kind=kind, place=(1.5 * 2**20, 0.3))
     assert {"here", "1 MiB", "2 MiB"} <= set(words(draw([point], title="")))
     assert "nothing was measured" in words(draw([], title=""))
 

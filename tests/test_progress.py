@@ -61,7 +61,7 @@ class Silent(Display):
 
 def start(path: Path, display: Display | None = None, *, step: int = 0) -> Progress:
     shown = display or Silent()
-    return Progress(RunFolder(path), display=shown, tensorboard=False, step=step, num_steps=10)
+    return Progress(RunFolder(path), shown, tensorboard=False, step=step, num_steps=10)
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -191,7 +191,7 @@ def test_numbers_that_are_not_finite_are_null_and_said_so(tmp_path: Path) -> Non
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    run = Progress(folder, display=Silent(), tensorboard=True, step=3, num_steps=5)
+    run = Progress(folder, Silent(), tensorboard=True, step=3, num_steps=5)
     run.step_begun(4, FakeReport(4), learning_rate=0.125)
     run.catch_up()
     run.evaluated(4, {"perplexity": 3.0}, seconds=0.1)

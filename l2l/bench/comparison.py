@@ -249,8 +249,5 @@ def plot_points(outcomes: Iterable[Outcome]) -> list[Point]:
             nbytes = parse_bytes(budget, name="--device-memory")
         label = budget or ENGINE if one.kind == "engine" else one.run.label
         if found and nbytes:
-            speed = found["tokens_per_second"]
-            points.append(
-                Point(label=label, kind=one.kind, device_bytes=nbytes, tokens_per_second=speed)
-            )
+            points.append(Point(label, one.kind, (nbytes, found["tokens_per_second"])))
     return points

@@ -8,10 +8,12 @@ The second round runs while the link copies both ways, as it does during trainin
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from l2l.parameter_server import (
     SplitWeight,
 )
 
-Step = Callable[[], None]
+Step = Callable[[], Any]
 
 
 def measure_host(
@@ -35,10 +37,7 @@ def measure_host(
 ) -> dict[str, Any]:
     """Time every optimizer of the kernel, torch's fused AdamW and, if installed, DeepSpeed's."""
     results = []
-    for name, nbytes, make in _contestants(kernel, num_parameters, num_threads):
-        step = make()
-        if step is None:
-            continue
+    for name, nbytes, step in _contestants(kernel, num_parameters, num_threads):
         alone = _rate(step, num_parameters, rounds)
         with busy_link() as is_busy:
             under = _rate(step, num_parameters, rounds) if is_busy else None
@@ -88,8 +87,9 @@ def _rate(step: Step, num_parameters: int, rounds: int) -> float:
 
 def _contestants(
     kernel: HostKernel, numel: int, num_threads: int
-) -> Iterator[tuple[str, float, Callable[[], Step | None]]]:
-    """Names, bytes moved per parameter, and what makes the step."""
+) -> Iterator[tuple[str, float, Step]]:
+    """Names, bytes moved per parameter, and steps, each made when it is asked for."""
+    zeros = partial(torch.zeros, numel)
 
     def copy() -> Step:
         source, target = (torch.ones(numel * 8, dtype=torch.uint8) for _ in range(2))
@@ -101,66 +101,49 @@ def _contestants(
         )
 
     def updating(perform: Callable[..., None], update: Any, **state: Any) -> Step:
-        weight = SplitWeight(
-            weight=torch.zeros(numel, dtype=torch.bfloat16),
-            remainder=torch.zeros(numel, dtype=torch.int16),
-        )
+        weight = SplitWeight(weight=zeros(dtype=torch.bfloat16), remainder=zeros(dtype=torch.int16))
         kernel.split(torch.randn(numel), weight=weight, num_threads=num_threads)
         gradient = torch.randn(numel).to(torch.bfloat16)
-        return lambda: perform(
-            update, weight=weight, gradient=gradient, num_threads=num_threads, **state
+        return partial(
+            perform, update, weight=weight, gradient=gradient, num_threads=num_threads, **state
         )
 
-    def adamw(moments: Moments | EightBitMoments) -> Step:
-        update = AdamWUpdate(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=5)
-        return updating(kernel.adamw, update, moments=moments)
-
-    def exact() -> Step:
-        return adamw(Moments(first=torch.zeros(numel), second=torch.zeros(numel)))
-
-    def sgd() -> Step:
-        update = SGDUpdate(lr=1e-4, momentum=0.9, step=5)
-        return updating(kernel.sgd, update, momentum=torch.zeros(numel))
-
-    def lion() -> Step:
-        update = LionUpdate(lr=1e-5, betas=(0.9, 0.99), weight_decay=0.01)
-        return updating(kernel.lion, update, momentum=torch.zeros(numel))
-
-    yield "copy (8 bytes read, 8 written)", 16, copy
-    yield "AdamW, exact", 26, exact
-    yield "AdamW, 8-bit moments", 14.1, lambda: adamw(EightBitMoments.zeros(numel))
-    yield "SGD with momentum", 18, sgd
-    yield "Lion", 18, lion
-    yield "torch fused AdamW, float32", 28, lambda: _torch_fused(numel, casts=False)
-    yield "torch fused AdamW, and its casts", 40, lambda: _torch_fused(numel, casts=True)
-    yield "DeepSpeed CPUAdam, no master", 22, lambda: _deepspeed(numel)
+    adamw = AdamWUpdate(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=5)
+    sgd = SGDUpdate(lr=1e-4, momentum=0.9, step=5)
+    lion = LionUpdate(lr=1e-5, betas=(0.9, 0.99), weight_decay=0.01)
+    update_adamw = partial(updating, kernel.adamw, adamw)
+    yield "copy (8 bytes read, 8 written)", 16, copy()
+    yield "AdamW, exact", 26, update_adamw(moments=Moments(first=zeros(), second=zeros()))
+    yield "AdamW, 8-bit moments", 14.1, update_adamw(moments=EightBitMoments.zeros(numel))
+    yield "SGD with momentum", 18, updating(kernel.sgd, sgd, momentum=zeros())
+    yield "Lion", 18, updating(kernel.lion, lion, momentum=zeros())
+    yield "torch fused AdamW, float32", 28, _torch_fused(numel, casts=False)
+    yield "torch fused AdamW, and its casts", 40, _torch_fused(numel, casts=True)
+    if importlib.util.find_spec("deepspeed") is not None:
+        adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+        settings = {"lr": 1e-4, "adamw_mode": True, "fp32_optimizer_states": True}
+        optimizer = adam([_parameter(numel, torch.bfloat16)], **settings)
+        yield "DeepSpeed CPUAdam, no master", 22, optimizer.step
 
 
 def _torch_fused(numel: int, *, casts: bool) -> Step:
     """Torch's fused AdamW; with casts: gradient from bfloat16 before, weight to it after."""
-    parameter = torch.nn.Parameter(torch.randn(numel))
-    parameter.grad = torch.randn(numel)
+    parameter = _parameter(numel, torch.float32)
     optimizer = torch.optim.AdamW([parameter], lr=1e-4, fused=True)
-    if not casts:
-        return lambda: optimizer.step()
-    gradient = parameter.grad.to(torch.bfloat16)
-    weight = torch.zeros(numel, dtype=torch.bfloat16)
+    gradient, weight = (torch.randn(numel).to(torch.bfloat16) for _ in range(2))
 
     def step() -> None:
         assert parameter.grad is not None
-        parameter.grad.copy_(gradient)
+        if casts:
+            parameter.grad.copy_(gradient)
         optimizer.step()
-        weight.copy_(parameter.data)
+        if casts:
+            weight.copy_(parameter.data)
 
     return step
 
 
-def _deepspeed(numel: int) -> Step | None:
-    try:
-        adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-    except ImportError:
-        return None
-    parameter = torch.nn.Parameter(torch.randn(numel).to(torch.bfloat16))
-    parameter.grad = torch.randn(numel).to(torch.bfloat16)
-    optimizer = adam([parameter], lr=1e-4, adamw_mode=True, fp32_optimizer_states=True)
-    return lambda: optimizer.step()
+def _parameter(numel: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.randn(numel).to(dtype))
+    parameter.grad = torch.randn(numel).to(dtype)
+    return parameter

@@ -11,6 +11,7 @@ weights back to the model, and there is no memory for both.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -20,16 +21,17 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from l2l.bench import child_process
 from l2l.bench.options import option, options_as_words
-from l2l.bench.workload import LANES, SHAPES, Workload, host_peak_bytes
+from l2l.bench.workload import SHAPES, Workload, busy_lanes, host_peak_bytes
 from l2l.device import format_bytes, parse_bytes
 from l2l.engine import Engine
 from l2l.hugging_face import RandomInit
@@ -40,57 +42,40 @@ LEARNING_RATES = {"adafactor": 1e-3, "adamw": 1e-5, "adamw-8bit": 1e-5}
 CONFIRMED = 0.95  # of the largest model: what is trained to confirm it
 WORDS = re.compile(r"\w+|[^\w\s]|\n")
 TEXT_BYTES = 64  # of text for a token, at most
+SIZE: dict[str, Any] = {"type": str, "metavar": "SIZE"}  # how an option takes bytes
 
 Tell = Callable[[str], None]
 ScaleResult = dict[str, Any]  # what came of it, as JSON has it: `_measure` has the names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class Scale(Workload):
     """What to train."""
 
     shape: str = option("--shape", "50b", choices=list(SHAPES))
+    num_layers: int | None = None  # what fits, or has so many parameters
     num_parameters: float | None = option(
         "--parameters", None, "such as 50e9 (default: as many as fit)", type=float
     )
     optimizer: str = "adafactor"
-    device_memory: str | None = option(
-        "--device-memory", None, "such as 16GiB", type=str, metavar="SIZE"
-    )
-    host_memory: str | None = option(
-        "--host-memory", None, "such as 120GiB", type=str, metavar="SIZE"
-    )
+    device_memory: str | None = option("--device-memory", None, "such as 16GiB", **SIZE)
+    host_memory: str | None = option("--host-memory", None, "such as 120GiB", **SIZE)
     num_tokens: int = option("--tokens", 16384, "a step")
-    length: int = option("--length", 1024, "of a row")
+    clip_norm: float | None = None
+    num_warm_up: int = 1  # what takes longer is not counted
     num_steps: int = option("--steps", 5)
     started_at: float = 0.0  # when the process was, in seconds since the epoch
 
+    @override
     def __post_init__(self) -> None:
-        for name in ("device_memory", "host_memory"):
-            size = getattr(self, name)
+        Workload.__post_init__(self)
+        for flag, size in (("device", self.device_memory), ("host", self.host_memory)):
             if size is not None:
-                parse_bytes(size, name=f"--{name.replace('_', '-')}")
-        self.workload(1)
-        if self.num_parameters is not None and self.num_layers(self.num_parameters) < 1:
-            raise ValueError(
-                f"--parameters {self.num_parameters:g}: the shape {self.shape} has "
-                f"{self.count(1):,} with a single layer. Give more, or a smaller --shape."
-            )
+                parse_bytes(size, name=f"--{flag}-memory")
 
-    def workload(self, num_layers: int) -> Workload:
-        """The shape with so many layers, and the batch."""
-        return Workload(
-            shape=self.shape,
-            num_layers=num_layers,
-            num_tokens=self.num_tokens,
-            length=self.length,
-            clip_norm=None,
-            num_steps=self.num_steps,
-        )
-
-    def model(self, num_layers: int) -> nn.Module:
-        """The model, without weights."""
-        return self.workload(num_layers).model(torch.device("meta"))
+    def with_layers(self, number: int) -> nn.Module:
+        """The model with so many layers, without weights."""
+        return replace(self, num_layers=number).model(torch.device("meta"))
 
     def make_optimizer(self) -> Optimizer:
         """The optimizer that was named."""
@@ -98,34 +83,43 @@ class Scale:
 
     def count(self, num_layers: int) -> int:
         """Parameters of a model with so many layers."""
-        return sum(parameter.numel() for parameter in self.model(num_layers).parameters())
+        return sum(parameter.numel() for parameter in self.with_layers(num_layers).parameters())
 
-    def num_layers(self, num_parameters: float) -> int:
-        """The least layers with so many parameters; 0 if they are around the layers already."""
+    def least_layers(self, num_parameters: float) -> int:
+        """The least layers with so many parameters.
+
+        Raises:
+            ValueError: all of them are around the layers.
+        """
         one, two = self.count(1), self.count(2)
-        return max(0, 1 + math.ceil((num_parameters - one) / (two - one)))
+        number = 1 + math.ceil((num_parameters - one) / (two - one))
+        if number < 1:
+            raise ValueError(
+                f"--parameters {num_parameters:g}: the shape {self.shape} has {one:,} with a "
+                "single layer. Give more, or a smaller --shape."
+            )
+        return number
 
+    def most_layers(self) -> int:
+        """The most layers that fit host and device.
 
-def find_largest(scale: Scale) -> int:
-    """The most layers that fit host and device.
-
-    Raises:
-        ValueError: not even a few do.
-    """
-    found = largest_model(
-        scale.model,
-        host_memory=scale.host_memory,
-        num_rows=scale.num_tokens // scale.length,
-        length=scale.length,
-        device_memory=scale.device_memory,
-        optimizer=scale.make_optimizer(),
-    )
-    if found is None:
-        raise ValueError(
-            f"nothing of the shape {scale.shape} fits {scale.device_memory or 'the device'}. Give "
-            "more --device-memory, fewer --tokens or a smaller --shape."
+        Raises:
+            ValueError: not even a few do.
+        """
+        found = largest_model(
+            self.with_layers,
+            host_memory=self.host_memory,
+            num_rows=self.num_rows,
+            length=self.length,
+            device_memory=self.device_memory,
+            optimizer=self.make_optimizer(),
         )
-    return found[0]
+        if found is None:
+            raise ValueError(
+                f"nothing of the shape {self.shape} fits {self.device_memory or 'the device'}. "
+                "Give more --device-memory, fewer --tokens or a smaller --shape."
+            )
+        return found[0]
 
 
 def measure_scales(scales: Sequence[Scale], *, tell: Tell) -> list[ScaleResult]:
@@ -157,18 +151,17 @@ def measure_scales(scales: Sequence[Scale], *, tell: Tell) -> list[ScaleResult]:
 
 def _measure(scale: Scale, tell: Tell) -> ScaleResult:
     largest = largest_parameters = None
-    if scale.num_parameters is None:
-        largest = find_largest(scale)
+    if scale.num_parameters is not None:
+        num_layers = scale.least_layers(scale.num_parameters)
+    else:
+        largest = scale.most_layers()
         largest_parameters = scale.count(largest)
         tell(f"{scale.optimizer}: {largest} layers would fit, {largest_parameters:,} parameters")
         num_layers = max(1, int(CONFIRMED * largest))
-    else:
-        num_layers = scale.num_layers(scale.num_parameters)
-    model = scale.model(num_layers)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = scale.count(num_layers)
     tell(f"{scale.optimizer}: {num_layers} layers, {num_parameters:,} parameters")
     engine = Engine(
-        model,
+        scale.with_layers(num_layers),
         optimizer=scale.make_optimizer(),
         weights=RandomInit(0),
         device_memory=scale.device_memory,
@@ -201,32 +194,26 @@ def _train(
 ) -> tuple[list[dict[str, float]], dict[str, float], float]:
     """Loss and seconds of the steps, how busy lanes were in the last, when the first had ended."""
     steps: list[dict[str, float]] = []
-    busy: dict[str, float] = {}
-    first = 0.0
-    number = scale.num_tokens * scale.num_steps
-    text = text_ids(number, vocabulary_size=SHAPES[scale.shape].vocab_size)
+    busy, first = dict[str, float](), 0.0
+    text = text_ids(scale.num_tokens * scale.num_steps, SHAPES[scale.shape].vocab_size)
     for number, ids in enumerate(text.view(scale.num_steps, -1, scale.length), start=1):
-        batch = {"input_ids": ids, "labels": ids}
+        is_traced = 1 < number == scale.num_steps
         began = time.perf_counter()
-        if number < scale.num_steps or number == 1:
-            loss = engine.step(batch).loss
-        else:
-            with engine.trace() as trace:
-                loss = engine.step(batch).loss
-            busy = {lane: trace.busy_seconds(lane) / max(trace.seconds, 1e-9) for lane in LANES}
+        with engine.trace() if is_traced else contextlib.nullcontext() as trace:
+            loss = engine.step({"input_ids": ids, "labels": ids}).loss
         seconds = time.perf_counter() - began
+        busy = busy_lanes(trace) if trace is not None else busy
         steps.append({"loss": loss, "seconds": seconds})
         first = first or time.time() - scale.started_at
+        device, host = engine.device.peak_bytes(), host_peak_bytes() or 0
         tell(
-            f"step {number}: loss {loss:.4f}, {seconds:.2f} s, "
-            f"{scale.num_tokens / seconds:,.0f} tokens/s; device "
-            f"{format_bytes(engine.device.peak_bytes())}, host "
-            f"{format_bytes(host_peak_bytes() or 0)}"
+            f"step {number}: loss {loss:.4f}, {seconds:.2f} s, {scale.num_tokens / seconds:,.0f} "
+            f"tokens/s; device {format_bytes(device)}, host {format_bytes(host)}"
         )
     return steps, busy, first
 
 
-def text_ids(number: int, *, vocabulary_size: int) -> Tensor:
+def text_ids(number: int, vocabulary_size: int) -> Tensor:
     """So many tokens of the standard library's sources, as int64.
 
     Words are numbered by how often they occur; those beyond the vocabulary share its last number.
@@ -254,22 +241,16 @@ def describe_scale(results: list[ScaleResult]) -> str:
     lines = [
         "| optimizer | layers | parameters | largest | tokens/s | loss, first to last | "
         "device peak | host peak | first step after | all after |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        f"|{'---|' * 10}",
     ]
     for one in results:
         first, last = (one["steps"][index]["loss"] for index in (0, -1))
         largest, host = one["largest_parameters"], one["host_peak_bytes"]
-        cells = [
-            one["optimizer"],
-            one["num_layers"],
-            f"{one['num_parameters']:,}",
-            f"{largest:,} ({one['largest_layers']} layers)" if largest is not None else "-",
-            f"{one['tokens_per_second']:,.0f}",
-            f"{first:.3f} to {last:.3f}",
-            format_bytes(one["device_peak_bytes"]),
-            format_bytes(host) if host is not None else "-",
-            f"{one['seconds_to_first_step']:.0f} s",
-            f"{one['seconds']:.0f} s",
-        ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        most = f"{largest:,} ({one['largest_layers']} layers)" if largest is not None else "-"
+        peaks = [format_bytes(one["device_peak_bytes"]), format_bytes(host) if host else "-"]
+        lines.append(
+            f"| {one['optimizer']} | {one['num_layers']} | {one['num_parameters']:,} | {most} | "
+            f"{one['tokens_per_second']:,.0f} | {first:.3f} to {last:.3f} | {' | '.join(peaks)} | "
+            f"{one['seconds_to_first_step']:.0f} s | {one['seconds']:.0f} s |"
+        )
     return "\n".join(lines)

@@ -273,8 +273,13 @@ def _engine_facts(engine: Engine | None, step: Step, trace_path: str | None) -> 
     return {
         "plan": str(engine.plan),
         "predicted_seconds": engine.plan.predicted_seconds,
-        "busy": {lane: trace.busy_seconds(lane) / max(trace.seconds, 1e-9) for lane in LANES},
+        "busy": busy_lanes(trace),
     }
+
+
+def busy_lanes(trace: Any) -> dict[str, float]:
+    """Share of the time of a trace in which each lane was busy."""
+    return {lane: trace.busy_seconds(lane) / max(trace.seconds, 1e-9) for lane in LANES}
 
 
 def _train(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from l2l.train import export_checkpoint
@@ -31,10 +30,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """`l2l export`; returns the exit status."""
     dtype, model_folder = parsed.dtype, parsed.model
-    try:
-        made = export_checkpoint(parsed.run, parsed.output, dtype=dtype, model_folder=model_folder)
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
+    made = export_checkpoint(parsed.run, parsed.output, dtype=dtype, model_folder=model_folder)
     print(f"{made} is now a model folder: {parsed.output}")
     return 0

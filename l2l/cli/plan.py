@@ -106,8 +106,7 @@ def run(parsed: argparse.Namespace) -> int:
     try:
         found = _planned(parsed)
     except ValueError as error:
-        print(_with_flags(str(error)), file=sys.stderr)
-        return 2
+        raise ValueError(_with_flags(str(error))) from error
     print(json.dumps(found))
     return 0 if found["fits"] else 1
 

@@ -17,7 +17,6 @@ VERBS = {
     "export": "the model of a checkpoint, for others",
     "bench": "measure this machine",
 }
-EXTRAS = {"pydantic": "train"}  # what a verb may need -> the extra that installs it
 
 
 def run(arguments: Sequence[str] | None) -> int:
@@ -35,9 +34,9 @@ def run(arguments: Sequence[str] | None) -> int:
     try:
         verb = importlib.import_module(f"l2l.cli.{name}")
     except ModuleNotFoundError as error:
-        if error.name not in EXTRAS:
+        if error.name != "pydantic":  # which the extra `train` installs
             raise
-        advice = f"Install it with: pip install 'l2l[{EXTRAS[error.name]}]'"
+        advice = "Install it with: pip install 'l2l[train]'"
         print(f"l2l {name} needs {error.name}, which is not installed. {advice}", file=sys.stderr)
         return 1
     verb.add_options(parsers[name])
@@ -54,6 +53,9 @@ def run(arguments: Sequence[str] | None) -> int:
     except signals.Interrupted as error:
         print("interrupted", file=sys.stderr)
         return signals.status_of(error.args[0])
+    except (ValueError, OSError) as error:  # what was asked for cannot be, and why
+        print(error, file=sys.stderr)
+        return 1 if name == "export" else 2
     return status
 
 

@@ -80,7 +80,7 @@ class Progress:
     """Passes on what happens in a run."""
 
     def __init__(
-        self, folder: RunFolder, *, display: Display, tensorboard: bool, step: int, num_steps: int
+        self, folder: RunFolder, display: Display, *, tensorboard: bool, step: int, num_steps: int
     ) -> None:
         """The run goes on after `step` of `num_steps`: lines after it go.
 
@@ -89,7 +89,7 @@ class Progress:
         Raises:
             ValueError: the metrics that are there are none.
         """
-        self._display = display
+        self.display = display
         self._unread: deque[_Unread] = deque()
         self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # tokens, seconds
         self._has_read = False
@@ -141,9 +141,9 @@ class Progress:
         found = {name: _finite(value) for name, value in metrics.items()}
         record = {"kind": "evaluation", "step": step, **found, "seconds": round(seconds, 3)}
         self._write(record)
-        self._display.say(f"evaluation {self.status.evaluation}")
+        self.display.say(f"evaluation {self.status.evaluation}")
         if self._has_read:
-            self._display.show(replace(self.status))
+            self.display.show(replace(self.status))
         self._scalars(step, {f"evaluation/{name}": value for name, value in metrics.items()})
         self.lap()
 
@@ -215,7 +215,7 @@ class Progress:
         if took:
             status.tokens_per_second = sum(tokens for tokens, _ in self._recent) / took
             status.seconds_left = (status.num_steps - step) * took / len(self._recent)
-        self._display.show(replace(status))
+        self.display.show(replace(status))
 
     def _scalars(self, step: int, values: Mapping[str, float]) -> None:
         if self._events is not None:

@@ -58,11 +58,8 @@ class Training:
         self._resume = resume
         self._folder = RunFolder(settings.output.folder)
         self._own = self._folder  # where this rank writes what happened
-        self._checkpoints = CheckpointFolder(
-            self._folder.checkpoints,
-            keep=settings.checkpoint.keep,
-            is_tidy=self._world.rank > 0,
-        )
+        keep, is_tidy = settings.checkpoint.keep, self._world.rank > 0
+        self._checkpoints = CheckpointFolder(self._folder.checkpoints, keep=keep, is_tidy=is_tidy)
         self._stops = False
         self._end: Callable[[], None] | None = None  # to be called when a block is left
         self._is_undisturbed = False
@@ -312,24 +309,17 @@ class Training:
 
     def _train(self, engine: Engine) -> bool:
         """Make the steps that are left, and export; False if the run was stopped."""
-        say, folder, output = self._display.say, self._folder, self._settings.output
-        num_steps = self._prepared.num_steps
+        prepared, folder, output = self._prepared, self._folder, self._settings.output
+        say, num_steps = self._display.say, prepared.num_steps
         progress = Progress(
             self._own,
-            display=self._display,
+            self._display,
             tensorboard=output.tensorboard,
             step=engine.step_number,
             num_steps=num_steps,
         )
         steps = Steps(
-            engine=engine,
-            prepared=self._prepared,
-            folder=folder,
-            checkpoints=self._checkpoints,
-            progress=progress,
-            display=self._display,
-            world=self._world,
-            is_told_to_stop=lambda: self._stops,
+            engine, prepared, self._checkpoints, progress, self._world, lambda: self._stops
         )
         with contextlib.closing(progress):
             is_finished = steps.make()
@@ -338,10 +328,10 @@ class Training:
                 number = progress.status.num_skipped
                 say(f"{number} steps were skipped: a loss or gradient not finite")
             if not is_finished:
-                where = f"step {engine.step_number} of {num_steps}"
-                say(f"stopped after {where}. Go on with: l2l train {folder.root}")
+                step = f"step {engine.step_number} of {num_steps}"
+                say(f"stopped after {step}. Go on with: l2l train {folder.root}")
             elif output.export:
-                tokenizer = self._prepared.tokenizer
+                tokenizer = prepared.tokenizer
                 engine.export(folder.model, dtype=output.export_dtype, tokenizer=tokenizer)
                 progress.note(EXPORT, engine.step_number, folder=folder.model.name)
                 say(f"the trained model is in {folder.model}")

@@ -19,9 +19,8 @@ from l2l.device import format_bytes
 from l2l.distributed import World
 from l2l.engine import Engine
 from l2l.planner import Plan
-from l2l.train.display import Display
 from l2l.train.evaluation import evaluate, own_rows
-from l2l.train.folder import RunFolder, TrainingError
+from l2l.train.folder import TrainingError
 from l2l.train.prepared import Prepared
 from l2l.train.progress import INTERRUPTED, Progress
 
@@ -30,16 +29,14 @@ MIN_STALL_SECONDS = 0.05  # that is worth a word
 
 
 @final
-@dataclass(kw_only=True)
+@dataclass
 class Steps:
     """Makes the steps that are left of a run."""
 
     engine: Engine
     prepared: Prepared
-    folder: RunFolder
     checkpoints: CheckpointFolder
     progress: Progress
-    display: Display
     world: World
     is_told_to_stop: Callable[[], bool]  # this rank
 
@@ -116,7 +113,7 @@ class Steps:
         """Learn what the plan is, and how memory does."""
         if self._plan is None:
             self._plan = self.engine.plan
-            self.display.say(str(self._plan))
+            self.progress.display.say(str(self._plan))
         if self._plan.budget_bytes is not None:
             status = self.progress.status
             status.peak_bytes = self.engine.device.peak_bytes()
@@ -140,7 +137,7 @@ class Steps:
 
     def _note_checkpoint(self, step: int, *, interrupted: bool = False) -> None:
         """Write down that a checkpoint is begun, perhaps only because the run is stopped."""
-        name = str(self.checkpoints.path_of(step).relative_to(self.folder.root))
+        name = str(self.checkpoints.path_of(step).relative_to(self.checkpoints.root.parent))
         self.progress.note(
             "checkpoint", step, folder=name, **({INTERRUPTED: True} if interrupted else {})
         )
@@ -153,7 +150,7 @@ class Steps:
         saving.wait()
         self.progress.status.saving = ""
         waited = f", {saving.stall_seconds:.1f} s of it waited for"
-        self.display.say(
+        self.progress.display.say(
             f"saved {saving.folder.name}: {format_bytes(saving.num_bytes)} in {saving.seconds:.1f} "
             f"s{waited if saving.stall_seconds >= MIN_STALL_SECONDS else ''}"
         )
@@ -190,7 +187,7 @@ class Steps:
             advice = (
                 f"The last good checkpoint is {good}. To go on from it: "
                 f"{f'delete {later} beside it, ' if later else ''}change the settings, then l2l "
-                f"train {self.folder.root}."
+                f"train {self.checkpoints.root.parent}."
             )
         raise TrainingError(
             f"{number} steps in a row, {first} to {last} of {num_steps}, were skipped because the "
