@@ -6,12 +6,11 @@ import argparse
 from dataclasses import Field, field, fields
 from typing import Any
 
+TYPES = {"int": int, "float": float}  # of values, by the first word of a field's annotation
+
 
 def option(flag: str, default: Any, words: str = "", **settings: Any) -> Any:
     """A field that a flag sets; `settings` are argparse's."""
-    if "choices" not in settings:
-        metavar = flag.removeprefix("--").replace("-", "_").upper()
-        settings = {"type": type(default), "metavar": metavar, **settings}
     if default is not None:
         words = f"{words} (default: {default})" if words else f"default: {default}"
     return field(default=default, metadata={"flag": flag, "help": words, **settings})
@@ -20,8 +19,12 @@ def option(flag: str, default: Any, words: str = "", **settings: Any) -> Any:
 def take_options(parser: argparse.ArgumentParser, kind: Any) -> None:
     """Let a parser take the options of a dataclass."""
     for one in _options_of(kind):
-        settings = {name: value for name, value in one.metadata.items() if name != "flag"}
-        parser.add_argument(one.metadata["flag"], dest=one.name, default=one.default, **settings)
+        settings = {"dest": one.name, "default": one.default, **one.metadata}
+        flag = settings.pop("flag")
+        settings["type"] = TYPES.get(one.type.partition(" ")[0], str)
+        if "choices" not in settings:
+            settings.setdefault("metavar", flag.removeprefix("--").replace("-", "_").upper())
+        parser.add_argument(flag, **settings)
 
 
 def read_options(kind: Any, parsed: argparse.Namespace, **others: Any) -> Any:

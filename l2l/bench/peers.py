@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+LEARNING_RATE = 1e-5
 Step = Callable[[], float]  # one optimizer step over the batch; the loss
 
 
@@ -26,14 +27,13 @@ class NotInstalledError(Exception):
     """A system that was asked for is not there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """What every system is given besides the model."""
 
     ids: Tensor  # [rows, length], on the host; inputs and labels
     microbatch_size: int  # divides the rows
     clip_norm: float | None
-    learning_rate: float
     device: torch.device
 
     @property
@@ -82,7 +82,7 @@ def _loop(
     `announce_last`, where given, is told before each microbatch whether it is the last.
     """
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
     def step() -> float:
         total = torch.zeros((), device=recipe.device)
@@ -150,7 +150,7 @@ def deepspeed(model: Any, recipe: Recipe, *, stage: int) -> Step:
             "gradient_accumulation_steps": recipe.num_microbatches,
             "gradient_clipping": recipe.clip_norm or 0.0,
             "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": recipe.learning_rate}},
+            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
             "zero_optimization": zero,
             "steps_per_print": 10**9,
         },
@@ -188,7 +188,7 @@ def roundpipe(model: nn.Module, recipe: Recipe, *, stale: bool) -> Step:
     )
     parameters = list(wrapped.optim_parameters())
     optimizer = optimizers.Adam(
-        parameters, lr=recipe.learning_rate, weight_decay=0.01, decoupled_weight_decay=True
+        parameters, lr=LEARNING_RATE, weight_decay=0.01, decoupled_weight_decay=True
     )
 
     def update() -> None:

@@ -42,7 +42,6 @@ LEARNING_RATES = {"adafactor": 1e-3, "adamw": 1e-5, "adamw-8bit": 1e-5}
 CONFIRMED = 0.95  # of the largest model: what is trained to confirm it
 WORDS = re.compile(r"\w+|[^\w\s]|\n")
 TEXT_BYTES = 64  # of text for a token, at most
-SIZE: dict[str, Any] = {"type": str, "metavar": "SIZE"}  # how an option takes bytes
 
 Tell = Callable[[str], None]
 ScaleResult = dict[str, Any]  # what came of it, as JSON has it: `_measure` has the names
@@ -55,11 +54,11 @@ class Scale(Workload):
     shape: str = option("--shape", "50b", choices=list(SHAPES))
     num_layers: int | None = None  # what fits, or has so many parameters
     num_parameters: float | None = option(
-        "--parameters", None, "such as 50e9 (default: as many as fit)", type=float
+        "--parameters", None, "such as 50e9 (default: as many as fit)"
     )
     optimizer: str = "adafactor"
-    device_memory: str | None = option("--device-memory", None, "such as 16GiB", **SIZE)
-    host_memory: str | None = option("--host-memory", None, "such as 120GiB", **SIZE)
+    device_memory: str | None = option("--device-memory", None, "such as 16GiB", metavar="SIZE")
+    host_memory: str | None = option("--host-memory", None, "such as 120GiB", metavar="SIZE")
     num_tokens: int = option("--tokens", 16384, "a step")
     clip_norm: float | None = None
     num_warm_up: int = 1  # what takes longer is not counted

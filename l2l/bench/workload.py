@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from l2l.bench.options import option
-from l2l.bench.peers import PEERS, NotInstalledError, Recipe, Step
+from l2l.bench.peers import LEARNING_RATE, PEERS, NotInstalledError, Recipe, Step
 from l2l.device import format_bytes, parse_bytes
 from l2l.engine import Engine
 from l2l.hugging_face import library
@@ -39,7 +39,6 @@ from l2l.parameter_server import AdamW
 
 ENGINE, PLAIN = "engine", "plain"  # systems: this one, and the one that keeps all on the device
 MEASURED, NOT_INSTALLED, FAILED = "measured", "not installed", "failed"  # what comes of a run
-LEARNING_RATE = 1e-5
 USUAL_ROWS = 8  # of a microbatch, in systems that do not plan it
 LANES = ("compute", "fetch", "drain", "stash", "unstash", "update")
 TRACED_STEPS = 2
@@ -73,7 +72,7 @@ class Workload:
     """What is trained, for how long; the same for every system."""
 
     shape: str = option("--shape", "3.2b", choices=list(SHAPES))
-    num_layers: int | None = option("--layers", None, "default: those of the shape", type=int)
+    num_layers: int | None = option("--layers", None, "default: those of the shape")
     num_tokens: int = option("--tokens", 65_536, "a step")
     length: int = option("--length", 1024, "of a row")
     clip_norm: float | None = option("--clip-norm", 1.0, "0: off")
@@ -133,7 +132,6 @@ class Run:
         "--microbatch-size",
         None,
         "default: planned by the engine, 8 for the others",
-        type=int,
         metavar="ROWS",
     )
     device_memory: str | None = None  # the engine's budget, such as "16GiB". None: its default
@@ -198,13 +196,7 @@ def measure(run: Run) -> Measurement:
     if engine is not None:
         step = _engine_step(engine, ids)
     else:
-        recipe = Recipe(
-            ids=ids,
-            microbatch_size=run.usual_microbatch_size,
-            clip_norm=workload.clip_norm,
-            learning_rate=LEARNING_RATE,
-            device=device,
-        )
+        recipe = Recipe(ids, run.usual_microbatch_size, workload.clip_norm, device)
         step = PEERS[run.system, run.variant].make(model, recipe)
     built = time.perf_counter()
     losses, marks, first_step_ended_at = _train(step, workload, device)

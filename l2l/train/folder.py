@@ -76,55 +76,46 @@ class RunFolder:
                 self.root.rmdir()
 
     def check_disk(
-        self,
-        *,
-        checkpoint_bytes: int,
-        num_present: int,
-        num_saves: int,
-        keep: int,
-        export_bytes: int,
+        self, nbytes: int, export_bytes: int, *, present: int, saves: int, keep: int
     ) -> None:
         """Refuse a disk that is too small for what a run is still to write.
 
         Args:
-            checkpoint_bytes: of one.
-            num_present: checkpoints that are there.
-            num_saves: checkpoints that are still to come.
-            keep: how many are kept.
+            nbytes: of a checkpoint.
             export_bytes: of the exported model; 0: none is.
+            present: checkpoints that are there.
+            saves: checkpoints that are still to come.
+            keep: how many are kept.
 
         Raises:
             TrainingError: it is.
         """
-        more, more_at_last = checkpoints_to_come(num_present, num_saves, keep)
+        more, more_at_last = checkpoints_to_come(present, saves, keep)
         checkpoints, model = (_existing(path) for path in (self.checkpoints, self.model))
-        needs = {checkpoints: more * checkpoint_bytes, model: export_bytes}
+        needs = {checkpoints: more * nbytes, model: export_bytes}
         if os.stat(checkpoints).st_dev == os.stat(model).st_dev:
-            at_last = more_at_last * checkpoint_bytes + export_bytes
-            needs = {checkpoints: max(more * checkpoint_bytes, at_last)}
+            needs = {checkpoints: max(more * nbytes, more_at_last * nbytes + export_bytes)}
         for path, needed in needs.items():
             free = shutil.disk_usage(path).free
             if needed > free:
                 raise TrainingError(
                     f"the disk is too small for this run: {format_bytes(needed)} are needed at "
                     f"{path}, {format_bytes(free)} are free. A checkpoint takes "
-                    f"{format_bytes(checkpoint_bytes)}, and there will be up to {more} more "
-                    f"([checkpoint] keep = {keep}, and one is written before another is deleted; "
-                    f"{num_present} are there now); the exported model takes "
-                    f"{format_bytes(export_bytes)}. Free some space, name a folder on another disk "
-                    "with --output, or write less: fewer [checkpoint] keep, [output] export = "
-                    "false."
+                    f"{format_bytes(nbytes)}, and there will be up to {more} more ([checkpoint] "
+                    f"keep = {keep}, and one is written before another is deleted; {present} are "
+                    f"there now); the exported model takes {format_bytes(export_bytes)}. Free some "
+                    "space, name a folder on another disk with --output, or write less: fewer "
+                    "[checkpoint] keep, [output] export = false."
                 )
 
 
-def checkpoints_to_come(num_present: int, num_saves: int, keep: int) -> tuple[int, int]:
+def checkpoints_to_come(present: int, saves: int, keep: int) -> tuple[int, int]:
     """Checkpoints that there will be at most besides those present, and when a model is exported.
 
     One is whole before another is deleted.
     """
-    total = num_present + num_saves
-    more = max(1, min(keep + 1, total) - num_present) if num_saves else 0
-    return more, min(keep, total) - num_present
+    more = max(1, min(keep + 1 - present, saves)) if saves else 0
+    return more, min(keep - present, saves)
 
 
 def _existing(path: Path) -> Path:

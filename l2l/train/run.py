@@ -6,7 +6,6 @@ import contextlib
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar, cast, final
@@ -253,16 +252,15 @@ class Training:
             TrainingError: it does not.
         """
         output, prepared = self._settings.output, self._prepared
+        nbytes = sum(self._world.gather_facts(engine.checkpoint_bytes))
         itemsize = 4 if output.export_dtype == "float32" else 2
-        check = partial(
-            self._folder.check_disk,
-            checkpoint_bytes=sum(self._world.gather_facts(engine.checkpoint_bytes)),
-            num_present=len(self._checkpoints.all()),
-            num_saves=prepared.num_saves_from(engine.step_number + 1),
-            keep=self._settings.checkpoint.keep,
-            export_bytes=itemsize * prepared.num_parameters if output.export else 0,
-        )
-        self._first_says(check)
+        counts = {
+            "present": len(self._checkpoints.all()),
+            "saves": prepared.num_saves_from(engine.step_number + 1),
+            "keep": self._settings.checkpoint.keep,
+        }
+        exported = itemsize * prepared.num_parameters if output.export else 0
+        self._first_says(lambda: self._folder.check_disk(nbytes, exported, **counts))
 
     def _compare(self, latest: Path) -> tuple[int, list[str]]:
         """See whether a checkpoint is of this run; its step, and what settings have changed.
@@ -273,20 +271,18 @@ class Training:
         """
         with naming_older(latest):
             manifest = run_manifest(latest)
-        extra = manifest.extra
-        before = extra.get("settings", {})
+        extra, before = manifest.extra, manifest.extra.get("settings", {})
         if not self._prepared.packing_is_asked and "packing" in before.get("data", {}):
             self._prepared.make_batches(packing=before["data"]["packing"])
-        changes = self._settings.differences(before)
+        changes, identity = self._settings.differences(before), self._prepared.identity
         for name in ("model", "data"):
-            if extra.get(name) != self._prepared.identity[name]:
-                told = "".join(f"\n  {line}" for line in changes)
+            if extra.get(name) != identity[name]:
+                source = extra.get(f"{name}_source", "of somebody else")
+                told = "\n  ".join([" Settings that differ:", *changes] if changes else [""])
                 raise TrainingError(
-                    f"the run in {self._folder.root} was begun with the {name} "
-                    f"{extra.get(f'{name}_source', 'of somebody else')}, which differs from "
-                    f"{self._prepared.identity[f'{name}_source']} as it is now. Expected the same: "
-                    "name another folder with --output, or begin anew with --no-resume."
-                    + (f" Settings that differ:{told}" if told else "")
+                    f"the run in {self._folder.root} was begun with the {name} {source}, which "
+                    f"differs from {identity[f'{name}_source']} as it is now. Expected the same: "
+                    f"name another folder with --output, or begin anew with --no-resume.{told}"
                 )
         return manifest.step, changes
 
