@@ -42,8 +42,8 @@ def test_an_unknown_level_is_named(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_kernel_that_was_not_built_is_named(monkeypatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("l2l.cli.bench.load_kernel", lambda: None)
-    assert cli.main(["bench", "host"]) == 1
+    monkeypatch.setattr("l2l.bench.kernel.load_kernel", lambda: None)
+    assert cli.main(["bench", "host"]) == 2
     assert "make kernel" in capsys.readouterr().err
 
 

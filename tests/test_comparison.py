@@ -136,7 +136,7 @@ def test_a_process_that_dies_is_a_row_with_its_last_words():
 def test_a_run_past_its_time_is_ended_and_does_not_stop_the_others(tmp_path):
     runs = [Run(workload=Workload(shape="tiny"), device_memory=size) for size in ("1GiB", "2GiB")]
     said = []
-    table, data = compare(runs, time_limit_seconds=0.01, folder=tmp_path, tell=said.append)
+    table, data = compare(runs, 0.01, said.append, folder=tmp_path)
     assert said == ["engine 1GiB: failed", "engine 2GiB: failed"]
     assert [one["status"] for one in data["results"]] == [FAILED, FAILED]
     assert table.count("0.01 s (--time-limit)") == 2

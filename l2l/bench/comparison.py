@@ -9,25 +9,63 @@ outcomes alone.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from l2l.bench import child_process
+from l2l.bench.options import Tell, read_options, take_options, take_several
 from l2l.bench.peers import PEERS, PLAIN_VARIANTS
 from l2l.bench.plot import PlotError, Point, draw
-from l2l.bench.workload import ENGINE, FAILED, PLAIN, Measurement, Run
+from l2l.bench.workload import ENGINE, FAILED, PLAIN, Measurement, Run, Workload
 from l2l.device import parse_bytes
+
+HELP = """Train one model for a few steps with this engine and, in the same run, with other
+systems: plain PyTorch with everything on the device, FSDP2, DeepSpeed and RoundPipe, the last two
+where they are installed. Each runs in a process of its own. Prints a table; the last line is JSON.
+Ends with status 1 if a run failed."""
 
 SYSTEMS = (ENGINE, *dict.fromkeys(system for system, _ in PEERS))
 LAUNCHED = ("fsdp2", "deepspeed")  # they expect the variables that torch's launcher sets
 LONGEST_NOTE = 160
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `l2l bench step` takes."""
+    take_options(parser, Workload)
+    take_options(parser, Run)
+    words = "budgets of the engine, such as 4GiB 16GiB: a run for each (default: its own)"
+    parser.add_argument("--device-memory", nargs="+", default=[], metavar="SIZE", help=words)
+    take_several(parser, "--systems", SYSTEMS, [ENGINE, PLAIN])
+    take_several(parser, "--plain-variants", PLAIN_VARIANTS, PLAIN_VARIANTS)
+    words = "for results.json, speed.svg, the engine's traces and what each process printed"
+    parser.add_argument("--folder", type=Path, help=words)
+    words = "for each system (default: 600)"
+    parser.add_argument("--time-limit", type=float, default=600.0, metavar="SECONDS", help=words)
+
+
+def run(parsed: argparse.Namespace, tell: Tell) -> tuple[str, Any, int]:
+    """`l2l bench step`.
+
+    Raises:
+        ValueError: an option does not fit the workload.
+    """
+    parsed.clip_norm = parsed.clip_norm or None
+    asked = read_options(Run, parsed, workload=read_options(Workload, parsed))
+    budgets, variants = parsed.device_memory, parsed.plain_variants
+    runs = list_runs(asked, parsed.systems, plain_variants=variants, device_memory=budgets)
+    aside = partial(tell, file=sys.stderr)
+    aside(f"{len(runs)} runs, the first: {runs[0].label}")
+    table, found = compare(runs, parsed.time_limit, aside, folder=parsed.folder)
+    return table, found, int(any(one["status"] == FAILED for one in found["results"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +103,8 @@ class Outcome:
 
 def list_runs(
     run: Run,
-    *,
     systems: Iterable[str],
+    *,
     plain_variants: Sequence[str] = PLAIN_VARIANTS,
     device_memory: Iterable[str] = (),
 ) -> list[Run]:
@@ -92,11 +130,7 @@ def list_runs(
 
 
 def compare(
-    runs: Iterable[Run],
-    *,
-    time_limit_seconds: float,
-    tell: Callable[[str], None],
-    folder: Path | None = None,
+    runs: Iterable[Run], time_limit_seconds: float, tell: Tell, *, folder: Path | None = None
 ) -> tuple[str, dict[str, Any]]:
     """Run one after the other; returns a table, and the same as data.
 

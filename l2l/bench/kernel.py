@@ -7,6 +7,7 @@ The second round runs while the link copies both ways, as it does during trainin
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import platform
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from l2l.bench.options import Tell
 from l2l.device import busy_link
 from l2l.parameter_server import (
     AdamWUpdate,
@@ -27,9 +29,40 @@ from l2l.parameter_server import (
     Moments,
     SGDUpdate,
     SplitWeight,
+    load_kernel,
 )
 
+HELP = """Time the host optimizers against this machine's copy bandwidth, torch's fused AdamW
+and, where it is installed, DeepSpeed's CPUAdam: alone, and while the link to the accelerator copies
+both ways. Prints a table; the last line is JSON."""
+
 Step = Callable[[], Any]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `l2l bench host` takes."""
+    words = "how many to update (default: 256e6)"
+    parser.add_argument("--parameters", type=float, default=256e6, help=words)
+    parser.add_argument("--threads", type=int, help="default: all of torch's")
+    parser.add_argument("--level", help="instructions: portable, avx2, avx512")
+
+
+def run(parsed: argparse.Namespace, _: Tell) -> tuple[str, Any, int]:
+    """`l2l bench host`.
+
+    Raises:
+        ValueError: there is no kernel, or none of that level.
+    """
+    kernel = load_kernel()
+    if kernel is None:
+        raise ValueError("the native host kernel was not built. Build it with 'make kernel'.")
+    if parsed.threads is not None:
+        torch.set_num_threads(parsed.threads)
+    if parsed.level is not None:
+        kernel.set_level(parsed.level)
+    number, threads = int(parsed.parameters), torch.get_num_threads()
+    found = measure_host(kernel, num_parameters=number, num_threads=threads)
+    return describe_host(found), found, 0
 
 
 def measure_host(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field, field, fields
 from typing import Any
 
+Tell = Callable[..., None]  # is given a line, and perhaps where it goes, as `print` is
 TYPES = {"int": int, "float": float}  # of values, by the first word of a field's annotation
 
 
@@ -25,6 +27,15 @@ def take_options(parser: argparse.ArgumentParser, kind: Any) -> None:
         if "choices" not in settings:
             settings.setdefault("metavar", flag.removeprefix("--").replace("-", "_").upper())
         parser.add_argument(flag, **settings)
+
+
+def take_several(
+    parser: argparse.ArgumentParser, flag: str, choices: Iterable[str], default: Sequence[str]
+) -> None:
+    """Let a parser take some of several names."""
+    names, usual = list(choices), list(default)
+    words = f"of {', '.join(names)} (default: {'all' if usual == names else ' '.join(usual)})"
+    parser.add_argument(flag, nargs="+", choices=names, default=usual, metavar="NAME", help=words)
 
 
 def read_options(kind: Any, parsed: argparse.Namespace, **others: Any) -> Any:

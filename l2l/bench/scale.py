@@ -11,6 +11,7 @@ weights back to the model, and there is no memory for both.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -20,8 +21,9 @@ import sys
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from l2l.bench import child_process
-from l2l.bench.options import option, options_as_words
+from l2l.bench.options import (
+    Tell,
+    option,
+    options_as_words,
+    read_options,
+    take_options,
+    take_several,
+)
 from l2l.bench.workload import SHAPES, Workload, busy_lanes, host_peak_bytes
 from l2l.device import format_bytes, parse_bytes
 from l2l.engine import Engine
@@ -43,7 +52,11 @@ CONFIRMED = 0.95  # of the largest model: what is trained to confirm it
 WORDS = re.compile(r"\w+|[^\w\s]|\n")
 TEXT_BYTES = 64  # of text for a token, at most
 
-Tell = Callable[[str], None]
+HELP = f"""Train a model of a given size, or the largest that fits this machine
+({CONFIRMED:.0%} of what the planner says), for a few steps on real text, with random weights that
+are made layer by layer. Prints the plan, a line for each step, and how busy each lane was; the last
+line is JSON. Several optimizers are tried one after the other, each in a process of its own."""
+
 ScaleResult = dict[str, Any]  # what came of it, as JSON has it: `_measure` has the names
 
 
@@ -121,7 +134,24 @@ class Scale(Workload):
         return found[0]
 
 
-def measure_scales(scales: Sequence[Scale], *, tell: Tell) -> list[ScaleResult]:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `l2l bench scale` takes."""
+    take_options(parser, Scale)
+    take_several(parser, "--optimizer", LEARNING_RATES, ["adafactor"])
+
+
+def run(parsed: argparse.Namespace, tell: Tell) -> tuple[str, Any, int]:
+    """`l2l bench scale`.
+
+    Raises:
+        ValueError: there is no such model, or a single one does not fit.
+    """
+    make = partial(read_options, Scale, parsed, started_at=time.time())
+    results = measure_scales([make(optimizer=name) for name in parsed.optimizer], tell)
+    return describe_scale(results), results, int(len(results) < len(parsed.optimizer))
+
+
+def measure_scales(scales: Sequence[Scale], tell: Tell) -> list[ScaleResult]:
     """Train some steps of each; `tell` is given a line for each thing that happens.
 
     Several are measured in a process each, since only its end gives the memory back; those that

@@ -17,8 +17,6 @@ EXAMPLES = """examples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `l2l export` takes."""
-    parser.description, parser.epilog = HELP, EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or a checkpoint")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="the folder to write")
     words = "of the weights (default: as the run's settings say)"

@@ -60,8 +60,6 @@ FLAGS = {  # what errors advise, as it is said here
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `l2l plan` takes."""
-    parser.description, parser.epilog = HELP, EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     words = "a Hugging Face folder with a config.json, such a file, or a benchmark shape: "
     parser.add_argument("model", metavar="MODEL", help=words + ", ".join(SHAPES))
     batch = parser.add_argument_group("the batch of a step")

@@ -27,7 +27,6 @@ Points = Sequence[tuple[float, float]]  # step, loss
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `l2l report` takes."""
-    parser.description = HELP
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     words = "where to draw the losses (default: RUN/loss.svg)"
     parser.add_argument("--plot", type=Path, metavar="FILE", help=words)

@@ -74,8 +74,6 @@ SEVERAL = ("--data", "--evaluation-data")  # may be given more than once
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `l2l train` takes."""
-    parser.description, parser.epilog = HELP, EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     words = "a TOML file, or the folder of a run to go on with"
     parser.add_argument("settings", nargs="?", type=Path, metavar="RUN", help=words)
     group = parser.add_argument_group("settings, which override those of the file")

@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import partial
 
 from l2l.cli import signals
 
@@ -26,7 +27,8 @@ def run(arguments: Sequence[str] | None) -> int:
         prog="l2l", description="Layer-to-layer training: models that do not fit the device."
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    parsers = {name: verbs.add_parser(name, help=about) for name, about in VERBS.items()}
+    add = partial(verbs.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parsers = {name: add(name, help=about) for name, about in VERBS.items()}
     name = words[0] if words else ""
     if name not in VERBS:
         parser.parse_args(words)  # shows the help, or says what is wrong
@@ -39,8 +41,10 @@ def run(arguments: Sequence[str] | None) -> int:
         advice = "Install it with: pip install 'l2l[train]'"
         print(f"l2l {name} needs {error.name}, which is not installed. {advice}", file=sys.stderr)
         return 1
-    verb.add_options(parsers[name])
-    parsers[name].set_defaults(parser=parsers[name])
+    own = parsers[name]
+    own.description, own.epilog = getattr(verb, "HELP", None), getattr(verb, "EXAMPLES", None)
+    own.set_defaults(parser=own)
+    verb.add_options(own)
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
         parsed.parser.error(_unknown(parsed.parser, unknown))
