@@ -238,7 +238,7 @@ def test_what_does_not_fit_ends_with_status_1_and_what_would(
         (["nowhere"], "3.2b, 7.5b, 50b, 1b, tiny"),
         (["tiny", "--tokens", "1000"], "--length"),
         (["tiny", "--rows", "0"], "--rows 0"),
-        (["tiny", "--length", "1"], "--length 1"),
+        (["tiny", "--length", "1"], "at least 2 tokens a row"),
         (["tiny", "--device-memory", "much"], "is not a size"),
         (["tiny", "--machine", "nowhere.json"], "hardware-*.json"),
         (["tiny", "--microbatch-size", "0"], "at least 1 row"),

@@ -177,15 +177,11 @@ def _world(parsed: argparse.Namespace) -> Together | None:
         return None
     if parsed.world < 1 or parsed.per_host < 1:
         raise ValueError("--world and --per-host must be at least 1.")
-    near, far = (
-        parse_bytes(getattr(parsed, name).removesuffix("/s"), name=f"--{name}")
-        for name in ("interconnect", "network")
-    )
     return Together(
         num_ranks=parsed.world,
         per_host=parsed.per_host,
-        near_rate=near,
-        far_rate=far,
+        near_rate=parse_bytes(parsed.interconnect.removesuffix("/s"), name="--interconnect"),
+        far_rate=parse_bytes(parsed.network.removesuffix("/s"), name="--network"),
         host_speed=parsed.host_speed,
     )
 
@@ -256,18 +252,11 @@ def _read_machine(path: Path) -> Hardware:
 
 
 def _num_rows(parsed: argparse.Namespace) -> int:
-    length, tokens = parsed.length, parsed.tokens
     rows = 64 if parsed.rows is None else parsed.rows
-    if length < 2:
-        raise ValueError(f"--length {length}: expected at least 2 tokens a row.")
     if rows < 1:
         raise ValueError(f"--rows {rows}: expected at least 1.")
-    if tokens is not None and (tokens < length or tokens % length):
-        raise ValueError(
-            f"--tokens {tokens} in rows of {length}: expected a whole number of rows. Change "
-            "--tokens or --length, or say --rows."
-        )
-    return int(rows if tokens is None else tokens // length)
+    tokens = rows * parsed.length if parsed.tokens is None else parsed.tokens
+    return Workload(num_tokens=tokens, length=parsed.length).num_rows
 
 
 # --------------------------------------------------------------------------------------------------
