@@ -44,7 +44,7 @@ def read_options(kind: Any, parsed: argparse.Namespace, **others: Any) -> Any:
     return kind(**asked, **others)
 
 
-def options_as_words(options: Any) -> list[str]:
+def as_words(options: Any) -> list[str]:
     """Words of a command line that ask for the same."""
     asked = {one.metadata["flag"]: getattr(options, one.name) for one in _options_of(options)}
     return [str(word) for pair in asked.items() if pair[1] is not None for word in pair]

@@ -32,14 +32,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from l2l.bench import child_process
-from l2l.bench.options import (
-    Tell,
-    option,
-    options_as_words,
-    read_options,
-    take_options,
-    take_several,
-)
+from l2l.bench.options import Tell, as_words, option, read_options, take_options, take_several
 from l2l.bench.workload import SHAPES, Workload, busy_lanes, host_peak_bytes
 from l2l.device import format_bytes, parse_bytes
 from l2l.engine import Engine
@@ -164,7 +157,7 @@ def measure_scales(scales: Sequence[Scale], tell: Tell) -> list[ScaleResult]:
         return [_measure(scales[0], tell)]
     results = []
     for scale in scales:
-        words = [*options_as_words(scale), "--optimizer", scale.optimizer]
+        words = [*as_words(scale), "--optimizer", scale.optimizer]
         command = [sys.executable, "-m", "l2l", "bench", "scale", *words]
         with child_process.started(command) as process:
             assert process.stdout is not None

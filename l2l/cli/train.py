@@ -19,17 +19,7 @@ from typing_extensions import override
 
 from l2l.cli import signals
 from l2l.distributed import World, started_by_torchrun
-from l2l.train import (
-    Display,
-    Flag,
-    RunFolder,
-    Settings,
-    SettingsError,
-    Training,
-    help_text,
-    key_of,
-    open_display,
-)
+from l2l.train import Display, Flag, RunFolder, Settings, Training, help_text, key_of, open_display
 
 HELP = """Train a model that does not fit the device. Settings come from a TOML file, from flags, or
 from both: flags override the file. Everything is checked before anything is loaded. A run whose
@@ -104,7 +94,7 @@ def run(parsed: argparse.Namespace) -> int:
         path = RunFolder(path).settings_file
     try:
         settings = Settings.read(path, flags=_flags(parsed))
-    except SettingsError as error:
+    except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     with started_by_torchrun(settings.training.device) as world:

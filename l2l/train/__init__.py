@@ -32,4 +32,4 @@ from l2l.train.export import export_checkpoint
 from l2l.train.folder import RunFolder, TrainingError
 from l2l.train.progress import Record, read_metrics
 from l2l.train.run import Training
-from l2l.train.settings import Flag, Settings, SettingsError, help_text, key_of
+from l2l.train.settings import Flag, Settings, help_text, key_of

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from l2l.checkpoint import (
-    MANIFEST,
-    Checkpoint,
-    CheckpointError,
-    CheckpointFolder,
-    Manifest,
-    SavedModel,
-)
+from l2l.checkpoint import MANIFEST, Checkpoint, CheckpointError, CheckpointFolder, SavedModel
 from l2l.files import whole_folder
 from l2l.hugging_face import export_model
 from l2l.train.folder import RunFolder, TrainingError
@@ -19,14 +12,14 @@ from l2l.train.prepared import make_model, make_tokenizer
 from l2l.train.settings import Settings
 
 
-def run_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, with settings as `l2l train` writes them, if there are any.
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """A checkpoint, with settings as `l2l train` writes them, if there are any.
 
     Raises:
-        CheckpointError: it cannot be read, or is not.
+        CheckpointError: it cannot be read, or its settings are something else.
     """
-    found = Manifest.read(folder)
-    tables = found.extra.get("settings", {})
+    found = Checkpoint(folder)
+    tables = found.manifest.extra.get("settings", {})
     if not isinstance(tables, dict) or not all(isinstance(one, dict) for one in tables.values()):
         raise CheckpointError(
             f"{folder / MANIFEST} is damaged: its settings are not what l2l train writes."
@@ -52,7 +45,8 @@ def export_checkpoint(
         ValueError: there is no such checkpoint, it is damaged, or the folder cannot be written.
     """
     checkpoint = _checkpoint_of(path)
-    extra = run_manifest(checkpoint).extra
+    files = read_checkpoint(checkpoint)
+    extra = files.manifest.extra
     if "settings" not in extra:
         raise TrainingError(f"{checkpoint} was not written by l2l train, so its model is unknown.")
     settings = Settings.of_table(extra["settings"])
@@ -62,7 +56,6 @@ def export_checkpoint(
     tokenizer, labels = make_tokenizer(settings), extra.get("label_names", [])
     number = extra.get("num_labels")
     model = make_model(settings, tokenizer=tokenizer, num_labels=number, label_names=labels)
-    files = Checkpoint(checkpoint)
     files.check()
     saved, shapes = SavedModel(files), {k: v.shape for k, v in model.named_parameters()}
     saved.check(model)

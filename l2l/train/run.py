@@ -21,7 +21,7 @@ from l2l.planner import measured_hardware, plan
 from l2l.train.data import packing_holds
 from l2l.train.display import Display
 from l2l.train.evaluation import own_rows
-from l2l.train.export import run_manifest
+from l2l.train.export import read_checkpoint
 from l2l.train.folder import RunFolder, TrainingError
 from l2l.train.prepared import Prepared, engine_options
 from l2l.train.progress import Progress, read_metrics
@@ -270,7 +270,7 @@ class Training:
             CheckpointError: it cannot be read.
         """
         with naming_older(latest):
-            manifest = run_manifest(latest)
+            manifest = read_checkpoint(latest).manifest
         extra, before = manifest.extra, manifest.extra.get("settings", {})
         if not self._prepared.packing_is_asked and "packing" in before.get("data", {}):
             self._prepared.make_batches(packing=before["data"]["packing"])
