@@ -7,6 +7,7 @@ taken in float64.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable
 
 import torch
@@ -17,6 +18,7 @@ from l2l.engine import Engine
 from l2l.train.data import num_targets
 from l2l.train.settings import LANGUAGE_TASKS
 
+Batch = dict[str, Tensor]
 BEST = {  # by task: what says how good a model is, and whether more of it is better
     "causal": ("loss", False),
     "instruct": ("loss", False),
@@ -26,14 +28,9 @@ BEST = {  # by task: what says how good a model is, and whether more of it is be
 
 
 def evaluate(
-    engine: Engine,
-    batches: Iterable[dict[str, Tensor]],
-    *,
-    task: str,
-    stopped: Callable[[], bool],
-    world: World,
+    engine: Engine, batches: Iterable[Batch], *, task: str, stops: Callable[[], bool], world: World
 ) -> dict[str, float] | None:
-    """The task's metrics over batches; None if `stopped` says so on the way.
+    """The task's metrics over batches; None if `stops` says so on the way.
 
     Several ranks divide the rows of every batch; all of them get the metrics.
     """
@@ -41,7 +38,7 @@ def evaluate(
     predictions: list[Tensor] = []
     labels: list[Tensor] = []
     for batch in batches:
-        if stopped():
+        if stops():
             return None
         weight, own = num_targets(batch), own_rows(batch, world)
         if task in LANGUAGE_TASKS:
@@ -69,7 +66,7 @@ def evaluate(
     return {**found, "matthews": matthews_correlation(chosen, wanted)}
 
 
-def own_rows(batch: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+def own_rows(batch: Batch, world: World) -> Batch:
     """The rows of a batch that a rank goes through: as many as the others, or one more or less."""
     number = len(batch["input_ids"])
     start, stop = (number * rank // world.size for rank in (world.rank, world.rank + 1))
@@ -145,10 +142,7 @@ def spearman_correlation(predictions: Tensor, labels: Tensor) -> float:
 
 def perplexity(loss: float) -> float:
     """Of a mean loss in nats: exp(loss); infinite where that is too large."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+    return math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
 
 
 def _checked(predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

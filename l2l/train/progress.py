@@ -80,7 +80,7 @@ class Progress:
     """Passes on what happens in a run."""
 
     def __init__(
-        self, folder: RunFolder, display: Display, *, tensorboard: bool, step: int, num_steps: int
+        self, folder: RunFolder, display: Display, step: int, num_steps: int, *, tensorboard: bool
     ) -> None:
         """The run goes on after `step` of `num_steps`: lines after it go.
 

@@ -30,6 +30,7 @@ from l2l.train.steps import Steps
 
 T = TypeVar("T")
 
+ALONE = Alone()
 EXPORT = "export"  # kind of the metrics' line that says that the model was written
 
 
@@ -38,12 +39,7 @@ class Training:
     """One run."""
 
     def __init__(
-        self,
-        settings: Settings,
-        *,
-        display: Display,
-        resume: bool = True,
-        world: World | None = None,
+        self, settings: Settings, *, display: Display, resume: bool = True, world: World = ALONE
     ) -> None:
         """Read the data and make the model, without weights.
 
@@ -52,7 +48,7 @@ class Training:
         Raises:
             ValueError: they are not as the settings say.
         """
-        self._world = world or Alone()
+        self._world = world
         self._display = display
         self._resume = resume
         self._folder = RunFolder(settings.output.folder)
@@ -308,11 +304,7 @@ class Training:
         prepared, folder, output = self._prepared, self._folder, self._settings.output
         say, num_steps = self._display.say, prepared.num_steps
         progress = Progress(
-            self._own,
-            self._display,
-            tensorboard=output.tensorboard,
-            step=engine.step_number,
-            num_steps=num_steps,
+            self._own, self._display, engine.step_number, num_steps, tensorboard=output.tensorboard
         )
         steps = Steps(
             engine, prepared, self._checkpoints, progress, self._world, lambda: self._stops

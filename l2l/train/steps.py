@@ -105,7 +105,7 @@ class Steps:
         settings, batches = self.prepared.settings, self.prepared.evaluation_batches.in_order()
         chosen = itertools.islice(batches, settings.evaluation.most_batches)
         task = settings.data.task
-        found = evaluate(self.engine, chosen, task=task, stopped=self._must_stop, world=self.world)
+        found = evaluate(self.engine, chosen, task=task, stops=self._must_stop, world=self.world)
         if found is not None:
             self.progress.evaluated(step, found, seconds=time.perf_counter() - began)
 
