@@ -29,7 +29,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import l2l
 from l2l.train.data import Batches, Examples, Form, make_examples, read_records
-from l2l.train.metrics import accuracy, f1, matthews_correlation
+from l2l.train.evaluation import accuracy, f1, matthews_correlation
 
 Metric = Callable[[Tensor, Tensor], float]
 METRICS: dict[str, tuple[str, Metric]] = {

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     ),
     "bench": "device engine hugging_face parameter_server planner",
     "train": (
-        "checkpoint device distributed engine files hugging_face model parameter_server planner"
+        "checkpoint device distributed engine files hugging_face model parameter_server planner run"
     ),
     "cli": "bench checkpoint device distributed hugging_face parameter_server planner train",
 }

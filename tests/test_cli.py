@@ -42,8 +42,8 @@ def test_an_unknown_level_is_named(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_kernel_that_was_not_built_is_named(monkeypatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("l2l.cli.bench.load_kernel", lambda: None)
-    assert cli.main(["bench", "host"]) == 1
+    monkeypatch.setattr("l2l.bench.kernel.load_kernel", lambda: None)
+    assert cli.main(["bench", "host"]) == 2
     assert "make kernel" in capsys.readouterr().err
 
 
@@ -208,7 +208,7 @@ def test_deeper_models_repeat_the_kinds_of_their_layers(tmp_path: Path) -> None:
         num_hidden_layers=6,
         layer_types=kinds * 2,
     )
-    source = Source.of(str(tmp_path), 64)
+    source = Source(str(tmp_path), 64)
     assert source.period == 3
     assert all(parameter.is_meta for parameter in source.make(None).parameters())
     for number in (2, 6, 7, 12):
@@ -238,7 +238,7 @@ def test_what_does_not_fit_ends_with_status_1_and_what_would(
         (["nowhere"], "3.2b, 7.5b, 50b, 1b, tiny"),
         (["tiny", "--tokens", "1000"], "--length"),
         (["tiny", "--rows", "0"], "--rows 0"),
-        (["tiny", "--length", "1"], "--length 1"),
+        (["tiny", "--length", "1"], "at least 2 tokens a row"),
         (["tiny", "--device-memory", "much"], "is not a size"),
         (["tiny", "--machine", "nowhere.json"], "hardware-*.json"),
         (["tiny", "--microbatch-size", "0"], "at least 1 row"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from l2l.train.metrics import (
+from l2l.train.evaluation import (
     accuracy,
     f1,
     matthews_correlation,

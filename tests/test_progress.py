@@ -13,10 +13,10 @@ from typing_extensions import override
 
 from l2l.cli.report import draw_losses
 from l2l.train import display as display_module
-from l2l.train.display import Display, PlainDisplay, Status, format_seconds, open_display
+from l2l.train.display import Display, Status, format_seconds, open_display
+from l2l.train.folder import RunFolder
 from l2l.train.live_display import LiveDisplay
-from l2l.train.metrics_file import MetricsFile, open_events, read_metrics
-from l2l.train.progress import Facts, Progress
+from l2l.train.progress import INTERRUPTED, Progress, open_events, read_metrics
 
 
 @dataclass
@@ -60,10 +60,8 @@ class Silent(Display):
 
 
 def start(path: Path, display: Display | None = None, *, step: int = 0) -> Progress:
-    metrics = MetricsFile(path / "metrics.jsonl", step=step)
-    return Progress(
-        display=display or Silent(), metrics=metrics, events=None, step=step, num_steps=10
-    )
+    shown = display or Silent()
+    return Progress(RunFolder(path), shown, tensorboard=False, step=step, num_steps=10)
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -107,7 +105,7 @@ def test_a_line_has_the_numbers_of_a_step(tmp_path: Path) -> None:
         "tokens": 100,
     }
     assert (second["loss"], second["skipped"], second["loss_scale"]) == (None, True, 1024.0)
-    assert run.num_skipped == 1
+    assert run.status.num_skipped == 1
 
 
 def write_run(path: Path, steps: range, *, stopped_after: int | None = None) -> Progress:
@@ -121,10 +119,10 @@ def write_run(path: Path, steps: range, *, stopped_after: int | None = None) -> 
             run.evaluated(number, {"loss": 2.0 / number}, seconds=1.0)
         if number % 4 == 0:
             run.catch_up()
-            run.checkpoint_begun(number, f"step-{number}")
+            run.note("checkpoint", number, folder=f"step-{number}")
         if number == stopped_after:
             run.catch_up()
-            run.checkpoint_begun(number, f"step-{number}", interrupted=True)
+            run.note("checkpoint", number, folder=f"step-{number}", **{INTERRUPTED: True})
             break
     else:
         run.catch_up()
@@ -145,7 +143,7 @@ def test_the_file_of_an_interrupted_run_is_that_of_an_uninterrupted_one(
         file.write('{"kind": "step", "step": 7, "lo')  # killed while it wrote
     run = write_run(parts, range(resumed, 10))
     assert without_times(lines_of(parts)) == without_times(lines_of(whole))
-    assert run.num_skipped == 1
+    assert run.status.num_skipped == 1
 
 
 def test_a_run_from_the_beginning_begins_a_new_file(tmp_path: Path) -> None:
@@ -158,8 +156,8 @@ def test_what_was_done_before_is_known(tmp_path: Path) -> None:
     write_run(tmp_path, range(5))
     display = Silent()
     run = start(tmp_path, display, step=4)
-    assert [run.has_evaluation(step) for step in (2, 3, 4)] == [True, False, True]
-    assert [run.has_checkpoint(step) for step in (2, 4)] == [False, True]
+    assert [run.has("evaluation", step) for step in (2, 3, 4)] == [True, False, True]
+    assert [run.has("checkpoint", step) for step in (2, 4)] == [False, True]
     run.step_begun(5, FakeReport(5), learning_rate=0.1)
     run.catch_up()
     assert display.shown[-1].evaluation == "after step 4: loss 0.5000"
@@ -192,10 +190,8 @@ def test_numbers_that_are_not_finite_are_null_and_said_so(tmp_path: Path) -> Non
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
-    events = open_events(tmp_path / "events", step=3)
-    assert events is not None
-    metrics = MetricsFile(tmp_path / "metrics.jsonl", step=0)
-    run = Progress(display=Silent(), metrics=metrics, events=events, step=3, num_steps=5)
+    folder = RunFolder(tmp_path)
+    run = Progress(folder, Silent(), tensorboard=True, step=3, num_steps=5)
     run.step_begun(4, FakeReport(4), learning_rate=0.125)
     run.catch_up()
     run.evaluated(4, {"perplexity": 3.0}, seconds=0.1)
@@ -231,7 +227,7 @@ STATUS = Status(
 
 def test_plain_lines_come_every_few_steps_and_at_the_end() -> None:
     stream = io.StringIO()
-    display = PlainDisplay(stream, every_steps=4)
+    display = Display(stream, every_steps=4)
     for step in range(1, 11):
         display.show(Status(step=step, num_steps=10, loss=0.5))
     assert stream.getvalue().splitlines() == [
@@ -243,7 +239,7 @@ def test_plain_lines_come_every_few_steps_and_at_the_end() -> None:
 
 def test_a_plain_line_has_all_that_is_known() -> None:
     stream = io.StringIO()
-    PlainDisplay(stream, every_steps=7).show(STATUS)
+    Display(stream, every_steps=7).show(STATUS)
     assert stream.getvalue() == (
         "step 7/10  loss 1.5000  12,346 tokens/s  about 3 min left  device 3.00 GiB of 8.00 GiB  "
         "bound by link  skipped 2 steps, not finite\n"
@@ -252,7 +248,7 @@ def test_a_plain_line_has_all_that_is_known() -> None:
 
 def test_a_long_silence_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
-    display = PlainDisplay(stream, every_steps=100)
+    display = Display(stream, every_steps=100)
     display.show(Status(step=1, num_steps=200))
     assert not stream.getvalue()
     monkeypatch.setattr(display_module, "LONGEST_SILENCE_SECONDS", 0.0)
@@ -270,7 +266,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_gets_a_live_display_and_a_file_does_not(monkeypatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(open_display(io.StringIO(), every_steps=1), PlainDisplay)
+    assert type(open_display(io.StringIO(), every_steps=1)) is Display
     stream = Terminal()
     display = open_display(stream, every_steps=1)
     assert isinstance(display, LiveDisplay)
@@ -289,20 +285,20 @@ def test_a_terminal_gets_a_live_display_and_a_file_does_not(monkeypatch) -> None
 
 def test_without_rich_a_terminal_gets_plain_lines(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert isinstance(open_display(Terminal(), every_steps=1), PlainDisplay)
+    assert type(open_display(Terminal(), every_steps=1)) is Display
 
 
 def test_the_status_follows_the_run(tmp_path: Path) -> None:
     display = Silent()
     run = start(tmp_path, display)
-    run.facts = Facts(peak_bytes=10, budget_bytes=20, bound="compute")
-    run.saving = "step-00000002"
+    run.status.peak_bytes, run.status.budget_bytes, run.status.bound = 10, 20, "compute"
+    run.status.saving = "step-00000002"
     for number in (1, 2, 3):
         run.step_begun(number, FakeReport(number), learning_rate=0.1)
     run.catch_up()
     run.close()
     first, _, last = display.shown
-    assert first.tokens_per_second is None  # the first one is planned, and perhaps compiled
+    assert not first.tokens_per_second  # the first one is planned, and perhaps compiled
     assert last.tokens_per_second
     assert last.seconds_left
     assert (last.step, last.num_steps, last.loss) == (3, 10, 1 / 3)

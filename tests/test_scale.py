@@ -7,48 +7,45 @@ import pytest
 import torch
 
 from l2l import cli
-from l2l.bench.scale import Scale, find_largest, text_ids
+from l2l.bench.scale import Scale, text_ids
 from l2l.bench.workload import SHAPES
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_parameters_are_counted_as_the_model_has_them(shape: str):
+def test_parameters_are_those_of_a_model_without_weights(shape: str):
     scale = Scale(shape=shape)
     for number in (1, 3):
-        model = scale.model(number)
-        assert scale.count(number) == sum(one.numel() for one in model.parameters())
-        assert all(one.is_meta for one in model.parameters())
+        assert scale.least_layers(scale.count(number)) == number
+        assert all(one.is_meta for one in scale.with_layers(number).parameters())
 
 
 def test_fifty_billion_parameters_are_58_layers():
-    scale = Scale(num_parameters=50e9)
-    assert scale.num_layers(50e9) == 58
+    scale = Scale()
+    assert scale.least_layers(50e9) == 58
     assert scale.count(57) < 50e9 <= scale.count(58)
 
 
 def test_text_is_numbered_by_how_often_words_occur():
-    ids = text_ids(20_000, vocabulary_size=500)
+    ids = text_ids(20_000, 500)
     assert ids.shape == (20_000,)
     assert ids.dtype is torch.int64
     counts = ids.bincount(minlength=500)
     assert int(counts[0]) == int(counts[:-1].max())
     assert bool((counts[:-2] >= counts[1:-1]).all())
     assert int(counts[-1]) > 0, "what is rare shares a number"
-    assert torch.equal(ids[:100], text_ids(20_000, vocabulary_size=500)[:100])
+    assert torch.equal(ids[:100], text_ids(20_000, 500)[:100])
 
 
 def test_the_largest_model_grows_with_the_host():
     found = [
-        find_largest(
-            Scale(
-                shape="tiny",
-                optimizer="adamw",
-                device_memory="256MiB",
-                host_memory=size,
-                num_tokens=256,
-                length=64,
-            )
-        )
+        Scale(
+            shape="tiny",
+            optimizer="adamw",
+            device_memory="256MiB",
+            host_memory=size,
+            num_tokens=256,
+            length=64,
+        ).most_layers()
         for size in ("20MiB", "40MiB")
     ]
     assert found[0] > 1

@@ -27,11 +27,13 @@ from l2l.cli import train as train_module
 from l2l.planner import planning
 from l2l.train import RunFolder, Training, TrainingError, prepared
 from l2l.train import run as run_module
+from l2l.train import steps as steps_module
 from l2l.train.data import Batches
-from l2l.train.disk import Writing
 from l2l.train.display import Display, Status
-from l2l.train.metrics_file import read_metrics
+from l2l.train.folder import checkpoints_to_come
+from l2l.train.progress import read_metrics
 from l2l.train.settings import Settings, SettingsError, to_toml
+from l2l.train.steps import Steps
 
 ROOT = Path(__file__).parent.parent
 TEXTS = {
@@ -302,7 +304,7 @@ def test_an_evaluation_may_be_of_some_batches_only(
 ) -> None:
     sizes = []
     monkeypatch.setattr(
-        run_module,
+        steps_module,
         "evaluate",
         lambda _, batches, **__: sizes.append([len(b["labels"]) for b in batches]) or {"loss": 1.0},
     )
@@ -383,9 +385,9 @@ def diverging(tiny: Path, folder: Path, **training: Any) -> Path:
 @pytest.fixture
 def gentle(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first five steps learn a little; the sixth makes all weights useless."""
-    rate = Training._learning_rate
+    rate = Steps._learning_rate
     monkeypatch.setattr(
-        Training, "_learning_rate", lambda run, step: rate(run, step) if step >= 5 else 1e-2
+        Steps, "_learning_rate", lambda run, step: rate(run, step) if step >= 5 else 1e-2
     )
 
 
@@ -437,7 +439,7 @@ def test_a_run_goes_on_from_its_last_good_checkpoint(
     assert len(found) == keep + 1
     for path in found[1:]:
         shutil.rmtree(path)
-    monkeypatch.setattr(Training, "_learning_rate", lambda *_: 1e-2)
+    monkeypatch.setattr(Steps, "_learning_rate", lambda *_: 1e-2)
     display = Record()
     assert train(settings, display)
     assert "skipped" not in display.text
@@ -468,10 +470,7 @@ def test_bad_steps_may_be_allowed(tiny: Path, tmp_path: Path) -> None:
 def test_what_a_run_will_write_is_counted(
     keep: int, present: int, saves: int, more: int, at_last: int
 ) -> None:
-    writing = Writing(
-        checkpoint_bytes=1, num_present=present, num_saves=saves, keep=keep, export_bytes=1
-    )
-    assert (writing.num_more, writing.num_more_at_last) == (more, at_last)
+    assert checkpoints_to_come(present, saves, keep) == (more, at_last)
 
 
 @pytest.mark.parametrize("share", [0.9, 1.0])
@@ -486,7 +485,7 @@ def test_a_disk_that_is_too_small_is_known_before_the_first_step(
         sizes.append(path)
         return shutil._ntuple_diskusage(10**9, 10**9 - free, free)
 
-    monkeypatch.setattr("l2l.train.disk.shutil.disk_usage", usage)
+    monkeypatch.setattr("l2l.train.folder.shutil.disk_usage", usage)
     free = int(share * 3 * (14_800 * 12 + 32))  # weights, two moments in float32, and a buffer
     status = cli.main(["train", str(settings)])
     shown = capsys.readouterr()

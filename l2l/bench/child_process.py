@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
@@ -22,22 +21,28 @@ def started(
         command: what to run.
         errors: where its errors go, as in `subprocess`; None: to ours.
     """
-    with (
-        _termination_raised(),
-        subprocess.Popen(
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        with subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
             errors="replace",
             start_new_session=True,  # what it starts itself can be ended with it
-        ) as process,
-    ):
-        try:
-            yield process
-        except BaseException:
-            kill(process)
-            raise
+        ) as process:
+            try:
+                yield process
+            except BaseException:
+                kill(process)
+                raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    """Let SIGTERM be an exception, as Ctrl-C is."""
+    sys.exit(128 + number)
 
 
 def kill(process: subprocess.Popen[str]) -> str:
@@ -55,20 +60,3 @@ def run(command: Sequence[str], time_limit_seconds: float) -> tuple[str, str, st
         except subprocess.TimeoutExpired:
             return kill(process), "", f"not done after {time_limit_seconds:g} s (--time-limit)"
     return output, errors, f"exit status {process.returncode}"
-
-
-@contextlib.contextmanager
-def _termination_raised() -> Iterator[None]:
-    """Let SIGTERM be an exception, as Ctrl-C is; only the main thread may ask for that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, _: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -9,26 +9,63 @@ outcomes alone.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from l2l.bench import child_process
-from l2l.bench.peers import PEERS, find_peer
-from l2l.bench.plot import Point
-from l2l.bench.workload import ENGINE, FAILED, MEASURED, Measurement, Run, Workload
+from l2l.bench.options import Tell, read_options, take_options, take_several
+from l2l.bench.peers import PEERS, PLAIN_VARIANTS
+from l2l.bench.plot import PlotError, Point, draw
+from l2l.bench.workload import ENGINE, FAILED, PLAIN, Measurement, Run, Workload
 from l2l.device import parse_bytes
 
-SYSTEMS = (ENGINE, *dict.fromkeys(peer.system for peer in PEERS))
-PLAIN_VARIANTS = tuple(peer.variant for peer in PEERS if peer.system == "plain")
+HELP = """Train one model for a few steps with this engine and, in the same run, with other
+systems: plain PyTorch with everything on the device, FSDP2, DeepSpeed and RoundPipe, the last two
+where they are installed. Each runs in a process of its own. Prints a table; the last line is JSON.
+Ends with status 1 if a run failed."""
+
+SYSTEMS = (ENGINE, *dict.fromkeys(system for system, _ in PEERS))
 LAUNCHED = ("fsdp2", "deepspeed")  # they expect the variables that torch's launcher sets
 LONGEST_NOTE = 160
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `l2l bench step` takes."""
+    take_options(parser, Workload)
+    take_options(parser, Run)
+    words = "budgets of the engine, such as 4GiB 16GiB: a run for each (default: its own)"
+    parser.add_argument("--device-memory", nargs="+", default=[], metavar="SIZE", help=words)
+    take_several(parser, "--systems", SYSTEMS, [ENGINE, PLAIN])
+    take_several(parser, "--plain-variants", PLAIN_VARIANTS, PLAIN_VARIANTS)
+    words = "for results.json, speed.svg, the engine's traces and what each process printed"
+    parser.add_argument("--folder", type=Path, help=words)
+    words = "for each system (default: 600)"
+    parser.add_argument("--time-limit", type=float, default=600.0, metavar="SECONDS", help=words)
+
+
+def run(parsed: argparse.Namespace, tell: Tell) -> tuple[str, Any, int]:
+    """`l2l bench step`.
+
+    Raises:
+        ValueError: an option does not fit the workload.
+    """
+    parsed.clip_norm = parsed.clip_norm or None
+    asked = read_options(Run, parsed, workload=read_options(Workload, parsed))
+    budgets, variants = parsed.device_memory, parsed.plain_variants
+    runs = list_runs(asked, parsed.systems, plain_variants=variants, device_memory=budgets)
+    aside = partial(tell, file=sys.stderr)
+    aside(f"{len(runs)} runs, the first: {runs[0].label}")
+    table, found = compare(runs, parsed.time_limit, aside, folder=parsed.folder)
+    return table, found, int(any(one["status"] == FAILED for one in found["results"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +78,17 @@ class Outcome:
     note: str = ""
 
     @property
-    def in_memory(self) -> bool:
-        """Whether the system keeps everything on the device."""
-        return self.run.system != ENGINE and find_peer(self.run.system, self.run.variant).in_memory
+    def kind(self) -> str:
+        """What the system is to the engine: of the plot's KINDS."""
+        if self.run.system in (ENGINE, PLAIN):
+            return "engine" if self.run.system == ENGINE else "in memory"
+        return "not exact" if self.caveat else "exact"
 
     @property
     def caveat(self) -> str:
         """Why the system does not train exactly; empty if it does."""
         if self.run.system != ENGINE:
-            return find_peer(self.run.system, self.run.variant).caveat
+            return PEERS[self.run.system, self.run.variant].caveat
         return "" if self.run.moments == "float32" else f"{self.run.moments} moments"
 
     @property
@@ -59,46 +98,30 @@ class Outcome:
         if self.run.system == ENGINE:
             asked["moments"] = self.run.moments
         said = {"caveat": self.caveat, "status": self.status, "note": self.note}
-        return {**asked, **said, **(asdict(self.measurement) if self.measurement else {})}
+        return {**asked, **said, **(self.measurement or {})}
 
 
 def list_runs(
-    workload: Workload,
+    run: Run,
+    systems: Iterable[str],
     *,
-    systems: Sequence[str],
     plain_variants: Sequence[str] = PLAIN_VARIANTS,
-    device_memory: Sequence[str] = (),
-    microbatch_size: int | None = None,
-    moments: Literal["float32", "8bit"] = "float32",
+    device_memory: Iterable[str] = (),
 ) -> list[Run]:
-    """The runs of a comparison: the engine once for every budget, all variants of the others.
+    """The runs of a comparison: `run` once for every budget, all variants of other systems.
 
     Raises:
         ValueError: an option does not fit the workload.
     """
-    budgets: Sequence[str | None] = list(dict.fromkeys(device_memory)) or [None]
     runs: list[Run] = []
     for system in dict.fromkeys(systems):
         if system == ENGINE:
-            runs += [
-                Run(
-                    workload=workload,
-                    microbatch_size=microbatch_size,
-                    device_memory=budget,
-                    moments=moments,
-                )
-                for budget in budgets
-            ]
-            continue
+            budgets: list[str | None] = [*dict.fromkeys(device_memory)]
+            runs += [replace(run, device_memory=budget) for budget in budgets or [None]]
         runs += [
-            Run(
-                workload=workload,
-                system=system,
-                variant=peer.variant,
-                microbatch_size=microbatch_size,
-            )
-            for peer in PEERS
-            if peer.system == system and (system != "plain" or peer.variant in plain_variants)
+            replace(run, system=system, variant=variant)
+            for name, variant in PEERS
+            if name == system and (system != PLAIN or variant in plain_variants)
         ]
     return runs
 
@@ -107,26 +130,39 @@ def list_runs(
 
 
 def compare(
-    runs: Iterable[Run], *, time_limit_seconds: float, folder: Path | None = None
-) -> Iterator[Outcome]:
-    """Run one after the other.
+    runs: Iterable[Run], time_limit_seconds: float, tell: Tell, *, folder: Path | None = None
+) -> tuple[str, dict[str, Any]]:
+    """Run one after the other; returns a table, and the same as data.
 
     Args:
         runs: what to run.
         time_limit_seconds: for each; a run that takes longer is ended.
-        folder: for the engine's traces and for what each process printed.
-
-    Yields:
-        The outcome of each run as soon as it is there.
+        tell: is given a line for each run.
+        folder: for results.json, speed.svg, the engine's traces and what each process printed.
     """
+    outcomes: list[Outcome] = []
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     for run in runs:
         name = run.label.replace(" ", "-")
         if folder is not None and run.system == ENGINE:
             run = replace(run, trace=str(folder / f"{name}-trace.json"))
         output, errors, note = child_process.run(_command(run), time_limit_seconds)
-        if folder is not None:
+        outcome = read_outcome(run, output=output, errors=errors, note=note)
+        outcomes.append(outcome)
+        found = outcome.measurement
+        shown = f"{found['tokens_per_second']:,.0f} tokens/s" if found else outcome.status
+        tell(f"{run.label}: {shown}")
+        table, data = describe(outcomes)
+        if folder is not None:  # after each, so that nothing is lost if this is stopped
             (folder / f"{name}.log").write_text(f"{output}\n{errors}")
-        yield read_outcome(run, output=output, errors=errors, note=note)
+            (folder / "results.json").write_text(json.dumps(data, indent=1))
+            try:
+                plot = draw(plot_points(outcomes), title=table.splitlines()[0])
+                (folder / "speed.svg").write_text(plot)
+            except PlotError as error:
+                tell(f"no speed.svg: {error}")
+    return table, data
 
 
 def read_outcome(run: Run, *, output: str, errors: str, note: str) -> Outcome:
@@ -142,12 +178,8 @@ def read_outcome(run: Run, *, output: str, errors: str, note: str) -> Outcome:
     for line in reversed(output.splitlines()):
         with contextlib.suppress(json.JSONDecodeError):
             found = json.loads(line)
-            if not isinstance(found, dict) or "status" not in found:
-                continue
-            if found["status"] == MEASURED:
-                measurement = Measurement(**found["measurement"])
-                return Outcome(run=run, status=MEASURED, measurement=measurement)
-            return Outcome(run=run, status=found["status"], note=found["note"])
+            if isinstance(found, dict) and "status" in found:
+                return Outcome(run=run, **found)
     last = next((line for line in reversed(errors.splitlines()) if line.strip()), "")
     return Outcome(run=run, status=FAILED, note=f"{note}: {last}" if last else note)
 
@@ -166,24 +198,24 @@ def _command(run: Run) -> list[str]:
 
 # ---- the table ----------------------------------------------------------------------------------
 
-COLUMNS = (
-    ("system", 30),
-    ("tokens/s", 10),
-    ("x exact peer", 14),
-    ("x in memory", 13),
-    ("device GiB", 12),
-    ("budget", 9),
-    ("host GiB", 10),
+COLUMNS = {  # and how wide they are; the names of systems come before them
+    "tokens/s": 10,
+    "x exact peer": 14,
+    "x in memory": 13,
+    "device GiB": 12,
+    "budget": 9,
+    "host GiB": 10,
+}
+LEGEND = (
+    "x exact peer: times the fastest other system that trains exactly from host memory. "
+    "x in memory: times the fastest plain loop\nwith everything on the device. device: most "
+    "that was taken from the driver. host: most resident memory of the process."
 )
 
 
 def describe(outcomes: Sequence[Outcome]) -> tuple[str, dict[str, Any]]:
     """The table, and the same as data."""
-    exact = _fastest(one for one in outcomes if _is_exact_peer(one))
-    in_memory = _fastest(one for one in outcomes if one.in_memory)
-    header = "".join(
-        f"{name:<{width}}" if name == "system" else f"{name:>{width}}" for name, width in COLUMNS
-    )
+    exact, in_memory = (_fastest(outcomes, kind) for kind in ("exact", "in memory"))
     rows = [_row(one, exact=exact, in_memory=in_memory) for one in outcomes]
     data = {
         "workload": asdict(outcomes[0].run.workload),
@@ -191,55 +223,47 @@ def describe(outcomes: Sequence[Outcome]) -> tuple[str, dict[str, Any]]:
         "fastest_in_memory_tokens_per_second": in_memory,
         "results": [one.data for one in outcomes],
     }
-    legend = (
-        "x exact peer: times the fastest other system that trains exactly from host memory. "
-        "x in memory: times the fastest plain loop\nwith everything on the device. device: most "
-        "that was taken from the driver. host: most resident memory of the process."
-    )
-    return "\n".join([_title(outcomes), f"{header}  exact?", *rows, legend]), data
+    lines = [_title(outcomes), _cells("system", list(COLUMNS), "exact?"), *rows, LEGEND]
+    return "\n".join(lines), data
+
+
+def _cells(name: str, cells: Sequence[str], last: str) -> str:
+    filled = (f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
+    return f"{name:<30}{''.join(filled)}  {last}"
 
 
 def _row(outcome: Outcome, *, exact: float | None, in_memory: float | None) -> str:
-    name = f"{outcome.run.label:<{COLUMNS[0][1]}}"
-    found = outcome.measurement
+    name, found = outcome.run.label, outcome.measurement
     if found is None:
         note = f"{outcome.status}: {outcome.note}" if outcome.note else outcome.status
-        return f"{name}{note[:LONGEST_NOTE]}"
-    speed = found.tokens_per_second
+        return f"{name:<30}{note[:LONGEST_NOTE]}"
+    speed = found["tokens_per_second"]
     cells = [
         f"{speed:,.0f}",
-        "-" if exact is None else f"{speed / exact:.2f}",
-        "-" if in_memory is None else f"{speed / in_memory:.2f}",
-        _gibibytes(found.device_peak_bytes),
+        *("-" if best is None else f"{speed / best:.2f}" for best in (exact, in_memory)),
+        _gibibytes(found["device_peak_bytes"]),
         outcome.run.device_memory or "-",
-        _gibibytes(found.host_peak_bytes),
+        _gibibytes(found["host_peak_bytes"]),
     ]
-    widths = [width for _, width in COLUMNS[1:]]
-    filled = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-    return f"{name}{filled}  {f'no: {outcome.caveat}' if outcome.caveat else 'yes'}"
+    return _cells(name, cells, f"no: {outcome.caveat}" if outcome.caveat else "yes")
 
 
 def _title(outcomes: Sequence[Outcome]) -> str:
     workload = outcomes[0].run.workload
-    words = [f"Llama shape {workload.shape}"]
     found = next((one.measurement for one in outcomes if one.measurement), None)
-    if found is not None:
-        words.append(f"{found.num_parameters:,} parameters")
-    words.append(f"{workload.num_tokens:,} tokens a step in rows of {workload.length:,}")
-    words.append(f"AdamW, clipped at {workload.clip_norm:g}" if workload.clip_norm else "AdamW")
-    if found is not None:
-        words.append(f"{found.device}, torch {found.torch_version}")
-    return "; ".join(words)
+    words = [
+        f"Llama shape {workload.shape}",
+        f"{found['num_parameters']:,} parameters" if found else "",
+        f"{workload.num_tokens:,} tokens a step in rows of {workload.length:,}",
+        f"AdamW, clipped at {workload.clip_norm:g}" if workload.clip_norm else "AdamW",
+        f"{found['device']}, torch {found['torch_version']}" if found else "",
+    ]
+    return "; ".join(word for word in words if word)
 
 
-def _is_exact_peer(outcome: Outcome) -> bool:
-    return outcome.run.system != ENGINE and not outcome.in_memory and not outcome.caveat
-
-
-def _fastest(outcomes: Iterable[Outcome]) -> float | None:
-    return max(
-        (one.measurement.tokens_per_second for one in outcomes if one.measurement), default=None
-    )
+def _fastest(outcomes: Iterable[Outcome], kind: str) -> float | None:
+    found = [one.measurement for one in outcomes if one.kind == kind and one.measurement]
+    return max((one["tokens_per_second"] for one in found), default=None)
 
 
 def _gibibytes(nbytes: int | None) -> str:
@@ -253,22 +277,11 @@ def plot_points(outcomes: Iterable[Outcome]) -> list[Point]:
     """The runs that can be drawn."""
     points: list[Point] = []
     for one in outcomes:
-        found, budget = one.measurement, one.run.device_memory
-        nbytes = found.device_peak_bytes if found else None
+        found, budget = one.measurement or {}, one.run.device_memory
+        nbytes = found.get("device_peak_bytes")
         if budget is not None:
             nbytes = parse_bytes(budget, name="--device-memory")
-        if found is None or not nbytes:
-            continue
-        kind = "in memory" if one.in_memory else "not exact" if one.caveat else "exact"
-        label = one.run.label
-        if one.run.system == ENGINE:
-            kind, label = "engine", budget or ENGINE
-        points.append(
-            Point(
-                label=label,
-                kind=kind,
-                device_bytes=nbytes,
-                tokens_per_second=found.tokens_per_second,
-            )
-        )
+        label = budget or ENGINE if one.kind == "engine" else one.run.label
+        if found and nbytes:
+            points.append(Point(label, one.kind, (nbytes, found["tokens_per_second"])))
     return points

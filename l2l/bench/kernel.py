@@ -7,17 +7,19 @@ The second round runs while the link copies both ways, as it does during trainin
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import importlib
+import importlib.util
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from l2l.bench.options import Tell
 from l2l.device import busy_link
 from l2l.parameter_server import (
     AdamWUpdate,
@@ -27,75 +29,83 @@ from l2l.parameter_server import (
     Moments,
     SGDUpdate,
     SplitWeight,
+    load_kernel,
 )
 
-Step = Callable[[], None]
+HELP = """Time the host optimizers against this machine's copy bandwidth, torch's fused AdamW
+and, where it is installed, DeepSpeed's CPUAdam: alone, and while the link to the accelerator copies
+both ways. Prints a table; the last line is JSON."""
+
+Step = Callable[[], Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostResult:
-    """Speed of one way to update, or of a copy."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `l2l bench host` takes."""
+    words = "how many to update (default: 256e6)"
+    parser.add_argument("--parameters", type=float, default=256e6, help=words)
+    parser.add_argument("--threads", type=int, help="default: all of torch's")
+    parser.add_argument("--level", help="instructions: portable, avx2, avx512")
 
-    name: str
-    bytes_per_parameter: float
-    parameters_per_second: float
-    under_link: float | None  # parameters/s while the link runs both ways
 
-    @property
-    def bytes_per_second(self) -> float:
-        """Memory traffic."""
-        return self.bytes_per_parameter * self.parameters_per_second
+def run(parsed: argparse.Namespace, _: Tell) -> tuple[str, Any, int]:
+    """`l2l bench host`.
+
+    Raises:
+        ValueError: there is no kernel, or none of that level.
+    """
+    kernel = load_kernel()
+    if kernel is None:
+        raise ValueError("the native host kernel was not built. Build it with 'make kernel'.")
+    if parsed.threads is not None:
+        torch.set_num_threads(parsed.threads)
+    if parsed.level is not None:
+        kernel.set_level(parsed.level)
+    number, threads = int(parsed.parameters), torch.get_num_threads()
+    found = measure_host(kernel, num_parameters=number, num_threads=threads)
+    return describe_host(found), found, 0
 
 
 def measure_host(
     kernel: HostKernel, *, num_parameters: int, num_threads: int, rounds: int = 5
-) -> list[HostResult]:
+) -> dict[str, Any]:
     """Time every optimizer of the kernel, torch's fused AdamW and, if installed, DeepSpeed's."""
     results = []
-    for name, nbytes, make in _contestants(kernel, num_parameters, num_threads):
-        step = make()
-        if step is None:
-            continue
+    for name, nbytes, step in _contestants(kernel, num_parameters, num_threads):
         alone = _rate(step, num_parameters, rounds)
-        under = None
-        with contextlib.ExitStack() as stack:
-            if stack.enter_context(busy_link()):
-                under = _rate(step, num_parameters, rounds)
+        with busy_link() as is_busy:
+            under = _rate(step, num_parameters, rounds) if is_busy else None
         results.append(
-            HostResult(
-                name=name,
-                bytes_per_parameter=nbytes,
-                parameters_per_second=alone,
-                under_link=under,
-            )
+            {
+                "name": name,
+                "bytes_per_parameter": nbytes,
+                "parameters_per_second": alone,
+                "under_link": under,  # parameters/s while the link runs both ways
+                "bytes_per_second": nbytes * alone,  # memory traffic
+            }
         )
-        del step
-    return results
-
-
-def describe_host(
-    results: list[HostResult], *, kernel: HostKernel, num_parameters: int, num_threads: int
-) -> tuple[str, dict[str, Any]]:
-    """The table, and the same as data."""
-    lines = [
-        f"{num_parameters:,} parameters, {num_threads} threads, instructions {kernel.level}, "
-        f"gradients bfloat16",
-        f"{'':<34}{'bytes/par.':>11}{'G par./s':>10}{'GB/s':>8}{'G par./s, link busy':>21}",
-    ]
-    for one in results:
-        under = "-" if one.under_link is None else f"{one.under_link / 1e9:.2f}"
-        lines.append(
-            f"{one.name:<34}{one.bytes_per_parameter:>11.1f}"
-            f"{one.parameters_per_second / 1e9:>10.2f}{one.bytes_per_second / 1e9:>8.0f}{under:>21}"
-        )
-    data = {
+        del step  # and all its memory, before the next is made
+    return {
         "machine": platform.processor() or platform.machine(),
         "num_parameters": num_parameters,
         "num_threads": num_threads,
         "level": kernel.level,
-        "results": [asdict(one) | {"bytes_per_second": one.bytes_per_second} for one in results],
+        "results": results,
     }
-    return "\n".join(lines), data
+
+
+def describe_host(found: dict[str, Any]) -> str:
+    """The table of what was measured."""
+    lines = [
+        f"{found['num_parameters']:,} parameters, {found['num_threads']} threads, instructions "
+        f"{found['level']}, gradients bfloat16",
+        f"{'':<34}{'bytes/par.':>11}{'G par./s':>10}{'GB/s':>8}{'G par./s, link busy':>21}",
+    ]
+    for one in found["results"]:
+        under = "-" if one["under_link"] is None else f"{one['under_link'] / 1e9:.2f}"
+        rate, traffic = one["parameters_per_second"] / 1e9, one["bytes_per_second"] / 1e9
+        numbers = f"{one['bytes_per_parameter']:>11.1f}{rate:>10.2f}{traffic:>8.0f}{under:>21}"
+        lines.append(f"{one['name']:<34}{numbers}")
+    return "\n".join(lines)
 
 
 def _rate(step: Step, num_parameters: int, rounds: int) -> float:
@@ -110,23 +120,12 @@ def _rate(step: Step, num_parameters: int, rounds: int) -> float:
 
 def _contestants(
     kernel: HostKernel, numel: int, num_threads: int
-) -> Iterator[tuple[str, float, Callable[[], Step | None]]]:
-    def weight() -> SplitWeight:
-        split = SplitWeight(
-            weight=torch.zeros(numel, dtype=torch.bfloat16),
-            remainder=torch.zeros(numel, dtype=torch.int16),
-        )
-        kernel.split(torch.randn(numel), weight=split, num_threads=num_threads)
-        return split
-
-    def gradient() -> torch.Tensor:
-        return torch.randn(numel).to(torch.bfloat16)
+) -> Iterator[tuple[str, float, Step]]:
+    """Names, bytes moved per parameter, and steps, each made when it is asked for."""
+    zeros = partial(torch.zeros, numel)
 
     def copy() -> Step:
-        source, target = (
-            torch.ones(numel * 8, dtype=torch.uint8),
-            torch.ones(numel * 8, dtype=torch.uint8),
-        )
+        source, target = (torch.ones(numel * 8, dtype=torch.uint8) for _ in range(2))
         return lambda: kernel.copy(
             target.data_ptr(),
             source=source.data_ptr(),
@@ -134,65 +133,50 @@ def _contestants(
             num_threads=num_threads,
         )
 
-    def adamw(moments: Moments | EightBitMoments) -> Step:
-        held, given = weight(), gradient()
-        update = AdamWUpdate(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=5)
-        return lambda: kernel.adamw(
-            update, weight=held, gradient=given, moments=moments, num_threads=num_threads
+    def updating(perform: Callable[..., None], update: Any, **state: Any) -> Step:
+        weight = SplitWeight(weight=zeros(dtype=torch.bfloat16), remainder=zeros(dtype=torch.int16))
+        kernel.split(torch.randn(numel), weight=weight, num_threads=num_threads)
+        gradient = torch.randn(numel).to(torch.bfloat16)
+        return partial(
+            perform, update, weight=weight, gradient=gradient, num_threads=num_threads, **state
         )
 
-    def sgd() -> Step:
-        held, given, momentum = weight(), gradient(), torch.zeros(numel)
-        update = SGDUpdate(lr=1e-4, momentum=0.9, step=5)
-        return lambda: kernel.sgd(
-            update, weight=held, gradient=given, momentum=momentum, num_threads=num_threads
-        )
-
-    def lion() -> Step:
-        held, given, momentum = weight(), gradient(), torch.zeros(numel)
-        update = LionUpdate(lr=1e-5, betas=(0.9, 0.99), weight_decay=0.01)
-        return lambda: kernel.lion(
-            update, weight=held, gradient=given, momentum=momentum, num_threads=num_threads
-        )
-
-    def exact() -> Step:
-        return adamw(Moments(first=torch.zeros(numel), second=torch.zeros(numel)))
-
-    yield "copy (8 bytes read, 8 written)", 16, copy
-    yield "AdamW, exact", 26, exact
-    yield "AdamW, 8-bit moments", 14.1, lambda: adamw(EightBitMoments.zeros(numel))
-    yield "SGD with momentum", 18, sgd
-    yield "Lion", 18, lion
-    yield "torch fused AdamW, float32", 28, lambda: _torch_fused(numel, casts=False)
-    yield "torch fused AdamW, and its casts", 40, lambda: _torch_fused(numel, casts=True)
-    yield "DeepSpeed CPUAdam, no master", 22, lambda: _deepspeed(numel)
+    adamw = AdamWUpdate(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=5)
+    sgd = SGDUpdate(lr=1e-4, momentum=0.9, step=5)
+    lion = LionUpdate(lr=1e-5, betas=(0.9, 0.99), weight_decay=0.01)
+    update_adamw = partial(updating, kernel.adamw, adamw)
+    yield "copy (8 bytes read, 8 written)", 16, copy()
+    yield "AdamW, exact", 26, update_adamw(moments=Moments(first=zeros(), second=zeros()))
+    yield "AdamW, 8-bit moments", 14.1, update_adamw(moments=EightBitMoments.zeros(numel))
+    yield "SGD with momentum", 18, updating(kernel.sgd, sgd, momentum=zeros())
+    yield "Lion", 18, updating(kernel.lion, lion, momentum=zeros())
+    yield "torch fused AdamW, float32", 28, _torch_fused(numel, casts=False)
+    yield "torch fused AdamW, and its casts", 40, _torch_fused(numel, casts=True)
+    if importlib.util.find_spec("deepspeed") is not None:
+        adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+        settings = {"lr": 1e-4, "adamw_mode": True, "fp32_optimizer_states": True}
+        optimizer = adam([_parameter(numel, torch.bfloat16)], **settings)
+        yield "DeepSpeed CPUAdam, no master", 22, optimizer.step
 
 
 def _torch_fused(numel: int, *, casts: bool) -> Step:
     """Torch's fused AdamW; with casts: gradient from bfloat16 before, weight to it after."""
-    parameter = torch.nn.Parameter(torch.randn(numel))
-    parameter.grad = torch.randn(numel)
+    parameter = _parameter(numel, torch.float32)
     optimizer = torch.optim.AdamW([parameter], lr=1e-4, fused=True)
-    if not casts:
-        return lambda: optimizer.step()
-    gradient = parameter.grad.to(torch.bfloat16)
-    weight = torch.zeros(numel, dtype=torch.bfloat16)
+    gradient, weight = (torch.randn(numel).to(torch.bfloat16) for _ in range(2))
 
     def step() -> None:
         assert parameter.grad is not None
-        parameter.grad.copy_(gradient)
+        if casts:
+            parameter.grad.copy_(gradient)
         optimizer.step()
-        weight.copy_(parameter.data)
+        if casts:
+            weight.copy_(parameter.data)
 
     return step
 
 
-def _deepspeed(numel: int) -> Step | None:
-    try:
-        adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-    except ImportError:
-        return None
-    parameter = torch.nn.Parameter(torch.randn(numel).to(torch.bfloat16))
-    parameter.grad = torch.randn(numel).to(torch.bfloat16)
-    optimizer = adam([parameter], lr=1e-4, adamw_mode=True, fp32_optimizer_states=True)
-    return lambda: optimizer.step()
+def _parameter(numel: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.randn(numel).to(dtype))
+    parameter.grad = torch.randn(numel).to(dtype)
+    return parameter

@@ -14,12 +14,12 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+LEARNING_RATE = 1e-5
 Step = Callable[[], float]  # one optimizer step over the batch; the loss
 
 
@@ -27,14 +27,13 @@ class NotInstalledError(Exception):
     """A system that was asked for is not there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """What every system is given besides the model."""
 
     ids: Tensor  # [rows, length], on the host; inputs and labels
     microbatch_size: int  # divides the rows
     clip_norm: float | None
-    learning_rate: float
     device: torch.device
 
     @property
@@ -53,33 +52,24 @@ class Recipe:
             torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Peer:
     """One variant of one system."""
 
-    system: str
-    variant: str
     make: Callable[[nn.Module, Recipe], Step]
-    in_memory: bool = False  # all of the training state stays on the device
     caveat: str = ""  # why it is not exact; empty: it is
-
-    @property
-    def label(self) -> str:
-        """The name of the row."""
-        return f"{self.system} {self.variant}"
 
 
 # ---- plain PyTorch: everything on the device ----------------------------------------------------
 
 
-def plain(model: nn.Module, recipe: Recipe, *, compiled: bool, recompute: bool) -> Step:
+def plain(model: Any, recipe: Recipe, *, variant: str) -> Step:
     """A loop in plain PyTorch; weights, gradients and moments stay on the device, in bfloat16."""
-    network: Any = model
-    network.train()
-    if recompute:
-        network.gradient_checkpointing_enable()
-    if compiled:
-        for layer in network.model.layers:
+    model.train()
+    if variant.endswith("recompute"):
+        model.gradient_checkpointing_enable()
+    if variant.startswith("compiled"):
+        for layer in model.model.layers:
             layer.compile()  # torch.compile of the layer's forward
     return _loop(model, recipe)
 
@@ -92,7 +82,7 @@ def _loop(
     `announce_last`, where given, is told before each microbatch whether it is the last.
     """
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
     def step() -> float:
         total = torch.zeros((), device=recipe.device)
@@ -113,7 +103,7 @@ def _loop(
 # ---- FSDP2: sharded over one process, offloaded to the host -------------------------------------
 
 
-def fsdp2(model: nn.Module, recipe: Recipe) -> Step:
+def fsdp2(model: Any, recipe: Recipe) -> Step:
     """PyTorch's own fully_shard with the offload policy, float32 masters on the host."""
     from torch.distributed import init_process_group
     from torch.distributed.device_mesh import init_device_mesh
@@ -122,40 +112,34 @@ def fsdp2(model: nn.Module, recipe: Recipe) -> Step:
     on_accelerator = recipe.device.type == "cuda"
     # Clipping reduces norms of gradients that lie on the host: both backends are needed.
     init_process_group("cpu:gloo,cuda:nccl" if on_accelerator else "gloo")
-    network: Any = model.float()
-    network.train()
-    network.gradient_checkpointing_enable()
+    model.float().train()
+    model.gradient_checkpointing_enable()
     shard = partial(
         fully_shard,
         mesh=init_device_mesh(recipe.device.type, (1,)),
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         offload_policy=CPUOffloadPolicy(pin_memory=on_accelerator),
     )
-    for layer in network.model.layers:
+    for layer in model.model.layers:
         shard(layer)
-    shard(network)
+    shard(model)
     for buffer in model.buffers():
         buffer.data = buffer.to(recipe.device)
     # Gradients leave the device once a step, not after every microbatch.
-    return _loop(model, recipe, announce_last=network.set_requires_gradient_sync)
+    return _loop(model, recipe, announce_last=model.set_requires_gradient_sync)
 
 
 # ---- DeepSpeed: ZeRO with offload ---------------------------------------------------------------
 
 
-def deepspeed(model: nn.Module, recipe: Recipe, *, stage: int) -> Step:
+def deepspeed(model: Any, recipe: Recipe, *, stage: int) -> Step:
     """ZeRO with the optimizer on the host; stage 3 has the parameters there too."""
     library = _installed("deepspeed")
-    network: Any = model
-    network.train()
-    network.gradient_checkpointing_enable()
+    model.train()
+    model.gradient_checkpointing_enable()
     host = {"device": "cpu", "pin_memory": recipe.device.type == "cuda"}
-    zero: dict[str, Any] = {
-        "stage": stage,
-        "offload_optimizer": host,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-    }
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
+    zero["offload_optimizer"] = host
     if stage == 3:
         zero["offload_param"] = host
     engine, *_ = library.initialize(
@@ -166,7 +150,7 @@ def deepspeed(model: nn.Module, recipe: Recipe, *, stage: int) -> Step:
             "gradient_accumulation_steps": recipe.num_microbatches,
             "gradient_clipping": recipe.clip_norm or 0.0,
             "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": recipe.learning_rate}},
+            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
             "zero_optimization": zero,
             "steps_per_print": 10**9,
         },
@@ -189,14 +173,13 @@ def deepspeed(model: nn.Module, recipe: Recipe, *, stage: int) -> Step:
 
 def roundpipe(model: nn.Module, recipe: Recipe, *, stale: bool) -> Step:
     """RoundPipe's own preset for Llama; its default trains on weights that are one step old."""
-    _installed("roundpipe")
-    preset: Any = importlib.import_module("roundpipe.models.llama")
-    optimizers: Any = importlib.import_module("roundpipe.optim")
-    configuration: Any = importlib.import_module("roundpipe.run_config")
-    wrapper: Any = importlib.import_module("roundpipe.wrapper")
+    preset, optimizers, configuration, wrapper = (
+        _installed(f"roundpipe.{name}")
+        for name in ("models.llama", "optim", "run_config", "wrapper")
+    )
     # Nothing is padded here. Without a mask attention takes its causal path, as in all the others;
     # the preset's own call does not fit present versions of transformers.
-    preset.create_causal_mask = _no_mask
+    preset.create_causal_mask = lambda **_: None
     wrapped = wrapper.wrap_model_to_roundpipe(
         model,
         use_sequential_preset=True,
@@ -205,12 +188,8 @@ def roundpipe(model: nn.Module, recipe: Recipe, *, stale: bool) -> Step:
     )
     parameters = list(wrapped.optim_parameters())
     optimizer = optimizers.Adam(
-        parameters, lr=recipe.learning_rate, weight_decay=0.01, decoupled_weight_decay=True
+        parameters, lr=LEARNING_RATE, weight_decay=0.01, decoupled_weight_decay=True
     )
-
-    def share(outputs: Any, _: Any) -> Tensor:
-        loss: Tensor = outputs.loss / recipe.num_microbatches
-        return loss
 
     def update() -> None:
         recipe.clip(parameters)
@@ -220,7 +199,7 @@ def roundpipe(model: nn.Module, recipe: Recipe, *, stale: bool) -> Step:
     def step() -> float:
         loss = wrapped.forward_backward(
             input_kwargs={"input_ids": recipe.ids, "labels": recipe.ids, "return_logits": False},
-            loss_fn=share,
+            loss_fn=lambda outputs, _: outputs.loss / recipe.num_microbatches,
         )
         wrapped.step(update, is_async=stale)
         return float(loss)
@@ -228,52 +207,23 @@ def roundpipe(model: nn.Module, recipe: Recipe, *, stale: bool) -> Step:
     return step
 
 
-def _no_mask(**_: Any) -> None:
-    return None
-
-
 def _installed(name: str) -> Any:
-    if importlib.util.find_spec(name) is None:
-        raise NotInstalledError(f"{name} is not installed")
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise NotInstalledError(name)
     return importlib.import_module(name)
 
 
 # -------------------------------------------------------------------------------------------------
 
-NO_MASTER = "no float32 master"
-
-PEERS = (
-    *(
-        Peer(
-            system="plain",
-            variant=f"{'compiled' if compiled else 'eager'}{'-recompute' if recompute else ''}",
-            make=partial(plain, compiled=compiled, recompute=recompute),
-            in_memory=True,
-            caveat=NO_MASTER,
-        )
-        for compiled, recompute in product((True, False), (False, True))
-    ),
-    Peer(system="fsdp2", variant="offload", make=fsdp2),
-    Peer(system="deepspeed", variant="zero-3", make=partial(deepspeed, stage=3)),
-    Peer(system="deepspeed", variant="zero-2", make=partial(deepspeed, stage=2)),
-    Peer(system="roundpipe", variant="synchronous", make=partial(roundpipe, stale=False)),
-    Peer(
-        system="roundpipe",
-        variant="default",
-        make=partial(roundpipe, stale=True),
-        caveat="weights one step stale",
-    ),
-)
-
-
-def find_peer(system: str, variant: str) -> Peer:
-    """A variant of a system by its names.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for peer in PEERS:
-        if (peer.system, peer.variant) == (system, variant):
-            return peer
-    known = ", ".join(peer.label for peer in PEERS)
-    raise ValueError(f"no system {system!r} with variant {variant!r}. Expected one of: {known}.")
+PLAIN_VARIANTS = ("compiled", "compiled-recompute", "eager", "eager-recompute")
+PEERS = {  # by system and variant
+    **{
+        ("plain", variant): Peer(partial(plain, variant=variant), "no float32 master")
+        for variant in PLAIN_VARIANTS
+    },
+    ("fsdp2", "offload"): Peer(fsdp2),
+    ("deepspeed", "zero-3"): Peer(partial(deepspeed, stage=3)),
+    ("deepspeed", "zero-2"): Peer(partial(deepspeed, stage=2)),
+    ("roundpipe", "synchronous"): Peer(partial(roundpipe, stale=False)),
+    ("roundpipe", "default"): Peer(partial(roundpipe, stale=True), "weights one step stale"),
+}

@@ -9,9 +9,8 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,18 +51,15 @@ class PlotError(RuntimeError):
     """Nothing can be drawn; the message says what to install."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class Point(NamedTuple):
     """One run in the plot of speeds."""
 
     label: str
     kind: str  # of KINDS
-    device_bytes: float  # the budget, or else the peak
-    tokens_per_second: float
+    place: tuple[float, float]  # bytes on the device, the budget or else the peak; tokens/s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class Curve(NamedTuple):
     """Values over steps."""
 
     name: str
@@ -85,30 +81,25 @@ def draw(points: Sequence[Point], *, title: str) -> str:
     def fill(axes: Axes) -> None:
         from matplotlib.ticker import FuncFormatter, LogLocator
 
-        sizes = [math.log2(point.device_bytes) for point in points]
+        places = [point.place for point in points]
+        sizes = [math.log2(size) for size, _ in places]
         room = max(0.4, 1.0 - (max(sizes) - min(sizes)) / 2)  # two powers of two are in view
         axes.set_xscale("log", base=2)
         axes.set_xlim(2 ** (min(sizes) - room), 2 ** (max(sizes) + room))
-        axes.set_ylim(0, 1.05 * max(point.tokens_per_second for point in points))
+        axes.set_ylim(0, 1.05 * max(speed for _, speed in places))
         axes.xaxis.set_major_locator(LogLocator(base=2, numticks=10))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: _power_of_two(size)))
-        axes.set_xlabel(
-            "device memory: the budget where one was given, else the peak (logarithmic)"
-        )
+        axes.set_xlabel("device memory: the budget if one was given, else the peak (logarithmic)")
         axes.set_ylabel("tokens/s")
         for kind, (colour, words) in KINDS.items():
-            places = sorted(_place(point) for point in points if point.kind == kind)
+            own = sorted(point.place for point in points if point.kind == kind)
             form = "o-" if kind == "engine" else "o"
-            if places:
-                axes.plot(*zip(*places, strict=True), form, color=colour, label=words, gid=kind)
+            if own:
+                axes.plot(*zip(*own, strict=True), form, color=colour, label=words, gid=kind)
         _label(axes, points)
 
-    return _drawn(
-        fill if points else None,
-        heading="Training speed over device memory",
-        title=title,
-        empty="nothing was measured",
-    )
+    heading, empty = "Training speed over device memory", "nothing was measured"
+    return _drawn(fill if points else None, heading=heading, title=title, empty=empty)
 
 
 def draw_curves(
@@ -173,10 +164,6 @@ def _drawn(fill: Callable[[Axes], None] | None, *, heading: str, title: str, emp
         return file.getvalue()
 
 
-def _place(point: Point) -> tuple[float, float]:
-    return point.device_bytes, point.tokens_per_second
-
-
 def _label(axes: Axes, points: Sequence[Point]) -> None:
     """Write labels near their points: where nothing else is, further off as needed."""
     from matplotlib.path import Path
@@ -184,9 +171,12 @@ def _label(axes: Axes, points: Sequence[Point]) -> None:
     from matplotlib.transforms import Bbox
 
     on_screen = axes.transData.transform
-    line = sorted(_place(point) for point in points if point.kind == "engine")
+    line = sorted(point.place for point in points if point.kind == "engine")
     curve = Path(on_screen(line)) if line else None
-    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in on_screen([*map(_place, points)])]
+    taken = [
+        Bbox.from_bounds(x - 6, y - 6, 12, 12)
+        for x, y in on_screen([point.place for point in points])
+    ]
     field = axes.get_window_extent()
     renderer = cast(Any, axes.figure.canvas).get_renderer()
 
@@ -199,7 +189,7 @@ def _label(axes: Axes, points: Sequence[Point]) -> None:
         colour = KINDS[point.kind][0]
         note = axes.annotate(
             point.label,
-            _place(point),
+            point.place,
             textcoords="offset points",
             xytext=(0, 0),
             verticalalignment="center",

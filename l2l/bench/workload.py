@@ -15,7 +15,6 @@ other synchronisation separates the steps: a system may do work of one step unde
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import re
 import statistics
@@ -26,54 +25,43 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from l2l.bench.peers import NotInstalledError, Recipe, Step, find_peer
+from l2l.bench.options import option
+from l2l.bench.peers import LEARNING_RATE, PEERS, NotInstalledError, Recipe, Step
 from l2l.device import format_bytes, parse_bytes
 from l2l.engine import Engine
+from l2l.hugging_face import library
 from l2l.parameter_server import AdamW
 
-ENGINE = "engine"
+ENGINE, PLAIN = "engine", "plain"  # systems: this one, and the one that keeps all on the device
 MEASURED, NOT_INSTALLED, FAILED = "measured", "not installed", "failed"  # what comes of a run
-LEARNING_RATE = 1e-5
 USUAL_ROWS = 8  # of a microbatch, in systems that do not plan it
 LANES = ("compute", "fetch", "drain", "stash", "unstash", "update")
 TRACED_STEPS = 2
 
+Measurement = dict[str, Any]  # what one run showed, as JSON has it: `measure` has the names
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A Llama model."""
+
+class Shape(NamedTuple):
+    """A Llama model, in the words of its configuration."""
 
     hidden_size: int
-    num_layers: int
-    num_heads: int
+    num_hidden_layers: int
+    num_attention_heads: int
     num_key_value_heads: int
     intermediate_size: int
-    vocabulary_size: int
-    tied: bool = True  # whether embedding and head share their weight
-
-    @property
-    def num_parameters_of_layer(self) -> int:
-        """Parameters of one layer."""
-        keys = self.hidden_size * self.num_key_value_heads // self.num_heads
-        attention = 2 * self.hidden_size * (self.hidden_size + keys)
-        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-
-    @property
-    def num_parameters_around(self) -> int:
-        """Parameters of embedding, head and last norm."""
-        tables = 1 if self.tied else 2
-        return tables * self.vocabulary_size * self.hidden_size + self.hidden_size
+    vocab_size: int
+    tie_word_embeddings: bool = True
 
 
 SHAPES = {  # hidden size, layers, heads, key-value heads, intermediate size, vocabulary
     "3.2b": Shape(3072, 28, 24, 8, 8192, 128_256),
     "7.5b": Shape(4096, 32, 32, 8, 14336, 128_256),
-    "50b": Shape(8192, 58, 64, 8, 28672, 32_000, tied=False),
+    "50b": Shape(8192, 58, 64, 8, 28672, 32_000, tie_word_embeddings=False),
     "1b": Shape(2048, 16, 32, 8, 8192, 128_256),
     "tiny": Shape(64, 4, 4, 2, 256, 1024),
 }
@@ -83,28 +71,24 @@ SHAPES = {  # hidden size, layers, heads, key-value heads, intermediate size, vo
 class Workload:
     """What is trained, for how long; the same for every system."""
 
-    shape: str = "3.2b"
-    num_layers: int | None = None  # None: as many as the shape has
-    num_tokens: int = 65_536  # a step
-    length: int = 1024  # of a row, in tokens
-    clip_norm: float | None = 1.0
-    num_warm_up: int = 2  # steps that are not timed
-    num_steps: int = 3  # steps that are
+    shape: str = option("--shape", "3.2b", choices=list(SHAPES))
+    num_layers: int | None = option("--layers", None, "default: those of the shape")
+    num_tokens: int = option("--tokens", 65_536, "a step")
+    length: int = option("--length", 1024, "of a row")
+    clip_norm: float | None = option("--clip-norm", 1.0, "0: off")
+    num_warm_up: int = option("--warm-up", 2, "steps before those that are timed")
+    num_steps: int = option("--steps", 3, "that are timed")
 
     def __post_init__(self) -> None:
-        if self.shape not in SHAPES:
-            raise ValueError(f"no shape {self.shape!r}. Expected one of: {', '.join(SHAPES)}.")
         if self.length < 2 or self.num_tokens < self.length or self.num_tokens % self.length:
             raise ValueError(
                 f"{self.num_tokens} tokens in rows of {self.length}: expected at least 2 tokens a "
                 "row, and a whole number of rows. Change --tokens or --length."
             )
-        counts = {"--warm-up": self.num_warm_up, "--steps": self.num_steps}
-        if self.num_layers is not None:
-            counts["--layers"] = self.num_layers
+        counts = {"warm-up": self.num_warm_up, "steps": self.num_steps, "layers": self.num_layers}
         for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"{name} {count}: expected at least 1.")
+            if count is not None and count < 1:
+                raise ValueError(f"--{name} {count}: expected at least 1.")
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ValueError(f"--clip-norm {self.clip_norm}: expected a number above 0, or 0: off.")
 
@@ -117,43 +101,24 @@ class Workload:
         """The model with random weights, on a device, in bfloat16.
 
         Raises:
-            ImportError: transformers is not there.
+            ValueError: transformers is not there.
         """
-        try:
-            transformers: Any = importlib.import_module("transformers")
-        except ImportError as error:
-            raise ImportError(
-                "the workload's models are those of transformers, which cannot be imported "
-                f"({error}). Install it with: pip install 'transformers>=5'"
-            ) from error
-        shape = SHAPES[self.shape]
-        config = transformers.LlamaConfig(
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=self.num_layers or shape.num_layers,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_key_value_heads,
-            vocab_size=shape.vocabulary_size,
-            max_position_embeddings=self.length,
-            tie_word_embeddings=shape.tied,
-            use_cache=False,
-            attn_implementation="sdpa",
-        )
+        transformers, shape = library(), SHAPES[self.shape]
+        shape = shape._replace(num_hidden_layers=self.num_layers or shape.num_hidden_layers)
+        settings = {"max_position_embeddings": self.length, "use_cache": False}
+        config = transformers.LlamaConfig(**shape._asdict(), **settings)
         torch.manual_seed(0)
-        usual = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with device:
-                model: nn.Module = transformers.LlamaForCausalLM(config)
-        finally:
-            torch.set_default_dtype(usual)
+        with device:
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation="sdpa"
+            )
         return model
 
     def ids(self) -> Tensor:
         """The batch: random tokens, [rows, length], on the host."""
         generator = torch.Generator().manual_seed(1)
-        vocabulary = SHAPES[self.shape].vocabulary_size
-        return torch.randint(0, vocabulary, (self.num_rows, self.length), generator=generator)
+        size = (self.num_rows, self.length)
+        return torch.randint(0, SHAPES[self.shape].vocab_size, size, generator=generator)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,15 +128,20 @@ class Run:
     workload: Workload = field(default_factory=Workload)
     system: str = ENGINE
     variant: str = ""  # of another system
-    microbatch_size: int | None = None  # rows. None: planned by the engine, 8 for others
+    microbatch_size: int | None = option(
+        "--microbatch-size",
+        None,
+        "default: planned by the engine, 8 for the others",
+        metavar="ROWS",
+    )
     device_memory: str | None = None  # the engine's budget, such as "16GiB". None: its default
-    moments: Literal["float32", "8bit"] = "float32"  # of the engine's AdamW
+    moments: Literal["float32", "8bit"] = option(
+        "--moments", "float32", "of the engine's AdamW", choices=["float32", "8bit"]
+    )
     trace: str | None = None  # where the engine's Chrome trace goes
     started_at: float = field(default_factory=time.time)  # when the process was
 
     def __post_init__(self) -> None:
-        if self.system != ENGINE:
-            find_peer(self.system, self.variant)
         if self.device_memory is not None:
             parse_bytes(self.device_memory, name="--device-memory")
         rows, size = self.workload.num_rows, self.microbatch_size
@@ -192,10 +162,9 @@ class Run:
     @property
     def usual_microbatch_size(self) -> int:
         """Rows for systems that do not plan: those asked for, or the most up to 8 that divide."""
-        if self.microbatch_size is not None:
-            return self.microbatch_size
         rows = self.workload.num_rows
-        return max(size for size in range(1, USUAL_ROWS + 1) if rows % size == 0)
+        usual = max(size for size in range(1, USUAL_ROWS + 1) if rows % size == 0)
+        return self.microbatch_size or usual
 
     def to_json(self) -> str:
         """The text that `from_json` reads."""
@@ -208,84 +177,50 @@ class Run:
         return cls(**{**fields, "workload": Workload(**fields.get("workload", {}))})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """What one run showed."""
-
-    step_seconds: float  # the median
-    all_step_seconds: list[float]
-    tokens_per_second: float
-    losses: list[float]  # of every step, warm-up included
-    device_peak_bytes: int | None  # taken from the driver. None: the CPU, where nobody counts
-    device_allocated_bytes: int | None  # of them in tensors
-    host_peak_bytes: int | None  # resident memory of the process. None: the system does not say
-    model_seconds: float  # until the model with random weights was there
-    build_seconds: float  # from there to the first step: what the system prepares
-    first_step_seconds: float  # from the start of the process to the end of the first step
-    num_parameters: int
-    microbatch_size: int | None
-    device: str
-    torch_version: str
-    plan: str | None = None  # what follows: the engine's own
-    predicted_seconds: float | None = None
-    busy: dict[str, float] = field(default_factory=dict)  # share of the time, by lane
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """The steps of a run, as seen by who reads their losses."""
-
-    losses: list[float]
-    marks: list[float]  # when each was read
-    first_step_ended_at: float
-
-
 def measure(run: Run) -> Measurement:
     """Run one system on the workload, in this process.
 
     Raises:
         NotInstalledError: the system is not there.
     """
+    workload = run.workload
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     start = time.perf_counter()
-    model = run.workload.model(device)
+    model, ids = workload.model(device), workload.ids()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if run.system == ENGINE or not find_peer(run.system, run.variant).in_memory:
+    if run.system != PLAIN:
         model.cpu()
     _forget_peak(device)
     handed_over = time.perf_counter()
-    engine = None
-    if run.system == ENGINE:
-        engine = make_engine(model, run, device)
-        step = _engine_step(engine, run.workload.ids())
-    else:
-        step = find_peer(run.system, run.variant).make(model, _recipe(run, device))
-    built = time.perf_counter()
-    timing = _train(step, run.workload, device)
-    seconds = [later - earlier for earlier, later in pairwise(timing.marks)]
-    seconds = seconds[-run.workload.num_steps :]
-    reserved, allocated = _peaks(device)
-    found: dict[str, Any] = {}
+    engine = make_engine(model, run, device) if run.system == ENGINE else None
     if engine is not None:
-        reserved = engine.device.peak_bytes() if reserved is None else reserved
-        found = _engine_facts(engine, step, run.trace)
-    return Measurement(
-        step_seconds=statistics.median(seconds),
-        all_step_seconds=seconds,
-        tokens_per_second=run.workload.num_tokens / statistics.median(seconds),
-        losses=timing.losses,
-        device_peak_bytes=reserved,
-        device_allocated_bytes=allocated,
-        host_peak_bytes=host_peak_bytes(),
-        model_seconds=handed_over - start,
-        build_seconds=built - handed_over,
-        first_step_seconds=timing.first_step_ended_at - run.started_at,
-        num_parameters=num_parameters,
-        microbatch_size=run.microbatch_size if engine else run.usual_microbatch_size,
-        device=torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        torch_version=torch.__version__,
-        **found,
-    )
+        step = _engine_step(engine, ids)
+    else:
+        recipe = Recipe(ids, run.usual_microbatch_size, workload.clip_norm, device)
+        step = PEERS[run.system, run.variant].make(model, recipe)
+    built = time.perf_counter()
+    losses, marks, first_step_ended_at = _train(step, workload, device)
+    seconds = [later - earlier for earlier, later in pairwise(marks)][-workload.num_steps :]
+    reserved, allocated = _peaks(device)
+    if engine is not None and reserved is None:
+        reserved = engine.device.peak_bytes()
+    return {
+        "step_seconds": statistics.median(seconds),
+        "all_step_seconds": seconds,
+        "tokens_per_second": workload.num_tokens / statistics.median(seconds),
+        "losses": losses,  # of every step, warm-up included
+        "device_peak_bytes": reserved,  # from the driver. None: the CPU, where nobody counts
+        "device_allocated_bytes": allocated,  # of them in tensors
+        "host_peak_bytes": host_peak_bytes(),
+        "model_seconds": handed_over - start,  # until the model with random weights was there
+        "build_seconds": built - handed_over,  # what the system prepares before its first step
+        "first_step_seconds": first_step_ended_at - run.started_at,  # of the process, to its end
+        "num_parameters": num_parameters,
+        "microbatch_size": run.microbatch_size if engine else run.usual_microbatch_size,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "torch_version": torch.__version__,
+        **_engine_facts(engine, step, run.trace),
+    }
 
 
 def make_engine(model: nn.Module, run: Run, device: torch.device) -> Engine:
@@ -294,26 +229,22 @@ def make_engine(model: nn.Module, run: Run, device: torch.device) -> Engine:
     Raises:
         ValueError: the budget is more than the device has.
     """
-    options: dict[str, Any] = {}
-    if run.device_memory is not None:
-        options["device_memory"] = run.device_memory
-        if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            budget = parse_bytes(run.device_memory, name="--device-memory")
-            if budget > total:
-                raise ValueError(
-                    f"--device-memory {run.device_memory}: the device has {format_bytes(total)}. "
-                    "Give at most that."
-                )
-            torch.cuda.set_per_process_memory_fraction(budget / total)
-    if run.microbatch_size is not None:
-        options["microbatch_size"] = run.microbatch_size
+    if run.device_memory is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        budget = parse_bytes(run.device_memory, name="--device-memory")
+        if budget > total:
+            raise ValueError(
+                f"--device-memory {run.device_memory}: the device has {format_bytes(total)}. Give "
+                "at most that."
+            )
+        torch.cuda.set_per_process_memory_fraction(budget / total)
     return Engine(
         model,
         optimizer=AdamW(lr=LEARNING_RATE, moments=run.moments),
         clip_norm=run.workload.clip_norm,
         device=device,
-        **options,
+        device_memory=run.device_memory,
+        microbatch_size=run.microbatch_size,
     )
 
 
@@ -322,32 +253,31 @@ def _engine_step(engine: Engine, ids: Tensor) -> Step:
     return lambda: engine.step(batch).loss
 
 
-def _engine_facts(engine: Engine, step: Step, trace_path: str | None) -> dict[str, Any]:
+def _engine_facts(engine: Engine | None, step: Step, trace_path: str | None) -> Measurement:
     """What only the engine tells: its plan, and how busy its lanes are in two more steps."""
+    if engine is None:
+        return {"plan": None, "predicted_seconds": None, "busy": {}}
     with engine.trace() as trace:
         for _ in range(TRACED_STEPS):
             step()
     if trace_path is not None:
         trace.write(Path(trace_path))
-    plan = engine.plan
     return {
-        "plan": str(plan),
-        "predicted_seconds": getattr(plan, "predicted_seconds", None),
-        "busy": {lane: trace.busy_seconds(lane) / max(trace.seconds, 1e-9) for lane in LANES},
+        "plan": str(engine.plan),
+        "predicted_seconds": engine.plan.predicted_seconds,
+        "busy": busy_lanes(trace),
     }
 
 
-def _recipe(run: Run, device: torch.device) -> Recipe:
-    return Recipe(
-        ids=run.workload.ids(),
-        microbatch_size=run.usual_microbatch_size,
-        clip_norm=run.workload.clip_norm,
-        learning_rate=LEARNING_RATE,
-        device=device,
-    )
+def busy_lanes(trace: Any) -> dict[str, float]:
+    """Share of the time of a trace in which each lane was busy."""
+    return {lane: trace.busy_seconds(lane) / max(trace.seconds, 1e-9) for lane in LANES}
 
 
-def _train(step: Step, workload: Workload, device: torch.device) -> Timing:
+def _train(
+    step: Step, workload: Workload, device: torch.device
+) -> tuple[list[float], list[float], float]:
+    """The losses, when each was read, and when the first step had ended."""
     losses, marks, first_step_ended_at = [], [], 0.0
     for number in range(workload.num_warm_up + workload.num_steps):
         losses.append(step())
@@ -356,7 +286,7 @@ def _train(step: Step, workload: Workload, device: torch.device) -> Timing:
             _synchronize(device)
             first_step_ended_at = time.time()
     _synchronize(device)
-    return Timing(losses=losses, marks=marks, first_step_ended_at=first_step_ended_at)
+    return losses, marks, first_step_ended_at
 
 
 # -------------------------------------------------------------------------------------------------
@@ -369,8 +299,8 @@ def _synchronize(device: torch.device) -> None:
 
 def _forget_peak(device: torch.device) -> None:
     gc.collect()
+    _synchronize(device)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -395,10 +325,9 @@ def main(arguments: Sequence[str]) -> int:
     It has a `status`, and a `measurement` or else a `note`.
     """
     try:
-        measurement = measure(Run.from_json(arguments[0]))
-        line: dict[str, Any] = {"status": MEASURED, "measurement": asdict(measurement)}
+        line = {"status": MEASURED, "measurement": measure(Run.from_json(arguments[0]))}
     except NotInstalledError:
-        line = {"status": NOT_INSTALLED, "note": ""}
+        line = {"status": NOT_INSTALLED}
     except Exception as error:  # whatever another system raises is its row in the table
         traceback.print_exc()
         first = next(iter(str(error).strip().splitlines()), "")

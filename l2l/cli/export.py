@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from l2l.train import export_checkpoint
@@ -18,32 +17,17 @@ EXAMPLES = """examples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `l2l export` takes."""
-    parser.description, parser.epilog = HELP, EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or a checkpoint")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="the folder to write")
-    parser.add_argument(
-        "--dtype",
-        choices=["bfloat16", "float32"],
-        default=None,
-        help="of the weights (default: as the run's settings say)",
-    )
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="FOLDER",
-        help="where configuration and tokenizer are (default: where they were in training)",
-    )
+    words = "of the weights (default: as the run's settings say)"
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help=words)
+    words = "where configuration and tokenizer are (default: where they were in training)"
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help=words)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """`l2l export`; returns the exit status."""
-    try:
-        checkpoint = export_checkpoint(
-            parsed.run, parsed.output, dtype=parsed.dtype, model_folder=parsed.model
-        )
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(f"{checkpoint} is now a model folder: {parsed.output}")
+    dtype, model_folder = parsed.dtype, parsed.model
+    made = export_checkpoint(parsed.run, parsed.output, dtype=dtype, model_folder=model_folder)
+    print(f"{made} is now a model folder: {parsed.output}")
     return 0

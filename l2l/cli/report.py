@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import statistics
-import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,67 +27,66 @@ Points = Sequence[tuple[float, float]]  # step, loss
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `l2l report` takes."""
-    parser.description = HELP
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="where to draw the losses (default: RUN/loss.svg)"
-    )
+    words = "where to draw the losses (default: RUN/loss.svg)"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=words)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """`l2l report`; returns the exit status."""
+    folder = _run_folder(parsed.run)
+    settings = Settings.of_table(tomllib.loads(folder.settings_file.read_text()))
+    records = read_metrics(folder.metrics_file)
+    found = summarise(settings, records) | _checkpoints(folder)
+    told = str(parsed.plot or folder.root / "loss.svg")
+    plot: str | None = told
+    losses = (_losses(records, kind) for kind in ("step", "evaluation"))
+    title = f"{settings.model.folder.name}, {settings.data.task}"
     try:
-        folder = RunFolder.around(parsed.run)
-        settings = Settings.of_table(tomllib.loads(folder.settings_file.read_text()))
-        records = read_metrics(folder.metrics_file) if folder.metrics_file.exists() else []
-        found = summarise(settings, records)
-        found |= _checkpoints(folder)
-        plot, failure = _plot(parsed.plot or folder.root / "loss.svg", settings, records)
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        Path(told).write_text(draw_losses(*losses, title=title))
+    except PlotError as error:
+        plot, told = None, str(error)
     print(f"{folder.root}: {_title(settings)}")
     print("\n".join(_lines(found, settings)))
-    print(f"losses: {plot or failure}")
+    print(f"losses: {told}")
     print(json.dumps({"run": str(folder.root), **found, "plot": plot}))
     return 0
 
 
-def _plot(path: Path, settings: Settings, records: Sequence[Record]) -> tuple[str | None, str]:
-    """Draw the losses; returns the file, or None and why there is none."""
-    title = f"{settings.model.folder.name}, {settings.data.task}"
-    training, evaluation = (_losses(records, kind) for kind in ("step", "evaluation"))
-    try:
-        path.write_text(draw_losses(training, evaluation, title=title))
-    except PlotError as error:
-        return None, str(error)
-    return str(path), ""
+def _run_folder(path: Path) -> RunFolder:
+    """The run folder that a path is, or is a checkpoint of."""
+    for folder in (RunFolder(path), RunFolder(path.absolute().parent.parent)):
+        if folder.settings_file.is_file():
+            return folder
+    raise ValueError(
+        f"{path} is not a run folder, nor a checkpoint in one: there is no run.toml. Expected what "
+        "l2l train has written."
+    )
 
 
 def summarise(settings: Settings, records: Sequence[Record]) -> dict[str, Any]:
     """What the metrics of a run amount to."""
-    steps = [record for record in records if record["kind"] == "step"]
-    evaluations = [record for record in records if record["kind"] == "evaluation"]
-    losses = [record["loss"] for record in steps if record["loss"] is not None]
+    steps, evaluations = (
+        [record for record in records if record["kind"] == kind] for kind in ("step", "evaluation")
+    )
+    losses = [loss for _, loss in _losses(steps, "step")]
     speeds = [record["tokens"] / record["seconds"] for record in steps if record["seconds"]]
     name, more = BEST[settings.data.task]
     judged = [record for record in evaluations if record.get(name) is not None]
-    best = None
-    if judged:
-        best = (max if more else min)(judged, key=lambda record: record[name])
+    best = sorted(judged, key=lambda record: record[name], reverse=more)
     return {
         "steps": steps[-1]["step"] if steps else 0,
-        "first_loss": losses[0] if losses else None,
-        "last_loss": losses[-1] if losses else None,
+        "first_loss": next(iter(losses), None),
+        "last_loss": next(reversed(losses), None),
         "lowest_loss": min(losses, default=None),
         "tokens": sum(record["tokens"] for record in steps),
         "seconds": round(sum(record["seconds"] for record in steps), 3),
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "skipped": sum(bool(record.get("skipped")) for record in steps),
         "given_up": next((one for one in records if one["kind"] == "diverged"), None),
-        "first_evaluation": evaluations[0] if evaluations else None,
-        "last_evaluation": evaluations[-1] if evaluations else None,
-        "best_evaluation": best,
+        "first_evaluation": next(iter(evaluations), None),
+        "last_evaluation": next(reversed(evaluations), None),
+        "best_evaluation": next(iter(best), None),
     }
 
 
@@ -98,17 +96,14 @@ def _checkpoints(folder: RunFolder) -> dict[str, Any]:
     for path in CheckpointFolder(folder.checkpoints).all():
         try:
             manifest = Manifest.read(path)
+            num_steps = manifest.extra.get("num_steps")
+            nbytes = sum(file.nbytes for file in manifest.files.values())
+            facts: dict[str, Any] = {"step": manifest.step, "bytes": nbytes}
         except CheckpointError as error:
-            listed.append({"folder": str(path), "damage": str(error)})
-            continue
-        num_steps = manifest.extra.get("num_steps")
-        nbytes = sum(file.nbytes for file in manifest.files.values())
-        listed.append({"folder": str(path), "step": manifest.step, "bytes": nbytes})
-    return {
-        "num_steps": num_steps,
-        "checkpoints": listed,
-        "model": str(folder.model) if folder.model.is_dir() else None,
-    }
+            facts = {"damage": str(error)}
+        listed.append({"folder": str(path), **facts})
+    model = str(folder.model) if folder.model.is_dir() else None
+    return {"num_steps": num_steps, "checkpoints": listed, "model": model}
 
 
 def _title(settings: Settings) -> str:
@@ -128,23 +123,18 @@ def _lines(found: dict[str, Any], settings: Settings) -> Iterator[str]:
     if found["given_up"]:
         yield f"given up: no step could be made from {found['given_up']['since']} on"
     if found["last_loss"] is not None:
-        yield (
-            f"loss: {found['first_loss']:.4f} at first, {found['last_loss']:.4f} at last, "
-            f"{found['lowest_loss']:.4f} at least"
-        )
+        first, last, least = (found[f"{name}_loss"] for name in ("first", "last", "lowest"))
+        yield f"loss: {first:.4f} at first, {last:.4f} at last, {least:.4f} at least"
     if found["tokens_per_second"] is not None:
-        yield (
-            f"speed: {found['tokens_per_second']:,.0f} tokens/s; {found['tokens']:,} tokens in "
-            f"{format_seconds(found['seconds'])}"
-        )
+        took = f"{found['tokens']:,} tokens in {format_seconds(found['seconds'])}"
+        yield f"speed: {found['tokens_per_second']:,.0f} tokens/s; {took}"
     name, _ = BEST[settings.data.task]
     for word in ("first", "best", "last"):
         record = found[f"{word}_evaluation"]
         if record is not None and record.get(name) is not None:
             yield f"{word} evaluation: {name} {record[name]:.4f} after step {record['step']}"
     for one in found["checkpoints"]:
-        facts = one.get("damage") or format_bytes(one["bytes"])
-        yield f"checkpoint: {one['folder']}, {facts}"
+        yield f"checkpoint: {one['folder']}, {one.get('damage') or format_bytes(one['bytes'])}"
     if found["model"]:
         yield f"model: {found['model']}"
 

@@ -20,17 +20,13 @@ STANDARD_ERROR = 2
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal has come."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    """A signal has come; its argument is the signal's number."""
 
 
-Handler = Callable[[int, FrameType | None], Any]
+Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 
-def handle(handler: Handler | signal.Handlers) -> list[Any]:
+def handle(handler: Handler) -> list[Any]:
     """Let one handler have both signals; returns those before. Other threads change nothing."""
     if threading.current_thread() is not threading.main_thread():
         return []
@@ -38,7 +34,7 @@ def handle(handler: Handler | signal.Handlers) -> list[Any]:
 
 
 @contextmanager
-def handled(handler: Handler | signal.Handlers) -> Iterator[None]:
+def handled(handler: Handler) -> Iterator[None]:
     """The same for the time of a block."""
     before = handle(handler)
     try:
@@ -48,19 +44,17 @@ def handled(handler: Handler | signal.Handlers) -> Iterator[None]:
             signal.signal(number, earlier)
 
 
-def end_at_once(number: int, frame: FrameType | None = None) -> None:
+def end_at_once(number: int, *_: object) -> None:
     """A handler, while nothing was written."""
-    del frame
     end(number, "interrupted; nothing was written")
 
 
-def interrupt(number: int, frame: FrameType | None = None) -> None:
+def interrupt(number: int, *_: object) -> None:
     """A handler, where what runs puts in order what it leaves.
 
     Raises:
         Interrupted: always.
     """
-    del frame
     raise Interrupted(number)
 
 

@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import partial
 
 from l2l.cli import signals
 
@@ -17,7 +18,6 @@ VERBS = {
     "export": "the model of a checkpoint, for others",
     "bench": "measure this machine",
 }
-EXTRAS = {"pydantic": "train"}  # what a verb may need -> the extra that installs it
 
 
 def run(arguments: Sequence[str] | None) -> int:
@@ -27,7 +27,8 @@ def run(arguments: Sequence[str] | None) -> int:
         prog="l2l", description="Layer-to-layer training: models that do not fit the device."
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    parsers = {name: verbs.add_parser(name, help=about) for name, about in VERBS.items()}
+    add = partial(verbs.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parsers = {name: add(name, help=about) for name, about in VERBS.items()}
     name = words[0] if words else ""
     if name not in VERBS:
         parser.parse_args(words)  # shows the help, or says what is wrong
@@ -35,13 +36,15 @@ def run(arguments: Sequence[str] | None) -> int:
     try:
         verb = importlib.import_module(f"l2l.cli.{name}")
     except ModuleNotFoundError as error:
-        if error.name not in EXTRAS:
+        if error.name != "pydantic":  # which the extra `train` installs
             raise
-        advice = f"Install it with: pip install 'l2l[{EXTRAS[error.name]}]'"
+        advice = "Install it with: pip install 'l2l[train]'"
         print(f"l2l {name} needs {error.name}, which is not installed. {advice}", file=sys.stderr)
         return 1
-    verb.add_options(parsers[name])
-    parsers[name].set_defaults(parser=parsers[name])
+    own = parsers[name]
+    own.description, own.epilog = getattr(verb, "HELP", None), getattr(verb, "EXAMPLES", None)
+    own.set_defaults(parser=own)
+    verb.add_options(own)
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
         parsed.parser.error(_unknown(parsed.parser, unknown))
@@ -53,7 +56,10 @@ def run(arguments: Sequence[str] | None) -> int:
         signals.let_end()
     except signals.Interrupted as error:
         print("interrupted", file=sys.stderr)
-        return signals.status_of(error.number)
+        return signals.status_of(error.args[0])
+    except (ValueError, OSError) as error:  # what was asked for cannot be, and why
+        print(error, file=sys.stderr)
+        return 1 if name == "export" else 2
     return status
 
 

@@ -2,7 +2,7 @@
 
     folder/
       run.toml            the settings in force; `l2l train folder` goes on with them
-      metrics.jsonl       what happened (metrics_file.py)
+      metrics.jsonl       what happened (progress.py)
       events/             the same for TensorBoard
       checkpoints/        the last ones (checkpoint.py); it goes on with the last of them
       model/              the trained model, for `from_pretrained`
@@ -17,20 +17,19 @@ A run is stopped between two steps: `Training.stop` may be called at any time, b
 
     settings     what is to be done, read and checked
     data         from files to batches
-    folder       where everything is
-    parts        tokenizer, model and engine, as the settings say
-    prepared     what there is before the engine: batches, the model without weights
-    disk         whether it takes what will be written
+    folder       where everything is, and whether the disk takes it
+    prepared     what there is before the engine: tokenizer, batches, the model without weights
     evaluation   the metrics of a task
-    progress     what happens, passed on to display and metrics_file
-    keeping      checkpoints while the run goes
-    run          the steps, and what is between them
+    progress     what happens, passed on to display, metrics.jsonl and TensorBoard
+    steps        the steps, and what is between them: evaluations, checkpoints
+    run          what is before and after the steps
+    export       the model of a checkpoint
 """
 
 from l2l.train.display import Display, format_seconds, open_display
-from l2l.train.evaluation import BEST, evaluate
+from l2l.train.evaluation import BEST
+from l2l.train.export import export_checkpoint
 from l2l.train.folder import RunFolder, TrainingError
-from l2l.train.metrics_file import Record, read_metrics
-from l2l.train.parts import export_checkpoint
+from l2l.train.progress import Record, read_metrics
 from l2l.train.run import Training
-from l2l.train.settings import SECTIONS, Flag, Settings, SettingsError, help_text
+from l2l.train.settings import SECTIONS, Flag, Settings, help_text

@@ -5,73 +5,48 @@ from __future__ import annotations
 import importlib.util
 import math
 import time
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TextIO, final
-
-from typing_extensions import override
+from typing import TextIO
 
 from l2l.device import format_bytes
 
 LONGEST_SILENCE_SECONDS = 60.0  # between plain lines
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Status:
-    """Where a run stands, for people."""
+    """Where a run stands, for people; what is 0 or empty is not known, or not so."""
 
     step: int
     num_steps: int
     loss: float = math.nan
-    tokens_per_second: float | None = None
-    seconds_left: float | None = None
-    peak_bytes: int | None = None  # of device memory
-    budget_bytes: int | None = None
-    bound: str | None = None
+    tokens_per_second: float = 0.0
+    seconds_left: float = 0.0
+    peak_bytes: int = 0  # of device memory
+    budget_bytes: int = 0
+    bound: str = ""
     num_skipped: int = 0
     evaluation: str = ""  # the last one
     saving: str = ""
 
     def parts(self) -> list[tuple[str, str]]:
         """Names and values of what is known."""
-        found = [("loss", f"{self.loss:.4f}")]
-        if self.tokens_per_second is not None:
-            found.append(("speed", f"{self.tokens_per_second:,.0f} tokens/s"))
-        if self.seconds_left:
-            found.append(("left", format_seconds(self.seconds_left)))
-        if self.peak_bytes is not None:
-            limit = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
-            found.append(("device", f"{format_bytes(self.peak_bytes)}{limit}"))
-        if self.bound is not None:
-            found.append(("bound by", self.bound))
-        if self.num_skipped:
-            found.append(("skipped", f"{self.num_skipped} steps, not finite"))
-        if self.evaluation:
-            found.append(("evaluation", self.evaluation))
-        if self.saving:
-            found.append(("saving", self.saving))
-        return found
+        memory = [format_bytes(size) for size in (self.peak_bytes, self.budget_bytes) if size]
+        parts = {
+            "loss": f"{self.loss:.4f}",
+            "speed": f"{self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second else "",
+            "left": format_seconds(self.seconds_left) if self.seconds_left else "",
+            "device": " of ".join(memory),
+            "bound by": self.bound,
+            "skipped": f"{self.num_skipped} steps, not finite" if self.num_skipped else "",
+            "evaluation": self.evaluation,
+            "saving": self.saving,
+        }
+        return [(name, value) for name, value in parts.items() if value]
 
 
-class Display(ABC):
-    """Shows how a run goes."""
-
-    @abstractmethod
-    def say(self, text: str) -> None:
-        """A text that stays."""
-
-    @abstractmethod
-    def show(self, status: Status) -> None:
-        """Where the run stands now."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-
-
-@final
-class PlainDisplay(Display):
-    """A line every few steps, or when nothing was said for a while."""
+class Display:
+    """Shows how a run goes: a line every few steps, or when nothing was said for a while."""
 
     def __init__(self, stream: TextIO, *, every_steps: int) -> None:
         self._stream = stream
@@ -79,29 +54,26 @@ class PlainDisplay(Display):
         self._last = time.monotonic()
         self._last_step = 0
 
-    @override
     def say(self, text: str) -> None:
+        """A text that stays."""
         self._stream.write(text + "\n")
         self._stream.flush()
 
-    @override
     def show(self, status: Status) -> None:
-        silence = time.monotonic() - self._last
+        """Where the run stands now."""
         due = status.step % self._every_steps == 0 or status.step == status.num_steps
-        due = due or silence >= LONGEST_SILENCE_SECONDS
+        due = due or time.monotonic() - self._last >= LONGEST_SILENCE_SECONDS
         if not due or status.step == self._last_step:
             return
         self._last, self._last_step = time.monotonic(), status.step
-        shown = [
-            value if name in ("speed", "left") else f"{name} {value}"
-            for name, value in status.parts()
-            if name not in ("evaluation", "saving")  # each had a line of its own
-        ]
-        shown = [f"{text} left" if text.startswith("about") else text for text in shown]
-        self.say("  ".join([f"step {status.step}/{status.num_steps}", *shown]))
+        shown = [f"step {status.step}/{status.num_steps}"]
+        for name, value in status.parts():
+            if name not in ("evaluation", "saving"):  # each had a line of its own
+                shown.append({"speed": value, "left": f"{value} left"}.get(name, f"{name} {value}"))
+        self.say("  ".join(shown))
 
-    @override
     def close(self) -> None:
+        """Leave the terminal as it was."""
         self._stream.flush()
 
 
@@ -111,7 +83,7 @@ def open_display(stream: TextIO, *, every_steps: int) -> Display:
         from l2l.train.live_display import LiveDisplay
 
         return LiveDisplay(stream)
-    return PlainDisplay(stream, every_steps=every_steps)
+    return Display(stream, every_steps=every_steps)
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,18 +1,24 @@
-"""How good a model is: the metrics of its task, over batches that go through the engine."""
+"""How good a model is: the metrics of its task, over batches that go through the engine.
+
+A metric is one number, of predictions and labels of equal shape. Classes are integers. All sums are
+taken in float64.
+"""
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from l2l.distributed import Alone, World
+from l2l.distributed import World
 from l2l.engine import Engine
-from l2l.train import metrics
 from l2l.train.data import num_targets
 from l2l.train.settings import LANGUAGE_TASKS
 
+Batch = dict[str, Tensor]
 BEST = {  # by task: what says how good a model is, and whether more of it is better
     "causal": ("loss", False),
     "instruct": ("loss", False),
@@ -22,57 +28,134 @@ BEST = {  # by task: what says how good a model is, and whether more of it is be
 
 
 def evaluate(
-    engine: Engine,
-    batches: Iterable[dict[str, Tensor]],
-    *,
-    task: str,
-    stopped: Callable[[], bool],
-    world: World | None = None,
+    engine: Engine, batches: Iterable[Batch], *, task: str, stops: Callable[[], bool], world: World
 ) -> dict[str, float] | None:
-    """The task's metrics over batches; None if `stopped` says so on the way.
+    """The task's metrics over batches; None if `stops` says so on the way.
 
     Several ranks divide the rows of every batch; all of them get the metrics.
     """
-    world = world or Alone()
     loss = total = 0.0
     predictions: list[Tensor] = []
     labels: list[Tensor] = []
     for batch in batches:
-        if stopped():
+        if stops():
             return None
         weight, own = num_targets(batch), own_rows(batch, world)
         if task in LANGUAGE_TASKS:
             loss += weight * engine.evaluate(own)
         else:
             outputs, rows = engine.predict(own), len(own["labels"])
-            said = (float(outputs.loss) * rows, outputs.logits.float())
-            everybody = world.gather_facts(said)
+            everybody = world.gather_facts((float(outputs.loss) * rows, outputs.logits.float()))
             loss += weight * sum(part for part, _ in everybody) / len(batch["labels"])
             predictions += [scores for _, scores in everybody]
             labels.append(batch["labels"])
         total += weight
     found = {"loss": loss / total}
     if task in LANGUAGE_TASKS:
-        return {**found, "perplexity": metrics.perplexity(found["loss"])}
+        return {**found, "perplexity": perplexity(found["loss"])}
     scores, wanted = torch.cat(predictions), torch.cat(labels)
     if task == "regression":
-        return found | {
-            "pearson": metrics.pearson_correlation(scores.squeeze(-1), wanted),
-            "spearman": metrics.spearman_correlation(scores.squeeze(-1), wanted),
-        }
-    chosen, num_classes = scores.argmax(-1), scores.shape[-1]
+        numbers = scores.squeeze(-1)
+        found["pearson"] = pearson_correlation(numbers, wanted)
+        return {**found, "spearman": spearman_correlation(numbers, wanted)}
+    chosen, is_binary = scores.argmax(-1), scores.shape[-1] == 2
     occurring = sorted({*chosen.tolist(), *wanted.tolist()})
-    positive = [1] if num_classes == 2 else occurring  # of more, the mean of those there are
-    parts = [metrics.f1(chosen, wanted, positive=number) for number in positive]
-    return found | {
-        "accuracy": metrics.accuracy(chosen, wanted),
-        "f1": sum(parts) / len(parts),
-        "matthews": metrics.matthews_correlation(chosen, wanted),
-    }
+    positive = [1] if is_binary else occurring  # of more, the mean of those there are
+    parts = [f1(chosen, wanted, positive=number) for number in positive]
+    found["accuracy"], found["f1"] = accuracy(chosen, wanted), sum(parts) / len(parts)
+    return {**found, "matthews": matthews_correlation(chosen, wanted)}
 
 
-def own_rows(batch: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+def own_rows(batch: Batch, world: World) -> Batch:
     """The rows of a batch that a rank goes through: as many as the others, or one more or less."""
     number = len(batch["input_ids"])
     start, stop = (number * rank // world.size for rank in (world.rank, world.rank + 1))
     return {name: value[start:stop] for name, value in batch.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# Metrics
+
+
+def accuracy(predictions: Tensor, labels: Tensor) -> float:
+    """The share of predictions that are right.
+
+    Raises:
+        ValueError: the shapes differ, or are empty.
+    """
+    predictions, labels = _checked(predictions, labels)
+    return (predictions == labels).double().mean().item()
+
+
+def f1(predictions: Tensor, labels: Tensor, *, positive: int = 1) -> float:
+    """Harmonic mean of precision and recall of one class; 0 if it is neither found nor there.
+
+    Raises:
+        ValueError: the shapes differ, or are empty.
+    """
+    predictions, labels = _checked(predictions, labels)
+    found, there = predictions == positive, labels == positive
+    total = int(found.sum()) + int(there.sum())
+    return 2 * int((found & there).sum()) / total if total else 0.0
+
+
+def matthews_correlation(predictions: Tensor, labels: Tensor) -> float:
+    """Correlation of predicted and true classes, for two or more of them; 0 if one is constant.
+
+    With c right of n, and for each class k how often it was predicted (p) and true (t):
+    (c n - sum p_k t_k) / sqrt((n^2 - sum p_k^2) (n^2 - sum t_k^2)).
+
+    Raises:
+        ValueError: the shapes differ, or are empty.
+    """
+    predictions, labels = _checked(predictions, labels)
+    classes = torch.unique(torch.cat([predictions, labels]))
+    predicted = (predictions[:, None] == classes).sum(0).double()
+    true = (labels[:, None] == classes).sum(0).double()
+    number, right = predictions.numel(), int((predictions == labels).sum())
+    spread = (number**2 - predicted.square().sum()) * (number**2 - true.square().sum())
+    covariance = number * right - (predicted * true).sum()
+    return (covariance / spread.sqrt()).item() if spread > 0 else 0.0
+
+
+def pearson_correlation(predictions: Tensor, labels: Tensor) -> float:
+    """Linear correlation; NaN if one is constant.
+
+    Raises:
+        ValueError: the shapes differ, or are empty.
+    """
+    predictions, labels = _checked(predictions, labels)
+    x, y = (one.double() - one.double().mean() for one in (predictions, labels))
+    spread = (x.square().sum() * y.square().sum()).sqrt()
+    return ((x * y).sum() / spread).clamp(-1, 1).item() if spread > 0 else math.nan
+
+
+def spearman_correlation(predictions: Tensor, labels: Tensor) -> float:
+    """Linear correlation of the ranks, equal values sharing the mean of theirs; NaN if constant.
+
+    Raises:
+        ValueError: the shapes differ, or are empty.
+    """
+    predictions, labels = _checked(predictions, labels)
+    return pearson_correlation(_ranks(predictions), _ranks(labels))
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss in nats: exp(loss); infinite where that is too large."""
+    return math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
+
+
+def _checked(predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    if predictions.shape != labels.shape or not predictions.numel():
+        raise ValueError(
+            f"predictions have the shape {tuple(predictions.shape)}, labels "
+            f"{tuple(labels.shape)}. Expected one prediction for each label, and at least one."
+        )
+    return predictions.detach().cpu().reshape(-1), labels.detach().cpu().reshape(-1)
+
+
+def _ranks(values: Tensor) -> Tensor:
+    _, places, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()  # the rank of the last of equal values, from 1 on
+    ranks: Tensor = last - (counts.double() - 1) / 2
+    return ranks[places]

@@ -1,14 +1,16 @@
-"""The folder of a run: where everything is, and who may write there."""
+"""The folder of a run: where everything is, who may write there, whether the disk takes it."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
+import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from l2l.device import format_bytes
 from l2l.files import sync
 
 LOCK = ".lock"
@@ -19,51 +21,16 @@ class TrainingError(ValueError):
 
 
 @final
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """Where everything of a run is."""
 
-    root: Path
-
-    @classmethod
-    def around(cls, path: Path) -> RunFolder:
-        """The run folder that a path is, or is a checkpoint of.
-
-        Raises:
-            TrainingError: it is neither.
-        """
-        for root in (path, path.absolute().parent.parent):
-            if cls(root).settings_file.is_file():
-                return cls(root)
-        raise TrainingError(
-            f"{path} is not a run folder, nor a checkpoint in one: there is no run.toml. Expected "
-            "what l2l train has written."
-        )
-
-    @property
-    def settings_file(self) -> Path:
-        """The settings in force."""
-        return self.root / "run.toml"
-
-    @property
-    def metrics_file(self) -> Path:
-        """What happened."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """The same for TensorBoard."""
-        return self.root / "events"
-
-    @property
-    def checkpoints(self) -> Path:
-        """To go on from."""
-        return self.root / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        """What was trained."""
-        return self.root / "model"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.settings_file = root / "run.toml"  # the settings in force
+        self.metrics_file = root / "metrics.jsonl"  # what happened
+        self.events = root / "events"  # the same for TensorBoard
+        self.checkpoints = root / "checkpoints"  # to go on from
+        self.model = root / "model"  # what was trained
 
     def set_aside(self) -> Path | None:
         """Give what is there another name; None if nothing is."""
@@ -83,26 +50,23 @@ class RunFolder:
         Raises:
             TrainingError: somebody does, or the folder cannot be written to.
         """
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            lock = (self.root / LOCK).open("w")
-        except OSError as error:
-            raise TrainingError(
-                f"cannot write to the run folder {self.root}: {error.strerror or error}. Name "
-                "another one with --output."
-            ) from error
-        with lock:
+        with contextlib.ExitStack() as holding:
             try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                lock = holding.enter_context((self.root / LOCK).open("w"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 raise TrainingError(
                     f"another process trains in {self.root}. Wait for it, or name another folder "
                     "with --output."
                 ) from error
-            try:
-                yield
-            finally:
-                self.forget_if_empty()
+            except OSError as error:
+                raise TrainingError(
+                    f"cannot write to the run folder {self.root}: {error.strerror or error}. Name "
+                    "another one with --output."
+                ) from error
+            holding.callback(self.forget_if_empty)
+            yield
 
     def forget_if_empty(self) -> None:
         """Leave nothing where nothing was written."""
@@ -110,3 +74,50 @@ class RunFolder:
             if [path.name for path in self.root.iterdir()] == [LOCK]:
                 (self.root / LOCK).unlink()
                 self.root.rmdir()
+
+    def check_disk(
+        self, nbytes: int, export_bytes: int, *, present: int, saves: int, keep: int
+    ) -> None:
+        """Refuse a disk that is too small for what a run is still to write.
+
+        Args:
+            nbytes: of a checkpoint.
+            export_bytes: of the exported model; 0: none is.
+            present: checkpoints that are there.
+            saves: checkpoints that are still to come.
+            keep: how many are kept.
+
+        Raises:
+            TrainingError: it is.
+        """
+        more, more_at_last = checkpoints_to_come(present, saves, keep)
+        checkpoints, model = (_existing(path) for path in (self.checkpoints, self.model))
+        needs = {checkpoints: more * nbytes, model: export_bytes}
+        if os.stat(checkpoints).st_dev == os.stat(model).st_dev:
+            needs = {checkpoints: max(more * nbytes, more_at_last * nbytes + export_bytes)}
+        for path, needed in needs.items():
+            free = shutil.disk_usage(path).free
+            if needed > free:
+                raise TrainingError(
+                    f"the disk is too small for this run: {format_bytes(needed)} are needed at "
+                    f"{path}, {format_bytes(free)} are free. A checkpoint takes "
+                    f"{format_bytes(nbytes)}, and there will be up to {more} more ([checkpoint] "
+                    f"keep = {keep}, and one is written before another is deleted; {present} are "
+                    f"there now); the exported model takes {format_bytes(export_bytes)}. Free some "
+                    "space, name a folder on another disk with --output, or write less: fewer "
+                    "[checkpoint] keep, [output] export = false."
+                )
+
+
+def checkpoints_to_come(present: int, saves: int, keep: int) -> tuple[int, int]:
+    """Checkpoints that there will be at most besides those present, and when a model is exported.
+
+    One is whole before another is deleted.
+    """
+    more = max(1, min(keep + 1 - present, saves)) if saves else 0
+    return more, min(keep - present, saves)
+
+
+def _existing(path: Path) -> Path:
+    """A folder, or the nearest one around it that is there."""
+    return next(one for one in (path, *path.absolute().parents) if one.exists())

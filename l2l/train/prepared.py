@@ -2,20 +2,75 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import Any, final
 
 from torch import Tensor, nn
 
-from l2l.hugging_face import class_names
+from l2l.hugging_face import class_names, empty_model, read_json, tokenizer_of
 from l2l.model import IGNORED
-from l2l.train.data import PADDED_TO, Batches, Examples, make_examples, read_records
+from l2l.train.data import PADDED_TO, PLAIN_TEMPLATE, Batches, Examples, make_examples, read_records
 from l2l.train.folder import TrainingError
-from l2l.train.parts import make_model, make_tokenizer, model_fingerprint, pad_id_of
 from l2l.train.settings import LANGUAGE_TASKS, Settings
 
 NUM_EVALUATIONS = 10  # in a run, if nothing else is said
 SAMPLE_CHARACTERS = 600
+VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # of a config.json
+
+
+def make_tokenizer(settings: Settings) -> Any:
+    """The model's tokenizer, with the chat template that is trained with.
+
+    Raises:
+        ValueError: the folder has none.
+    """
+    data, tokenizer = settings.data, tokenizer_of(settings.model.folder)
+    if data.task == "instruct" and (data.template or not tokenizer.chat_template):
+        tokenizer.chat_template = data.template or PLAIN_TEMPLATE
+    return tokenizer
+
+
+def make_model(
+    settings: Settings, *, tokenizer: Any, num_labels: int | None, label_names: Sequence[str]
+) -> nn.Module:
+    """The model, on the meta device.
+
+    Raises:
+        ValueError: transformers makes none of the folder.
+    """
+    folder, task = settings.model.folder, settings.data.task
+    if task in LANGUAGE_TASKS:
+        return empty_model(folder)
+    model = empty_model(folder, task=task, num_labels=num_labels)
+    config: Any = model.config
+    config.pad_token_id = pad_id_of(tokenizer)  # decoders look for the last token of a row by it
+    if label_names:
+        config.id2label = dict(enumerate(label_names))
+        config.label2id = {name: number for number, name in enumerate(label_names)}
+    return model
+
+
+def pad_id_of(tokenizer: Any) -> int:
+    """A token to fill rows up with."""
+    offers = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(int(number) for number in offers if number is not None)
+
+
+def engine_options(settings: Settings) -> dict[str, Any]:
+    """What the settings say of an engine, and of the plan that it would make."""
+    training, memory = settings.training, settings.memory
+    return {
+        "optimizer": settings.optimizer.make(),
+        "device_memory": memory.device_memory,
+        "host_memory": memory.host_memory,
+        "microbatch_size": training.microbatch_size,
+        "precision": training.precision,
+        "clip_norm": training.clip_norm or None,
+        "layers": settings.model.layer_list,
+    }
 
 
 @final
@@ -34,11 +89,12 @@ class Prepared:
         self.examples, self.held_out = self._read()
         self.model = make_model(
             settings,
-            pad_id=self._pad_id,
+            tokenizer=self.tokenizer,
             num_labels=self.examples.num_labels,
             label_names=self.examples.label_names,
         )
         self._check_vocabulary()
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.packing_is_asked = settings.data.packing is not None
         may_pack = settings.data.task in LANGUAGE_TASKS
         self.make_batches(packing=settings.data.packing if self.packing_is_asked else may_pack)
@@ -74,17 +130,14 @@ class Prepared:
         due = step in (0, self.num_steps) or bool(every and step % every == 0)
         return self.held_out is not None and due
 
-    @property
-    def num_parameters(self) -> int:
-        """Of the model."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
     @cached_property
     def identity(self) -> dict[str, str]:
         """What must not change in a run, and where it came from."""
+        folder = self.settings.model.folder
+        shape = {k: v for k, v in read_json(folder / "config.json").items() if k not in VOLATILE}
         return {
-            "model": model_fingerprint(self.settings.model.folder),
-            "model_source": str(self.settings.model.folder),
+            "model": hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16],
+            "model_source": str(folder),
             "data": self.examples.fingerprint(),
             "data_source": ", ".join(self.settings.data.source),
         }
@@ -101,14 +154,13 @@ class Prepared:
 
     def described(self) -> str:
         """Model, data and steps, for people."""
-        settings = self.settings
+        settings, kind = self.settings, type(self.model).__name__
         length = settings.training.length
         config: Any = self.model.config
         most = getattr(config.get_text_config(), "max_position_embeddings", None)
         lines = []
         if isinstance(most, int) and length > most:
             lines.append(f"note: rows of {length} tokens, but the model is made for {most}")
-        kind = type(self.model).__name__
         lines += [f"model: {kind}, {self.num_parameters:,} parameters, {settings.model.folder}"]
         lines += [f"data: {', '.join(settings.data.source)}", str(self.examples)]
         if self.held_out is not None:
@@ -123,18 +175,16 @@ class Prepared:
         """The first row of the first batch, as text."""
         batch = self.batches.batch(0)
         ids, labels = batch["input_ids"][0], batch["labels"]
-        mask = batch.get("attention_mask")
-        ids = ids if mask is None else ids[mask[0].bool()]
+        if "attention_mask" in batch:
+            ids = ids[batch["attention_mask"][0].bool()]
         shape = " x ".join(str(size) for size in batch["input_ids"].shape)
         lines = [f"batch of step 1: {shape} tokens, {', '.join(batch)}", "its first row:"]
         lines.append(_shortened(self.tokenizer.decode(ids)))
-        if labels.dim() == 2:
-            learnt = labels[0][labels[0] != IGNORED]
-            lines.append(f"of which is learnt ({learnt.numel()} tokens):")
-            lines.append(_shortened(self.tokenizer.decode(learnt)))
-        else:
-            lines.append(f"label: {labels[0].item()}")
-        return "\n".join(lines)
+        if labels.dim() == 1:
+            return "\n".join([*lines, f"label: {labels[0].item()}"])
+        learnt = labels[0][labels[0] != IGNORED]
+        lines.append(f"of which is learnt ({learnt.numel()} tokens):")
+        return "\n".join([*lines, _shortened(self.tokenizer.decode(learnt))])
 
     def widest_batch(self) -> dict[str, Tensor]:
         """The first batch, filled up to the length of the longest row of all.
@@ -144,28 +194,24 @@ class Prepared:
         sets = (self.examples, self.held_out or self.examples)
         longest = max(int(examples.lengths.max()) for examples in sets)
         width = min(self.settings.training.length, -(-longest // PADDED_TO) * PADDED_TO)
-        fill = {"input_ids": self._pad_id, "labels": IGNORED}
-        return {
-            name: nn.functional.pad(
-                value, (0, max(0, width - value.shape[1])), value=fill.get(name, 0)
-            )
-            if value.dim() == 2
-            else value
-            for name, value in self.batches.batch(0).items()
-        }
+        fill, batch = {"input_ids": self._pad_id, "labels": IGNORED}, self.batches.batch(0)
+        for name, value in batch.items():
+            if value.dim() == 2:
+                missing = (0, max(0, width - value.shape[1]))
+                batch[name] = nn.functional.pad(value, missing, value=fill.get(name, 0))
+        return batch
 
     def _read(self) -> tuple[Examples, Examples | None]:
-        settings, tokenizer = self.settings, self.tokenizer
-        data, form = settings.data, settings.form()
-        records = read_records(data.source, documents=data.documents)
-        examples = make_examples(records, tokenizer=tokenizer, form=form)
+        settings, data = self.settings, self.settings.data
+        make = partial(make_examples, tokenizer=self.tokenizer, form=settings.form())
+        examples = make(read_records(data.source, documents=data.documents))
         examples = examples.numbered_as(class_names(settings.model.folder))
         if data.hold_out is not None:
             return examples.hold_out(data.hold_out, seed=settings.training.seed)
         if data.evaluation_source is None:
             return examples, None
         records = read_records(data.evaluation_source, documents=data.documents)
-        return examples, make_examples(records, tokenizer=tokenizer, form=form, like=examples)
+        return examples, make(records, like=examples)
 
     def _check_vocabulary(self) -> None:
         model: Any = self.model

@@ -1,5 +1,15 @@
 """What happens in a run, passed on to a display, `metrics.jsonl` and TensorBoard.
 
+`metrics.jsonl` has one JSON object a line, in the order of the run:
+
+    {"kind": "step", "step": 7, "loss": 2.31, "learning_rate": 2e-05, "gradient_norm": 1.2, ...}
+    {"kind": "evaluation", "step": 7, "loss": 2.4, "perplexity": 11.02, "seconds": 3.1}
+    {"kind": "checkpoint", "step": 7, "folder": "checkpoints/step-00000007"}
+
+A checkpoint's line, and all lines before it, are written before the checkpoint is begun. A run that
+goes on from step 7 drops what was written after it, so that the file of a run that was interrupted
+any number of times is that of an uninterrupted one, but for `seconds`.
+
 `Progress` is told of every step, evaluation and checkpoint. Reading a step's numbers may wait for
 the device, so a step is read only when `NUM_BEHIND` more have been handed to the device: by then it
 has ended, and nothing waits.
@@ -7,59 +17,60 @@ has ended, and nothing waits.
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, final
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, final
 
+from l2l.files import write_file
+from l2l.run import StepReport
 from l2l.train.display import Display, Status
-from l2l.train.metrics_file import INTERRUPTED, Events, MetricsFile, Record
+from l2l.train.folder import RunFolder
 
 NUM_BEHIND = 2  # steps that are submitted before a step's numbers are read
 WINDOW = 20  # steps over which speed is averaged
+INTERRUPTED = "interrupted"  # key of lines that a run which goes on from there drops again
+NOT_METRICS = ("kind", "step", "seconds")  # keys of an evaluation's line that everybody knows
+
+Record = dict[str, Any]
 
 
-class Report(Protocol):
-    """What is read of a step's report."""
+def read_metrics(path: Path) -> list[Record]:
+    """The lines of a `metrics.jsonl`, none if it is not there; a last one that is torn is left out.
 
-    @property
-    def loss(self) -> float:
-        """Of the whole batch."""
-
-    @property
-    def gradient_norm(self) -> float:
-        """Before clipping."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the step."""
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the weights were left alone."""
-
-    @property
-    def loss_scale(self) -> float:
-        """1 unless the precision is float16."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What the engine knows of its own."""
-
-    peak_bytes: int | None = None
-    budget_bytes: int | None = None
-    bound: str | None = None
+    Raises:
+        ValueError: a line is not JSON.
+    """
+    records: list[Record] = []
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line:
+                record = json.loads(line.decode())
+                if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
+                    raise ValueError("found no object with kind and step")
+                records.append(record)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):  # it had no end: the run was killed while it was written
+                break
+            raise ValueError(
+                f"{path}, line {number}, is not JSON as l2l train writes it: {error}. Delete the "
+                "line, or the file: training does not need it."
+            ) from error
+    return records
 
 
-@dataclass(frozen=True, slots=True)
-class _Unread:
+class _Unread(NamedTuple):
     """A step that was handed to the device."""
 
     step: int
-    report: Report
+    report: StepReport
     learning_rate: float
     seconds: float  # until the device took it, which it does when it has finished an earlier one
 
@@ -69,34 +80,34 @@ class Progress:
     """Passes on what happens in a run."""
 
     def __init__(
-        self,
-        *,
-        display: Display,
-        metrics: MetricsFile,
-        events: Events | None,
-        step: int,
-        num_steps: int,
+        self, folder: RunFolder, display: Display, step: int, num_steps: int, *, tensorboard: bool
     ) -> None:
-        """The run goes on after `step` of `num_steps`."""
-        self._display = display
-        self._metrics = metrics
-        self._events = events
-        self._num_steps = num_steps
-        self._step = step
+        """The run goes on after `step` of `num_steps`: lines after it go.
+
+        So do those before it that are about interruptions.
+
+        Raises:
+            ValueError: the metrics that are there are none.
+        """
+        self.display = display
         self._unread: deque[_Unread] = deque()
         self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # tokens, seconds
-        self._num_read = 0
-        self._loss = math.nan
+        self._has_read = False
         self._mark = time.perf_counter()
-        self.facts = Facts()
-        self.saving = ""
-        done = [record for record in metrics.notes if record["kind"] == "evaluation"]
-        self._evaluation = _evaluation_text(done[-1]) if done else ""
+        self.status = Status(step=step, num_steps=num_steps)  # as of the last step that was read
+        self._bad_steps: set[int] = set()
+        self._notes: set[tuple[str, int]] = set()  # lines that are of no step
+        before = read_metrics(folder.metrics_file) if step else []
+        kept = [one for one in before if one["step"] <= step and INTERRUPTED not in one]
+        for record in kept:
+            self._count(record)
+        write_file(folder.metrics_file, "".join(map(_line, kept)))
+        self._events = open_events(folder.events, step=step) if tensorboard else None
+        self._file = folder.metrics_file.open("a")
 
-    def step_begun(self, step: int, report: Report, *, learning_rate: float) -> None:
+    def step_begun(self, step: int, report: StepReport, *, learning_rate: float) -> None:
         """A step was handed to the device; its number counts from 1."""
-        seconds = self._lap()
-        self._unread.append(_Unread(step, report, learning_rate, seconds))
+        self._unread.append(_Unread(step, report, learning_rate, self.lap()))
         while len(self._unread) > NUM_BEHIND:
             self._read_one()
 
@@ -105,104 +116,83 @@ class Progress:
         if self._unread:
             last = self._unread[-1]
             last.report.gradient_norm  # noqa: B018 (reading it waits)
-            self._unread[-1] = replace(last, seconds=last.seconds + self._lap())
+            self._unread[-1] = last._replace(seconds=last.seconds + self.lap())
         while self._unread:
             self._read_one()
 
-    @property
-    def num_skipped(self) -> int:
-        """Steps that left the weights alone."""
-        return self._metrics.num_skipped
-
-    def is_bad(self, step: int) -> bool:
-        """Whether a step that was read could not be made: the loss or a gradient was not finite."""
-        return step in self._metrics.bad_steps
-
     def is_good(self, step: int) -> bool:
-        """Whether a step was read, and was made."""
-        return step <= self._step and not self.is_bad(step)
+        """Whether a step was read, and was made: the loss and all gradients were finite."""
+        return step <= self.status.step and step not in self._bad_steps
 
     @property
     def num_bad(self) -> int:
-        """Bad steps in a row, up to the last one that was read."""
+        """Steps that were not made, in a row, up to the last one that was read."""
         found = 0
-        while self.is_bad(self._step - found):
+        while self.status.step - found in self._bad_steps:
             found += 1
         return found
 
-    @property
-    def last_read(self) -> int:
-        """The last step whose numbers are known."""
-        return self._step
-
-    def has_evaluation(self, step: int) -> bool:
-        """Whether there was one after a step."""
-        return self._has("evaluation", step)
+    def has(self, kind: str, step: int) -> bool:
+        """Whether something of a kind has happened after a step."""
+        return (kind, step) in self._notes
 
     def evaluated(self, step: int, metrics: Mapping[str, float], *, seconds: float) -> None:
         """The model was evaluated after a step."""
-        record: Record = {"kind": "evaluation", "step": step}
-        record |= {name: _finite(value) for name, value in metrics.items()}
-        record["seconds"] = round(seconds, 3)
-        self._metrics.write(record)
-        self._evaluation = _evaluation_text(record)
-        self._display.say(f"evaluation {self._evaluation}")
-        if self._num_read:
-            self._display.show(self._status())
+        found = {name: _finite(value) for name, value in metrics.items()}
+        record = {"kind": "evaluation", "step": step, **found, "seconds": round(seconds, 3)}
+        self._write(record)
+        self.display.say(f"evaluation {self.status.evaluation}")
+        if self._has_read:
+            self.display.show(replace(self.status))
         self._scalars(step, {f"evaluation/{name}": value for name, value in metrics.items()})
-        self.resume_clock()
-
-    def has_checkpoint(self, step: int) -> bool:
-        """Whether one was begun after a step."""
-        return self._has("checkpoint", step)
-
-    def checkpoint_begun(self, step: int, folder: str, *, interrupted: bool = False) -> None:
-        """A checkpoint is about to be written; all steps up to it were.
-
-        Args:
-            step: the last one.
-            folder: of the checkpoint, in the run folder.
-            interrupted: whether that is only because the run is stopped: a run that goes on from
-                here drops the line again.
-        """
-        record: Record = {"kind": "checkpoint", "step": step, "folder": folder}
-        if interrupted:
-            record[INTERRUPTED] = True
-        self._metrics.write(record)
-        self._metrics.sync()
+        self.lap()
 
     def note(self, kind: str, step: int, **facts: Any) -> None:
-        """Anything else that happened."""
-        self._metrics.write({"kind": kind, "step": step, **facts})
+        """Anything else that happened; it is known even after a power cut, with all before it."""
+        self._write({"kind": kind, "step": step, **facts})
+        os.fsync(self._file.fileno())
 
-    def resume_clock(self) -> None:
-        """What happened since the last step is not counted as the next one's time."""
-        self._lap()
-
-    def close(self) -> None:
-        """Close the files."""
-        self._metrics.close()
-        if self._events is not None:
-            self._events.close()
-
-    def _has(self, kind: str, step: int) -> bool:
-        return any((one["kind"], one["step"]) == (kind, step) for one in self._metrics.notes)
-
-    def _lap(self) -> float:
-        """Seconds since it was asked for before."""
+    def lap(self) -> float:
+        """Seconds since it was asked for before; a step's time begins there."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         return seconds
 
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+    def _count(self, record: Record) -> None:
+        """Know what a line says."""
+        self.status.num_skipped += bool(record.get("skipped"))
+        if is_bad(record):
+            self._bad_steps.add(record["step"])
+        if record["kind"] != "step":
+            self._notes.add((record["kind"], record["step"]))
+        if record["kind"] == "evaluation":
+            values = {name: value for name, value in record.items() if name not in NOT_METRICS}
+            words = (
+                f"{name} {'not finite' if value is None else format(value, '.4f')}"
+                for name, value in values.items()
+            )
+            self.status.evaluation = f"after step {record['step']}: {', '.join(words)}"
+
+    def _write(self, record: Record) -> None:
+        """Append a line; it is there even if this process is killed afterwards."""
+        self._count(record)
+        self._file.write(_line(record))
+        self._file.flush()
+
     def _read_one(self) -> None:
-        one = self._unread.popleft()
-        step, report, seconds = one.step, one.report, one.seconds
+        step, report, learning_rate, seconds = self._unread.popleft()
         loss, norm, tokens = report.loss, report.gradient_norm, report.num_tokens
         record: Record = {
             "kind": "step",
             "step": step,
             "loss": _finite(loss),
-            "learning_rate": one.learning_rate,
+            "learning_rate": learning_rate,
             "gradient_norm": _finite(norm),
             "tokens": tokens,
             "seconds": round(seconds, 4),
@@ -211,44 +201,41 @@ class Progress:
             record["loss_scale"] = report.loss_scale
         if report.skipped:
             record["skipped"] = True
-        self._metrics.write(record)
-        self._num_read += 1
-        if self._num_read > 1:  # the first one is planned, and perhaps compiled
+        self._write(record)
+        if self._has_read:  # the first one is planned, and perhaps compiled
             self._recent.append((tokens, seconds))
-        self._loss, self._step = loss, step
-        self._scalars(
-            step,
-            {
-                "training/loss": loss,
-                "training/learning_rate": one.learning_rate,
-                "training/gradient_norm": norm,
-                "training/tokens_per_second": tokens / max(seconds, 1e-9),
-            },
-        )
-        self._display.show(self._status())
+        self._has_read = True
+        status = self.status
+        status.step, status.loss = step, loss
+        speed = tokens / max(seconds, 1e-9)
+        numbers = {"loss": loss, "learning_rate": learning_rate, "gradient_norm": norm}
+        numbers["tokens_per_second"] = speed
+        self._scalars(step, {f"training/{name}": value for name, value in numbers.items()})
+        took = sum(seconds for _, seconds in self._recent)
+        if took:
+            status.tokens_per_second = sum(tokens for tokens, _ in self._recent) / took
+            status.seconds_left = (status.num_steps - step) * took / len(self._recent)
+        self.display.show(replace(status))
 
     def _scalars(self, step: int, values: Mapping[str, float]) -> None:
         if self._events is not None:
             for name, value in values.items():
                 self._events.add_scalar(name, value, step)
 
-    def _status(self) -> Status:
-        tokens = sum(tokens for tokens, _ in self._recent)
-        seconds = sum(seconds for _, seconds in self._recent)
-        left = (self._num_steps - self._step) * seconds / max(1, len(self._recent))
-        return Status(
-            step=self._step,
-            num_steps=self._num_steps,
-            loss=self._loss,
-            tokens_per_second=tokens / seconds if seconds else None,
-            seconds_left=left if seconds else None,
-            peak_bytes=self.facts.peak_bytes,
-            budget_bytes=self.facts.budget_bytes,
-            bound=self.facts.bound,
-            num_skipped=self.num_skipped,
-            evaluation=self._evaluation,
-            saving=self.saving,
-        )
+
+def is_bad(record: Record) -> bool:
+    """Whether a line is of a step that could not be made; the search for a loss scale is none.
+
+    In float16 a gradient that is not finite halves the scale. If it still is with a scale of 1, it
+    is not because of the scale; and a loss that is not finite never is.
+    """
+    return bool(record.get("skipped")) and (
+        record["loss"] is None or record.get("loss_scale", 1.0) <= 1.0
+    )
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
 
 
 def _finite(value: float) -> float | None:
@@ -256,10 +243,10 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _evaluation_text(record: Record) -> str:
-    parts = [
-        f"{name} {'not finite' if value is None else format(value, '.4f')}"
-        for name, value in record.items()
-        if name not in ("kind", "step", "seconds")
-    ]
-    return f"after step {record['step']}: {', '.join(parts)}"
+def open_events(folder: Path, *, step: int) -> Any:
+    """TensorBoard's events after a step; None if tensorboard is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=step + 1)

@@ -1,0 +1,203 @@
+"""The steps of a run, and what is between them: evaluations, checkpoints, the plan.
+
+Checkpoints are written beside the steps, one at a time. The last good one, from which a step was
+made, is spared until there is a newer: the step before a bad one may be what has made the weights
+useless.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from l2l.checkpoint import CheckpointFolder, Saving
+from l2l.device import format_bytes
+from l2l.distributed import World
+from l2l.engine import Engine
+from l2l.planner import Plan
+from l2l.train.evaluation import evaluate, own_rows
+from l2l.train.folder import TrainingError
+from l2l.train.prepared import Prepared
+from l2l.train.progress import INTERRUPTED, Progress
+
+DIVERGED = "diverged"  # kind of the metrics' line that says that a run was given up
+MIN_STALL_SECONDS = 0.05  # that is worth a word
+
+
+@final
+@dataclass
+class Steps:
+    """Makes the steps that are left of a run."""
+
+    engine: Engine
+    prepared: Prepared
+    checkpoints: CheckpointFolder
+    progress: Progress
+    world: World
+    is_told_to_stop: Callable[[], bool]  # this rank
+
+    def __post_init__(self) -> None:
+        self.has_stepped = False
+        self._is_stopped = False  # what the ranks have agreed on
+        self._saved_step = self.engine.step_number  # it has a checkpoint
+        self._saving: Saving | None = None
+        self._plan: Plan | None = None
+
+    def make(self) -> bool:
+        """Make all steps that are left; False if the run was stopped on the way.
+
+        Raises:
+            TrainingError: too many of them could not be made.
+            CheckpointError: a checkpoint could not be written.
+        """
+        engine, prepared, progress = self.engine, self.prepared, self.progress
+        step = first = engine.step_number
+        self._evaluate(step)
+        if step and prepared.is_saved_after(step) and not progress.has("checkpoint", step):
+            self._note_checkpoint(step)
+        progress.lap()
+        while step < prepared.num_steps and not self._must_stop():
+            rate = self._learning_rate(step)
+            for group in engine.optimizer.param_groups:
+                group["lr"] = rate
+            report = engine.step(own_rows(prepared.batches.batch(step), self.world))
+            step, self.has_stepped = step + 1, True
+            if step == first + 1 and prepared.num_saves_from(step) > 1:
+                engine.prepare_saving()  # now that everything else has its memory
+            progress.step_begun(step, report, learning_rate=rate)
+            self._refuse_divergence()
+            if self._saving is not None and self._saving.is_done:
+                self._finish_saving()
+            self._look_at_plan()
+            self._spare_no_longer()
+            self._evaluate(step)
+            if prepared.is_saved_after(step):
+                self._save()
+        progress.catch_up()
+        self._refuse_divergence()
+        if step != self._saved_step:
+            self._save()
+        self._finish_saving()
+        return step >= prepared.num_steps and not self._is_stopped
+
+    def _must_stop(self) -> bool:
+        """Whether any rank was told to stop; all ranks must ask together."""
+        if not self._is_stopped:
+            self._is_stopped = any(self.world.gather_facts(self.is_told_to_stop()))
+        return self._is_stopped
+
+    def _learning_rate(self, step: int) -> float:
+        settings = self.prepared.settings
+        factor = settings.schedule.factor(step, total=self.prepared.num_steps)
+        return settings.optimizer.learning_rate * factor
+
+    def _evaluate(self, step: int) -> None:
+        """Evaluate after a step, if it is time and was not done."""
+        is_due = self.prepared.is_evaluated_after(step)
+        if not is_due or self.progress.has("evaluation", step) or self._must_stop():
+            return
+        self.progress.catch_up()
+        began = time.perf_counter()
+        settings, batches = self.prepared.settings, self.prepared.evaluation_batches.in_order()
+        chosen = itertools.islice(batches, settings.evaluation.most_batches)
+        task = settings.data.task
+        found = evaluate(self.engine, chosen, task=task, stops=self._must_stop, world=self.world)
+        if found is not None:
+            self.progress.evaluated(step, found, seconds=time.perf_counter() - began)
+
+    def _look_at_plan(self) -> None:
+        """Learn what the plan is, and how memory does."""
+        if self._plan is None:
+            self._plan = self.engine.plan
+            self.progress.display.say(str(self._plan))
+        if self._plan.budget_bytes is not None:
+            status = self.progress.status
+            status.peak_bytes = self.engine.device.peak_bytes()
+            status.budget_bytes, status.bound = self._plan.budget_bytes, self._plan.bound or ""
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Begin to save; what was begun before is there when this returns."""
+        progress, checkpoints, step = self.progress, self.checkpoints, self.engine.step_number
+        progress.catch_up()
+        self._finish_saving()
+        self._spare_no_longer()
+        if step < self.prepared.num_steps or progress.num_bad:
+            checkpoints.spared = self._last_good()
+        self._note_checkpoint(step, interrupted=self._is_stopped)
+        progress.status.saving = checkpoints.path_of(step).name
+        extra = self.prepared.extra()
+        self._saving = checkpoints.save(self.engine, extra=extra, background=True)
+        self._saved_step = step
+
+    def _note_checkpoint(self, step: int, *, interrupted: bool = False) -> None:
+        """Write down that a checkpoint is begun, perhaps only because the run is stopped."""
+        name = str(self.checkpoints.path_of(step).relative_to(self.checkpoints.root.parent))
+        self.progress.note(
+            "checkpoint", step, folder=name, **({INTERRUPTED: True} if interrupted else {})
+        )
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        saving.wait()
+        self.progress.status.saving = ""
+        waited = f", {saving.stall_seconds:.1f} s of it waited for"
+        self.progress.display.say(
+            f"saved {saving.folder.name}: {format_bytes(saving.num_bytes)} in {saving.seconds:.1f} "
+            f"s{waited if saving.stall_seconds >= MIN_STALL_SECONDS else ''}"
+        )
+
+    def _spare_no_longer(self) -> None:
+        """Delete the checkpoint that was spared, once there is a newer good one."""
+        checkpoints = self.checkpoints
+        if checkpoints.spared is None or self._saving is not None or self.world.rank:
+            return
+        if self.progress.is_good(self._saved_step + 1):
+            checkpoints.spared = None
+            checkpoints.prune(checkpoints.path_of(self._saved_step))
+
+    def _last_good(self) -> Path | None:
+        """The newest checkpoint from which a step was made."""
+        found = self.checkpoints.all()
+        good = [path for path in found if self.progress.is_good(_step_of(path) + 1)]
+        return good[-1] if good else None
+
+    def _refuse_divergence(self) -> None:
+        """Give up after too many bad steps in a row."""
+        number, num_steps = self.progress.num_bad, self.prepared.num_steps
+        most = min(self.prepared.settings.training.max_bad_steps, max(1, num_steps // 2))
+        if not most or number < most:
+            return
+        self._finish_saving()
+        last, good = self.progress.status.step, self._last_good()
+        first = last - number + 1
+        self.progress.note(DIVERGED, last, since=first, **{INTERRUPTED: True})
+        advice = "There is no checkpoint from before: change the settings and begin anew."
+        if good is not None:
+            found = self.checkpoints.all()
+            later = " and ".join(path.name for path in found if _step_of(path) > _step_of(good))
+            advice = (
+                f"The last good checkpoint is {good}. To go on from it: "
+                f"{f'delete {later} beside it, ' if later else ''}change the settings, then l2l "
+                f"train {self.checkpoints.root.parent}."
+            )
+        raise TrainingError(
+            f"{number} steps in a row, {first} to {last} of {num_steps}, were skipped because the "
+            "loss or a gradient was not finite; their weights were left alone "
+            f"({self.progress.status.num_skipped} steps were skipped in all). Usual causes: a "
+            "learning rate that is too high, no warm-up, data that the loss is not finite for, a "
+            "precision that does not hold the model's numbers (try bfloat16 or float32). Nothing "
+            f"was exported. {advice} [training] max_bad_steps says how many are too many."
+        )
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
