@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import l2l
+from l2l import files
 from l2l.checkpoint import checkpoint
 from l2l.checkpoint.checkpoint import (
     Checkpoint,
@@ -540,13 +541,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each file take longer than a step."""
-    write = checkpoint.write_tensors
+    write = files.write_tensors
 
     def slowly(*args: Any, **settings: Any) -> Any:
         time.sleep(SLOW)
         return write(*args, **settings)
 
-    monkeypatch.setattr(checkpoint, "write_tensors", slowly)
+    monkeypatch.setattr(files, "write_tensors", slowly)
 
 
 @contextmanager
@@ -579,7 +580,7 @@ def hold_until_a_change_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spare(engine: l2l.Engine, nbytes: int) -> None:
-    inside.persistence(engine)._spare_bytes = lambda: nbytes
+    inside.persistence(engine).spare_bytes = lambda: nbytes
 
 
 @pytest.fixture(autouse=True)
@@ -932,7 +933,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         ),
         "state.loss_scale must be there with float16, and only then",
     ),
-    "layers": (lambda b: b["state"].update(layers={}), "state.layers.given is None"),
+    "layers": (lambda b: b["state"].update(layers={}), "it has no state.layers.given"),
     "origins": (
         lambda b: b["state"]["layers"].update(origins=[0, 1, 9]),
         r"state.layers.origins is \[0, 1, 9\]",
@@ -1115,11 +1116,11 @@ def test_an_engine_that_has_loaded_only_in_part_is_torn_until_it_loads_again(
     """The disk failed after everything had been checked."""
     read, calls = Checkpoint.read, list[str]()
 
-    def fail(checkpoint: Checkpoint, name: str, *rest: Any) -> None:
+    def fail(checkpoint: Checkpoint, name: str, *rest: Any) -> Any:
         calls.append(name)
         if len(calls) == 3:
             raise CheckpointError("planted")
-        read(checkpoint, name, *rest)
+        return read(checkpoint, name, *rest)
 
     with make("bfloat16") as engine:
         train(engine, "bfloat16", to=1)
@@ -1350,7 +1351,7 @@ def test_an_error_of_ours_in_a_writer_is_told_and_nobody_hangs(
     with make("clipped") as engine:
         train(engine, "clipped", to=1)
         with monkeypatch.context() as patched:
-            patched.setattr(checkpoint, "write_tensors", fail)
+            patched.setattr(files, "write_tensors", fail)
             saving = engine.save(tmp_path / "saved", background=True)
             with pytest.raises(CheckpointError, match=r"ZeroDivisionError.*planted"):
                 saving.wait()
@@ -1510,13 +1511,9 @@ class TinyEngine:
                 spare_bytes=0,
             ),
             buffers={},
-            step=self.step_number,
-            state=state(),
-            extra=extra or {},
-            finish=lambda: None,
-            settle=lambda: None,
+            manifest=Manifest(step=self.step_number, state=state(), files={}, extra=extra or {}),
+            then=then,
         )
-        saving.after += [] if then is None else [then]
         saving._run()
         return saving
 
@@ -1527,7 +1524,8 @@ def value_of(folder: Path) -> int:
     found.check()
     values: list[int] = []
     for unit in ("L0", "L1"):
-        found.read(unit, ["a"], lambda _, tensor: values.extend(tensor.tolist()))
+        for _, tensor in found.read(unit, ["a"]):
+            values.extend(tensor.tolist())
     assert len(set(values)) == 1
     return values[0]
 

@@ -142,14 +142,10 @@ class Initialization:
         """Fill tensors; returns those that were not written into."""
         digest = hashlib.sha256(f"{self._seed} {path}".encode()).digest()
         seed = int.from_bytes(digest[:7], "little")
-        is_accelerator = device.type != "cpu"
-        forked = (
-            torch.random.fork_rng([device], device_type=device.type)
-            if is_accelerator
-            else torch.random.fork_rng([])
-        )
+        devices = [] if device.type == "cpu" else [device]
+        forked = torch.random.fork_rng(devices, device_type=device.type)
         with forked, torch.device(device), torch.no_grad(), _Watching() as watching:
-            if is_accelerator:
+            if devices:
                 torch.manual_seed(seed)
             else:  # that of other devices is left alone
                 torch.default_generator.manual_seed(seed)

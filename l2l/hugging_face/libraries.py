@@ -14,20 +14,19 @@ from torch import nn
 WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
+def _is_of(model: nn.Module, library: str, name: str) -> bool:
+    kinds = type(model).__mro__
+    return any(one.__name__ == name and one.__module__.startswith(library) for one in kinds)
+
+
 def is_transformers(model: nn.Module) -> bool:
     """Whether a model is one of transformers'."""
-    return any(
-        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
-        for kind in type(model).__mro__
-    )
+    return _is_of(model, "transformers.", "PreTrainedModel")
 
 
 def is_adapted(model: nn.Module) -> bool:
     """Whether a model is a `peft.PeftModel`."""
-    return any(
-        kind.__name__ == "PeftModel" and kind.__module__.startswith("peft.")
-        for kind in type(model).__mro__
-    )
+    return _is_of(model, "peft.", "PeftModel")
 
 
 def base_of(model: nn.Module) -> Any:
