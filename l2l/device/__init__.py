@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from l2l.device.byte_size import format_bytes, parse_bytes
-from l2l.device.checking import ByteCount, CheckingDevice, CountAllocations, QueuedEvent
-from l2l.device.cuda import CudaDevice, busy_link, num_devices, plain_peak
+from l2l.device.checking import ByteCount, CheckingDevice, QueuedEvent
+from l2l.device.cuda import CudaDevice, busy_link, num_devices
 from l2l.device.seam import PAGE_BYTES, Device, Event, UpdateFailedError, Work, untouched_pages
 
 
@@ -29,11 +29,14 @@ def plain_peak_bytes(work: Work, *, held: Iterable[Tensor], device: Device) -> i
         device: where.
     """
     if device.torch_device.type == "cuda":
-        return plain_peak(work, device)
+        device.give_back()
+        device.reset_peak()
+        work()
+        return device.peak_bytes()
     count = ByteCount()
     for tensor in held:
         count.hold(tensor)
-    with CountAllocations(count):
+    with count:
         work()
     return count.peak_bytes
 

@@ -27,10 +27,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from l2l.device.random_numbers import RandomNumbers
-from l2l.device.seam import Device, Event, Work, anonymous_pages
+from l2l.device.seam import Drawing, Event, Work, anonymous_pages
 from l2l.device.worker import Worker, WorkerEvent
 from l2l.schedule import Lane, Span, Trace
 
@@ -39,17 +40,17 @@ AT_ONCE = (Lane.COMPUTE, Lane.UPDATE, Lane.GATHER, Lane.REDUCE)
 
 
 @final
-class QueuedEvent(Event):
+@dataclass(frozen=True, slots=True)
+class QueuedEvent:
     """A position in a queued lane."""
 
-    def __init__(self, device: CheckingDevice, lane: Lane, position: int) -> None:
-        self._device = device
-        self.lane = lane
-        self.position = position
+    device: CheckingDevice
+    lane: Lane
+    position: int
 
-    @override
     def synchronize(self) -> None:
-        self._device.run_to(self)
+        """Run what comes before."""
+        self.device.run_to(self)
 
 
 @dataclass(slots=True)
@@ -67,8 +68,11 @@ class _Queue:
 
 
 @final
-class CheckingDevice(Device):
+class CheckingDevice(Drawing):
     """The CPU as a device whose copies are as late, or a lane as early, as the waits allow."""
+
+    growth_bytes = 0
+    sums_products = False
 
     def __init__(self, *, first: Lane | None = None) -> None:
         """Make the device.
@@ -86,21 +90,25 @@ class CheckingDevice(Device):
         if self._worker is not None:
             weakref.finalize(self, self._worker.dismiss).atexit = False
         self._reserved = ByteCount()
+        self._counts = False  # whether what computing allocates is counted as well
 
-    @override
+    # ----------------------------------------------------------------------------------------------
+    # Lanes
+
     def submit(self, lane: Lane, text: str, work: Work) -> None:
+        """Queue work."""
         if self._trace is not None:
             work = partial(_timed, work, Lane(lane).value, text, *self._trace)
         self._queues[lane].append(work)
         if self._first is None and lane in AT_ONCE:
-            self._advance(lane, self._queues[lane].num_submitted)
+            self._advance(lane)
 
-    @override
     def record(self, lane: Lane) -> Event:
+        """The position after what was queued."""
         return QueuedEvent(self, lane, self._queues[lane].num_submitted)
 
-    @override
     def wait(self, lane: Lane, event: Event) -> None:
+        """Queue what a lane waits for, like work."""
         assert isinstance(event, QueuedEvent), type(event)
         self._queues[lane].append(event)
 
@@ -114,8 +122,10 @@ class CheckingDevice(Device):
             for position in completed:
                 del self._worker_events[position]
 
-    def _advance(self, lane: Lane, position: int) -> None:
+    def _advance(self, lane: Lane, position: int | None = None) -> None:
+        """Run a lane up to a position, or all that it has."""
         lane_queue = self._queues[lane]
+        position = lane_queue.num_submitted if position is None else position
         while lane_queue.num_done < position:
             if lane_queue.busy:
                 raise RuntimeError(f"deadlock: the {lane.value} lane waits for itself")
@@ -134,79 +144,47 @@ class CheckingDevice(Device):
         if lane is Lane.UPDATE and self._worker is not None:
             self._worker.submit(lane.value, work)
             self._worker_events[self._queues[lane].num_done + 1] = self._worker.record()
-        elif lane is Lane.COMPUTE and self._reserved.counting is not None:
-            with self._reserved.counting:
-                work()
-        else:
+            return
+        counting = lane is Lane.COMPUTE and self._counts
+        with self._reserved if counting else contextlib.nullcontext():
             work()
 
-    @override
     @contextlib.contextmanager
     def tracing(self) -> Iterator[Trace]:
+        """Time what runs inside the block."""
         trace = Trace()
         self._trace = (trace, time.perf_counter())
         try:
             yield trace
-            self.run_to(QueuedEvent(self, Lane.UPDATE, self._queues[Lane.UPDATE].num_submitted))
+            self.record(Lane.UPDATE).synchronize()
         finally:
             self._trace = None
 
-    @override
     def begin(self) -> None:
+        """Raise what has failed on the update lane."""
         if self._worker is not None:
             self._worker.raise_failure()
 
-    @override
     def finish(self) -> None:
-        order: list[Lane] = [lane for lane in Lane if lane is not Lane.UPDATE]
+        """Run what is queued, the favoured lane first."""
         if self._first is not None:
-            order.insert(0, self._first)
-        for lane in order:
-            self._advance(lane, self._queues[lane].num_submitted)
-
-    @override
-    def empty(self, nbytes: int) -> Tensor:
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
-        self._reserved.hold(buffer)
-        self.poison(buffer)
-        return buffer
-
-    @override
-    def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
-        if not registered:
-            return anonymous_pages(nbytes)[0]
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
-        self.poison(buffer)
-        return buffer
-
-    @override
-    def register(self, buffer: Tensor) -> None:
-        pass
-
-    @override
-    def forget(self, buffer: Tensor) -> None:
-        pass
-
-    @override
-    def host_record(self, *shape: int) -> Tensor:
-        return torch.full(shape, torch.nan)
-
-    @override
-    def pinned(self, tensor: Tensor) -> Tensor:
-        return tensor
+            self._advance(self._first)
+        for lane in Lane:
+            if lane is not Lane.UPDATE:
+                self._advance(lane)
 
     @property
-    @override
     def has_failed(self) -> bool:
+        """Whether the update thread has failed."""
         return self._worker is not None and self._worker.has_failed
 
-    @override
     def recover(self) -> None:
+        """Forget that."""
         if self._worker is not None:
             self._worker.recover()
 
-    @override
     def abort(self) -> None:
+        """Drop what is queued."""
         for lane, one in self._queues.items():
             one.busy = False
             if lane is not Lane.UPDATE or self._worker is not None:
@@ -215,47 +193,78 @@ class CheckingDevice(Device):
         if self._worker is not None:
             self._worker.finish()
         else:  # it may have work of earlier steps
-            self._advance(Lane.UPDATE, self._queues[Lane.UPDATE].num_submitted)
+            self._advance(Lane.UPDATE)
 
-    @override
-    def poison(self, buffer: Tensor) -> None:
-        buffer.fill_(0xFF)  # all bits set is NaN in every floating dtype
-
-    @property
-    @override
-    def name(self) -> str:
-        return platform.processor() or platform.machine() or "CPU"
-
-    @override
-    def total_bytes(self) -> int:
-        return _host_bytes("MemTotal")
-
-    @override
-    def free_bytes(self) -> int:
-        return _host_bytes("MemAvailable")
-
-    @override
-    def give_back(self) -> None:
-        pass
-
-    @override
-    def limit_memory(self, nbytes: int) -> None:
-        pass
-
-    @override
-    def reset_peak(self) -> None:
-        self._reserved.start()
-
-    @override
-    def peak_bytes(self) -> int:
-        return self._reserved.peak_bytes
-
-    @override
     def close(self) -> None:
+        """Run what is queued, and end the thread."""
         for lane in Lane:
-            self._advance(lane, self._queues[lane].num_submitted)
+            self._advance(lane)
         if self._worker is not None:
             self._worker.close()
+
+    # ----------------------------------------------------------------------------------------------
+    # Memory
+
+    @property
+    def name(self) -> str:
+        """The processor's."""
+        return platform.processor() or platform.machine() or "CPU"
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Memory that counts as the device's, NaN until it is written."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._reserved.hold(buffer)
+        self.poison(buffer)
+        return buffer
+
+    def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
+        """Memory; what lanes write is NaN until then."""
+        if not registered:
+            return anonymous_pages(nbytes)[0]
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self.poison(buffer)
+        return buffer
+
+    def poison(self, buffer: Tensor) -> None:
+        """Let a buffer be NaN: in every floating dtype that is all bits set."""
+        buffer.fill_(0xFF)
+
+    def register(self, buffer: Tensor) -> None:
+        """Lanes copy from all memory."""
+
+    def forget(self, buffer: Tensor) -> None:
+        """Nothing was noted of it."""
+
+    def host_record(self, *shape: int) -> Tensor:
+        """NaN until a lane writes it."""
+        return torch.full(shape, torch.nan)
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """The tensor as it is."""
+        return tensor
+
+    def total_bytes(self) -> int:
+        """Memory of the host."""
+        return _host_bytes("MemTotal")
+
+    def free_bytes(self) -> int:
+        """What the host has left."""
+        return _host_bytes("MemAvailable")
+
+    def give_back(self) -> None:
+        """Torch keeps nothing here."""
+
+    def limit_memory(self, nbytes: int) -> None:
+        """Memory is not limited here."""
+
+    def reset_peak(self) -> None:
+        """Count from now on what computing allocates, too."""
+        self._counts = True
+        self._reserved.peak_bytes = self._reserved.live_bytes
+
+    def peak_bytes(self) -> int:
+        """Most bytes that were held at once, of what is counted."""
+        return self._reserved.peak_bytes
 
 
 def _host_bytes(entry: str) -> int:
@@ -272,38 +281,23 @@ def _timed(work: Work, lane: str, text: str, trace: Trace, began: float) -> None
 
 
 @final
-class ByteCount:
-    """Bytes a real device would hold: reserved memory, and what computing allocates on top."""
+class ByteCount(TorchDispatchMode):
+    """Bytes a real device would hold: what is reserved, and inside a block what is allocated."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.counting: CountAllocations | None = None
 
     def hold(self, tensor: Tensor) -> None:
         """Count a tensor's storage until it is freed."""
         storage = tensor.untyped_storage()
-        self.add(storage.nbytes())
-        weakref.finalize(storage, self.add, -storage.nbytes())
+        self._add(storage.nbytes())
+        weakref.finalize(storage, self._add, -storage.nbytes())
 
-    def add(self, nbytes: int) -> None:
-        """Note that bytes were taken, or given back if negative."""
+    def _add(self, nbytes: int) -> None:
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def start(self) -> None:
-        """Count allocations from now on, from a fresh peak."""
-        self.counting = CountAllocations(self)
-        self.peak_bytes = self.live_bytes
-
-
-@final
-class CountAllocations(TorchDispatchMode):
-    """Counts the storages that operators allocate, until they are freed."""
-
-    def __init__(self, count: ByteCount) -> None:
-        super().__init__()
-        self._count = count
 
     @override
     def __torch_dispatch__(
@@ -311,11 +305,11 @@ class CountAllocations(TorchDispatchMode):
     ) -> Any:
         given = {
             leaf.untyped_storage()._cdata
-            for leaf in torch.utils._pytree.tree_leaves((args, kwargs))
+            for leaf in tree_leaves((args, kwargs))
             if isinstance(leaf, Tensor)
         }
         result = func(*args, **(kwargs or {}))
-        for leaf in torch.utils._pytree.tree_leaves(result):
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
-                self._count.hold(leaf)
+                self.hold(leaf)
         return result

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,70 +22,78 @@ class UpdateFailedError(RuntimeError):
     """Work on the update lane failed; what it was to change is not as it should be."""
 
 
-class Event(ABC):
+class Event(Protocol):
     """The end of some submitted work."""
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Block the calling thread until the work is done."""
 
 
-class Device(ABC):
-    """Lanes, waits, memory and random numbers of one device."""
-
-    growth_bytes = 0
-    """Bytes of a budget that its allocator cannot give: it grows by so much at a time."""
-    sums_products = False  # whether a product of 16-bit matrices can be added to a float32 one
+class Drawing:
+    """What devices have in common: random numbers of their own."""
 
     def __init__(self, torch_device: torch.device, random_numbers: RandomNumbers) -> None:
         self.torch_device = torch_device
         self.random_numbers = random_numbers
 
-    @abstractmethod
+    def private_random_state(self) -> AbstractContextManager[None]:
+        """Draw from generators of this device's own, and leave the caller's as they are."""
+        return self.random_numbers.scope()
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators that the layers' own code draws from."""
+        self.random_numbers.seed(seed)
+
+
+@runtime_checkable
+class Device(Protocol):
+    """Lanes, waits, memory and random numbers of one device."""
+
+    torch_device: torch.device
+    random_numbers: RandomNumbers
+    growth_bytes: int
+    """Bytes of a budget that its allocator cannot give: it grows by so much at a time."""
+    sums_products: bool  # whether a product of 16-bit matrices can be added to a float32 one
+
+    def private_random_state(self) -> AbstractContextManager[None]:
+        """Draw from generators of this device's own, and leave the caller's as they are."""
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators that the layers' own code draws from."""
+
     def submit(self, lane: Lane, text: str, work: Work) -> None:
         """Append work to a lane. `text` is the schedule's line, for traces and errors."""
 
-    @abstractmethod
     def record(self, lane: Lane) -> Event:
         """An event that completes with the work submitted to the lane so far."""
 
-    @abstractmethod
     def wait(self, lane: Lane, event: Event) -> None:
         """Hold what is submitted to the lane from now on until the event is complete."""
 
-    @abstractmethod
     def begin(self) -> None:
         """Start a schedule: every lane but the update lane goes on after all earlier work."""
 
-    @abstractmethod
     def finish(self) -> None:
         """End a schedule: later work of every lane but the update lane follows all of it."""
 
-    @abstractmethod
     def empty(self, nbytes: int) -> Tensor:
         """Device memory, as bytes; NaN in every floating dtype on the checking device."""
 
-    @abstractmethod
     def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
         """Host memory, as bytes; lanes copy from and to registered memory without the host."""
 
-    @abstractmethod
     def register(self, buffer: Tensor) -> None:
         """Let lanes copy from and to memory of `host_empty` that was not registered."""
 
-    @abstractmethod
     def forget(self, buffer: Tensor) -> None:
         """Nobody copies from or to memory of `host_empty` any more, and it may go."""
 
-    @abstractmethod
     def host_record(self, *shape: int) -> Tensor:
         """A few float32 numbers on the host for a lane to write; NaN until it does."""
 
-    @abstractmethod
     def pinned(self, tensor: Tensor) -> Tensor:
         """A host tensor as one that can be copied to the device without the host's help."""
 
-    @abstractmethod
     def abort(self) -> None:
         """Drop or finish what was submitted to all lanes, after an error; may be called again.
 
@@ -93,62 +101,42 @@ class Device(ABC):
         """
 
     @property
-    @abstractmethod
     def has_failed(self) -> bool:
         """Whether work on the update lane has failed."""
 
-    @abstractmethod
     def recover(self) -> None:
         """Forget that the update lane has failed: its work is to be replaced."""
 
-    @abstractmethod
     def poison(self, buffer: Tensor) -> None:
         """Declare the contents of device memory dead."""
 
     @property
-    @abstractmethod
     def name(self) -> str:
         """What the maker calls it."""
 
-    @abstractmethod
     def total_bytes(self) -> int:
         """Memory of the device."""
 
-    @abstractmethod
     def free_bytes(self) -> int:
         """Device memory that could be taken now; what torch keeps for itself unused counts too."""
 
-    @abstractmethod
     def give_back(self) -> None:
         """Give device memory that torch keeps unused back to the driver."""
 
-    @abstractmethod
     def limit_memory(self, nbytes: int) -> None:
         """Let torch reserve no more device memory than this, and waste none of it."""
 
-    @abstractmethod
     def reset_peak(self) -> None:
         """Start a new peak measurement."""
 
-    @abstractmethod
     def peak_bytes(self) -> int:
         """Most device memory in use at once since `reset_peak`."""
 
-    @abstractmethod
     def close(self) -> None:
         """Finish all work and give back threads and host memory."""
 
-    @abstractmethod
-    def tracing(self) -> contextlib.AbstractContextManager[Trace]:
+    def tracing(self) -> AbstractContextManager[Trace]:
         """Collect a span for every action inside the block; they are there when it ends."""
-
-    def private_random_state(self) -> contextlib.AbstractContextManager[None]:
-        """Draw from generators of this device's own, and leave the caller's as they are."""
-        return self.random_numbers.scope()
-
-    def seed(self, seed: int) -> None:
-        """Seed the generators that the layers' own code draws from."""
-        self.random_numbers.seed(seed)
 
 
 def anonymous_pages(nbytes: int) -> tuple[Tensor, mmap.mmap | None]:
