@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import inside
@@ -44,6 +45,7 @@ from l2l.checkpoint.checkpoint import (
 )
 from l2l.checkpoint.manifest import checksum_of
 from l2l.device import CheckingDevice, UpdateFailedError
+from l2l.distributed import Alone
 from l2l.files import tensor_file
 from l2l.parameter_server import Image, ParameterServer, Snapshot
 from l2l.planner.hardware import H200
@@ -947,7 +949,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a checksum": (lambda b: b["files"]["L0"].update(checksum="x"), "files.L0.checksum is 'x'"),
     "updates": (
         lambda b: b["files"]["L0"].update(steps={"": 99}),
-        "files.L0.steps has 99 for ''; expected at most the 3 steps",
+        "files.L0.steps. is 99; expected at most the 3 steps",
     ),
     "updates of strangers": (
         lambda b: b["files"]["L0"].update(steps={"a": 1}),
@@ -1500,8 +1502,10 @@ class TinyEngine:
         then: Callable[[], None] | None = None,
     ) -> Saving:
         memory = {unit: torch.full((3,), self.step_number + self.value) for unit in ("L0", "L1")}
+        files.empty_folder(Path(folder))
         saving = Saving(
             Path(folder),
+            server=SimpleNamespace(world=Alone(), snapshot=None),
             snapshot=Snapshot(
                 list(memory),
                 image_of=lambda unit: Image(unit=unit, tensors={"a": memory[unit]}, steps={}),

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -43,16 +43,20 @@ from l2l.checkpoint.manifest import (
     OtherCheckpointError,
     file_name,
 )
-from l2l.distributed import Alone, World
-from l2l.parameter_server import NUM_WRITERS, Image, Snapshot, join_master, state_name
+from l2l.parameter_server import (
+    NUM_WRITERS,
+    Image,
+    ParameterServer,
+    Snapshot,
+    join_master,
+    state_name,
+)
 
 LATEST = "latest"
 PROBE_BYTES = 64 << 20
 STEP = re.compile(r"(step-(\d{1,18}))(|\.partial|\.replaced|\.deleted)", re.ASCII)
 COMPANIONS = ("remainders", "masters")
 """What makes a weight its float32 master, or is it."""
-
-T = TypeVar("T")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -68,27 +72,20 @@ class Saving:
         folder: Path,
         *,
         manifest: Manifest,
+        server: ParameterServer,
         snapshot: Snapshot,
         buffers: Mapping[str, Tensor],
-        finish: Callable[[], None] = lambda: None,
-        settle: Callable[[], None] = lambda: None,
         then: Callable[[], None] | None = None,
-        world: World | None = None,
     ) -> None:
-        """Begin to write.
+        """The ranks of a world write it together: each what it holds, the first the rest.
 
         Args:
-            folder: the checkpoint.
+            folder: the checkpoint; what is written lies beside it, in a folder that is there.
             manifest: what it says, but for its files.
-            snapshot: where units come from.
+            server: brings all units to the step, for whoever waits.
+            snapshot: where units come from; the server has it until all is written, or failed.
             buffers: tensors of their own, which nobody changes any more.
-            finish: called once the checkpoint has its name, or could not be written.
-            settle: brings all units to the step, for whoever waits.
             then: called once the checkpoint has its name.
-            world: whose ranks write it together: each what it holds, the first the rest.
-
-        Raises:
-            CheckpointError: the folder cannot be made.
         """
         self.folder = folder
         self.failure: CheckpointError | None = None
@@ -97,18 +94,11 @@ class Saving:
         self.seconds = 0.0
         self.expected_stall_seconds = 0.0
         self._manifest, self._snapshot, self._buffers = manifest, snapshot, buffers
-        self._finish, self._settle, self._then = finish, settle, then
-        self._world = world or Alone()
+        self._server, self._world, self._then = server, server.world, then
         self._files: dict[str, FileRecord] = {}
         self._lock = threading.Lock()
         self._partial = files.beside(folder)
         self._thread = threading.Thread(target=self._run, name="l2l-save", daemon=True)
-        if self._world.rank == 0:
-            try:
-                files.empty_folder(folder)
-            except OSError as error:
-                reason = error.strerror or error
-                raise CheckpointError(f"cannot make {self._partial}: {reason}") from error
 
     def start(self) -> None:
         """Let the writers begin."""
@@ -133,7 +123,7 @@ class Saving:
         cause: Exception | None = None
         try:
             if not self.is_done and self._snapshot.awaits:
-                self._settle()
+                self._server.settle_all()
         except Exception as error:  # what it waits for will never come
             cause = error
             self._snapshot.give_up()
@@ -158,7 +148,8 @@ class Saving:
                 shutil.rmtree(self._partial, ignore_errors=True)
         finally:
             self.seconds = time.perf_counter() - began
-            self._finish()
+            if self._server.snapshot is self._snapshot:
+                self._server.snapshot = None
 
     def _write_all(self) -> None:
         """Write what this rank holds; the first one gives it its name once all have done so."""
@@ -219,7 +210,7 @@ class Saving:
             self._files[name] = FileRecord(written.nbytes, written.checksum, dict(image.steps))
 
 
-def together(gather: Callable[[Any], list[Any]], act: Callable[[], T]) -> list[T]:
+def together(gather: Callable[[Any], list[Any]], act: Callable[[], Any]) -> list[Any]:
     """Do something on every rank; returns what each has got of it.
 
     Raises:
@@ -252,9 +243,21 @@ def refuse_foreign(folder: Path) -> None:
     is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if not is_free and not (folder / MANIFEST).exists():
         raise CheckpointError(
-            f"{folder} is there already and is not a checkpoint; saving would replace it. Name a "
-            "folder of its own for every checkpoint."
+            f"{folder} is there already and is not a checkpoint; saving would replace it."
         )
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder in which a checkpoint is written.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    try:
+        files.empty_folder(folder)
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"cannot make {files.beside(folder)}: {reason}") from error
 
 
 def measure_disk(folder: Path) -> float:
@@ -415,8 +418,7 @@ class SavedModel:
             if kinds != [(torch.bfloat16, kinds[0][1]), (torch.int16, kinds[0][1])]:
                 file = self._checkpoint.path(next(iter(self._files[name].values())))
                 raise OtherCheckpointError(
-                    f"{file}: {name!r} and what it was rounded by do not belong together: found "
-                    f"{kinds[0]} and {kinds[1]}."
+                    f"{file}: {name!r} and its remainders do not fit: {kinds[0]} and {kinds[1]}."
                 )
             value = join_master(value, lower)
         is_cut = len(self._checkpoint.manifest.shares) > 1

@@ -104,9 +104,9 @@ class Manifest:
             if not isinstance(body, dict) or body.get("format") != FORMAT:
                 raise CheckpointError(f"{path} is not the manifest of a checkpoint of l2l.")
             if not is_number(body.get("version"), least=VERSION, most=VERSION):
+                found = f"{path} is of version {body.get('version')!r}"
                 raise CheckpointError(
-                    f"{path} is of version {body.get('version')!r}; this l2l reads version "
-                    f"{VERSION}. Use the l2l that wrote it, or a newer one."
+                    f"{found}; this l2l reads version {VERSION}. Use a newer one."
                 )
             return cls._of(body)
         except CheckpointError:
@@ -308,12 +308,8 @@ def _record(name: str, found: Any, step: int) -> FileRecord:
         raise ValueError(f"files has {name[:80]!r}, which no file of a checkpoint is called")
     _check({name: found}, {name: _TABLE}, "files.")
     _check(found, RECORD, f"files.{name}.")
-    for owner, number in found["steps"].items():
-        if not is_number(number, least=0, most=step):
-            raise ValueError(
-                f"files.{name}.steps has {_shown(number)} for {owner[:80]!r}; expected at most the "
-                f"{step} steps of the checkpoint"
-            )
+    rule = (f"at most the {step} steps", lambda value: is_number(value, least=0, most=step))
+    _check(found["steps"], dict.fromkeys(found["steps"], rule), f"files.{name}.steps.")
     return FileRecord(found["bytes"], int(found["checksum"], 16), found["steps"])
 
 

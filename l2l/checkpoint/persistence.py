@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, final
@@ -23,6 +22,7 @@ from l2l.checkpoint.checkpoint import (
     Checkpoint,
     SavedModel,
     Saving,
+    make_folder,
     measure_disk,
     refuse_foreign,
     together,
@@ -48,7 +48,6 @@ from l2l.parameter_server import (
     LossScale,
     ParameterServer,
     ServerOptimizer,
-    Snapshot,
     UnitForm,
 )
 
@@ -137,23 +136,16 @@ class Persistence:
             "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
             "num_shares": server.world.share.number,
         }
+        copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
+        if server.world.rank == 0:
+            make_folder(folder)
         snapshot = server.begin_snapshot(
             order, at_once=at_once, spare_bytes=spare, copies_ahead=background
         )
-        try:
-            self.saving = saving = Saving(
-                folder,
-                manifest=Manifest(step=step, state=numbers, files={}, extra=extra),
-                snapshot=snapshot,
-                buffers={name: buffer.detach().cpu().clone() for name, buffer in buffers.items()},
-                finish=partial(self._end_snapshot, snapshot),
-                settle=server.settle_all,
-                then=then,
-                world=server.world,
-            )
-        except BaseException:
-            self._end_snapshot(snapshot)
-            raise
+        manifest = Manifest(step=step, state=numbers, files={}, extra=extra)
+        self.saving = saving = Saving(
+            folder, manifest=manifest, server=server, snapshot=snapshot, buffers=copies, then=then
+        )
         saving.expected_stall_seconds = stall
         saving.start()
         for name in server.units_on_device():
@@ -163,10 +155,6 @@ class Persistence:
     def prepare(self, order: Sequence[str]) -> None:
         """Make spare memory ready for `save` in the background; does not wait for it."""
         self.server.fill_spare(order, most_bytes=self.spare_bytes())
-
-    def _end_snapshot(self, snapshot: Snapshot) -> None:
-        if self.server.snapshot is snapshot:
-            self.server.snapshot = None
 
     def give_up(self) -> None:
         """What is being written will not be whole: nobody waits for it."""
@@ -211,14 +199,12 @@ class Persistence:
         found = _called(manifest.state["optimizer"], manifest.state["moments"])
         if mine != found:
             raise OtherCheckpointError(
-                f"{folder} was saved with the optimizer {found}; the engine has {mine}. Expected "
-                "the same one."
+                f"{folder} was saved with the optimizer {found}; the engine has {mine}."
             )
         several = self.server.world.is_parallel or len(manifest.shares) > 1
         if several and manifest.state["link"] != self._link:
             raise OtherCheckpointError(
-                f"{folder} was saved with another precision. Load it in a single process, as a "
-                "single process has saved it, or keep the precision."
+                f"{folder} is of another precision. Keep it, or save and load in a single process."
             )
         forms = expected.forms
         wanted = {file_name(k, one): (v, one) for k, v in forms.items() for one in manifest.shares}
@@ -227,9 +213,9 @@ class Persistence:
                 self._compare_unit(checkpoint, file, *wanted[file])
             elif file != BUFFERS:
                 number = sum(unit.startswith("L") for unit in forms)
+                has = "no" if file in wanted else "a"
                 raise OtherCheckpointError(
-                    f"{folder} has {'no' if file in wanted else 'a'} unit {file}: it is of "
-                    f"another model, expected one with {number} layers."
+                    f"{folder} has {has} unit {file}: of another model, expected {number} layers."
                 )
         outer, layers = (
             {name: (one.dtype, tuple(one.shape)) for name, one in buffers.items()}
@@ -268,8 +254,7 @@ class Persistence:
                 missing = set(optimizer.state_kinds(group)) - kinds
                 if missing and kinds:
                     raise OtherCheckpointError(
-                        f"{path}: parameter group {index} needs {sorted(missing)}, which the "
-                        "engine was not made with."
+                        f"{path}: parameter group {index} needs {sorted(missing)}, not there."
                     )
 
     # ----------------------------------------------------------------------------------------------
@@ -386,8 +371,7 @@ def _compare(
             if one != other:
                 has, expected = (list(v) if isinstance(v, tuple) else v for v in (one, other))
                 raise OtherCheckpointError(
-                    f"{path}: {name!r} has {what} {has}, expected {expected}: it is of another "
-                    "model."
+                    f"{path}: {name!r} has {what} {has}, expected {expected}: of another model."
                 )
 
 

@@ -69,10 +69,14 @@ class _Queue:
 
 @final
 class CheckingDevice(Drawing):
-    """The CPU as a device whose copies are as late, or a lane as early, as the waits allow."""
+    """The CPU as a device whose copies are as late, or a lane as early, as the waits allow.
+
+    What each method is there for, on any device, is said here.
+    """
 
     growth_bytes = 0
-    sums_products = False
+    """Bytes of a budget that its allocator cannot give: it grows by so much at a time."""
+    sums_products = False  # whether a product of 16-bit matrices can be added to a float32 one
 
     def __init__(self, *, first: Lane | None = None) -> None:
         """Make the device.
@@ -96,7 +100,7 @@ class CheckingDevice(Drawing):
     # Lanes
 
     def submit(self, lane: Lane, text: str, work: Work) -> None:
-        """Queue work."""
+        """Append work to a lane. `text` is the schedule's line, for traces and errors."""
         if self._trace is not None:
             work = partial(_timed, work, Lane(lane).value, text, *self._trace)
         self._queues[lane].append(work)
@@ -104,11 +108,11 @@ class CheckingDevice(Drawing):
             self._advance(lane)
 
     def record(self, lane: Lane) -> Event:
-        """The position after what was queued."""
+        """An event that completes with the work submitted to the lane so far."""
         return QueuedEvent(self, lane, self._queues[lane].num_submitted)
 
     def wait(self, lane: Lane, event: Event) -> None:
-        """Queue what a lane waits for, like work."""
+        """Hold what is submitted to the lane from now on until the event is complete."""
         assert isinstance(event, QueuedEvent), type(event)
         self._queues[lane].append(event)
 
@@ -151,7 +155,7 @@ class CheckingDevice(Drawing):
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[Trace]:
-        """Time what runs inside the block."""
+        """Collect a span for every action inside the block; they are there when it ends."""
         trace = Trace()
         self._trace = (trace, time.perf_counter())
         try:
@@ -161,12 +165,12 @@ class CheckingDevice(Drawing):
             self._trace = None
 
     def begin(self) -> None:
-        """Raise what has failed on the update lane."""
+        """Start a schedule: every lane but the update lane goes on after all earlier work."""
         if self._worker is not None:
             self._worker.raise_failure()
 
     def finish(self) -> None:
-        """Run what is queued, the favoured lane first."""
+        """End a schedule: later work of every lane but the update lane follows all of it."""
         if self._first is not None:
             self._advance(self._first)
         for lane in Lane:
@@ -175,16 +179,19 @@ class CheckingDevice(Drawing):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the update thread has failed."""
+        """Whether work on the update lane has failed."""
         return self._worker is not None and self._worker.has_failed
 
     def recover(self) -> None:
-        """Forget that."""
+        """Forget that the update lane has failed: its work is to be replaced."""
         if self._worker is not None:
             self._worker.recover()
 
     def abort(self) -> None:
-        """Drop what is queued."""
+        """Drop or finish what was submitted to all lanes, after an error; may be called again.
+
+        Does not raise what has failed on the update lane.
+        """
         for lane, one in self._queues.items():
             one.busy = False
             if lane is not Lane.UPDATE or self._worker is not None:
@@ -196,7 +203,7 @@ class CheckingDevice(Drawing):
             self._advance(Lane.UPDATE)
 
     def close(self) -> None:
-        """Run what is queued, and end the thread."""
+        """Finish all work and give back threads and host memory."""
         for lane in Lane:
             self._advance(lane)
         if self._worker is not None:
@@ -207,18 +214,18 @@ class CheckingDevice(Drawing):
 
     @property
     def name(self) -> str:
-        """The processor's."""
+        """What the maker calls it."""
         return platform.processor() or platform.machine() or "CPU"
 
     def empty(self, nbytes: int) -> Tensor:
-        """Memory that counts as the device's, NaN until it is written."""
+        """Device memory, as bytes; NaN in every floating dtype on the checking device."""
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         self._reserved.hold(buffer)
         self.poison(buffer)
         return buffer
 
     def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
-        """Memory; what lanes write is NaN until then."""
+        """Host memory, as bytes; lanes copy from and to registered memory without the host."""
         if not registered:
             return anonymous_pages(nbytes)[0]
         buffer = torch.empty(nbytes, dtype=torch.uint8)
@@ -226,44 +233,44 @@ class CheckingDevice(Drawing):
         return buffer
 
     def poison(self, buffer: Tensor) -> None:
-        """Let a buffer be NaN: in every floating dtype that is all bits set."""
-        buffer.fill_(0xFF)
+        """Declare the contents of device memory dead."""
+        buffer.fill_(0xFF)  # all bits set is NaN in every floating dtype
 
     def register(self, buffer: Tensor) -> None:
-        """Lanes copy from all memory."""
+        """Let lanes copy from and to memory of `host_empty` that was not registered."""
 
     def forget(self, buffer: Tensor) -> None:
-        """Nothing was noted of it."""
+        """Nobody copies from or to memory of `host_empty` any more, and it may go."""
 
     def host_record(self, *shape: int) -> Tensor:
-        """NaN until a lane writes it."""
+        """A few float32 numbers on the host for a lane to write; NaN until it does."""
         return torch.full(shape, torch.nan)
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """The tensor as it is."""
+        """A host tensor as one that can be copied to the device without the host's help."""
         return tensor
 
     def total_bytes(self) -> int:
-        """Memory of the host."""
+        """Memory of the device."""
         return _host_bytes("MemTotal")
 
     def free_bytes(self) -> int:
-        """What the host has left."""
+        """Device memory that could be taken now; what torch keeps for itself unused counts too."""
         return _host_bytes("MemAvailable")
 
     def give_back(self) -> None:
-        """Torch keeps nothing here."""
+        """Give device memory that torch keeps unused back to the driver."""
 
     def limit_memory(self, nbytes: int) -> None:
-        """Memory is not limited here."""
+        """Let torch reserve no more device memory than this, and waste none of it."""
 
     def reset_peak(self) -> None:
-        """Count from now on what computing allocates, too."""
+        """Start a new peak measurement."""
         self._counts = True
         self._reserved.peak_bytes = self._reserved.live_bytes
 
     def peak_bytes(self) -> int:
-        """Most bytes that were held at once, of what is counted."""
+        """Most device memory in use at once since `reset_peak`."""
         return self._reserved.peak_bytes
 
 

@@ -1,17 +1,16 @@
-"""What the relay needs of a device, and no more: the interface that both devices implement."""
+"""What both devices are made of: events, random numbers, pages of host memory."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from l2l.device.random_numbers import RandomNumbers
-from l2l.schedule import Lane, Trace
 
 Work = Callable[[], object]
 PAGE_BYTES = 4096
@@ -43,100 +42,6 @@ class Drawing:
     def seed(self, seed: int) -> None:
         """Seed the generators that the layers' own code draws from."""
         self.random_numbers.seed(seed)
-
-
-@runtime_checkable
-class Device(Protocol):
-    """Lanes, waits, memory and random numbers of one device."""
-
-    torch_device: torch.device
-    random_numbers: RandomNumbers
-    growth_bytes: int
-    """Bytes of a budget that its allocator cannot give: it grows by so much at a time."""
-    sums_products: bool  # whether a product of 16-bit matrices can be added to a float32 one
-
-    def private_random_state(self) -> AbstractContextManager[None]:
-        """Draw from generators of this device's own, and leave the caller's as they are."""
-
-    def seed(self, seed: int) -> None:
-        """Seed the generators that the layers' own code draws from."""
-
-    def submit(self, lane: Lane, text: str, work: Work) -> None:
-        """Append work to a lane. `text` is the schedule's line, for traces and errors."""
-
-    def record(self, lane: Lane) -> Event:
-        """An event that completes with the work submitted to the lane so far."""
-
-    def wait(self, lane: Lane, event: Event) -> None:
-        """Hold what is submitted to the lane from now on until the event is complete."""
-
-    def begin(self) -> None:
-        """Start a schedule: every lane but the update lane goes on after all earlier work."""
-
-    def finish(self) -> None:
-        """End a schedule: later work of every lane but the update lane follows all of it."""
-
-    def empty(self, nbytes: int) -> Tensor:
-        """Device memory, as bytes; NaN in every floating dtype on the checking device."""
-
-    def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
-        """Host memory, as bytes; lanes copy from and to registered memory without the host."""
-
-    def register(self, buffer: Tensor) -> None:
-        """Let lanes copy from and to memory of `host_empty` that was not registered."""
-
-    def forget(self, buffer: Tensor) -> None:
-        """Nobody copies from or to memory of `host_empty` any more, and it may go."""
-
-    def host_record(self, *shape: int) -> Tensor:
-        """A few float32 numbers on the host for a lane to write; NaN until it does."""
-
-    def pinned(self, tensor: Tensor) -> Tensor:
-        """A host tensor as one that can be copied to the device without the host's help."""
-
-    def abort(self) -> None:
-        """Drop or finish what was submitted to all lanes, after an error; may be called again.
-
-        Does not raise what has failed on the update lane.
-        """
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether work on the update lane has failed."""
-
-    def recover(self) -> None:
-        """Forget that the update lane has failed: its work is to be replaced."""
-
-    def poison(self, buffer: Tensor) -> None:
-        """Declare the contents of device memory dead."""
-
-    @property
-    def name(self) -> str:
-        """What the maker calls it."""
-
-    def total_bytes(self) -> int:
-        """Memory of the device."""
-
-    def free_bytes(self) -> int:
-        """Device memory that could be taken now; what torch keeps for itself unused counts too."""
-
-    def give_back(self) -> None:
-        """Give device memory that torch keeps unused back to the driver."""
-
-    def limit_memory(self, nbytes: int) -> None:
-        """Let torch reserve no more device memory than this, and waste none of it."""
-
-    def reset_peak(self) -> None:
-        """Start a new peak measurement."""
-
-    def peak_bytes(self) -> int:
-        """Most device memory in use at once since `reset_peak`."""
-
-    def close(self) -> None:
-        """Finish all work and give back threads and host memory."""
-
-    def tracing(self) -> AbstractContextManager[Trace]:
-        """Collect a span for every action inside the block; they are there when it ends."""
 
 
 def anonymous_pages(nbytes: int) -> tuple[Tensor, mmap.mmap | None]:

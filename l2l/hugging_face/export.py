@@ -20,6 +20,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -74,7 +75,9 @@ def export_model(
     target = Path(folder).expanduser().absolute()
     files.recover(target)
     refuse_foreign(target)
-    source = _Source(model, weight_of, buffers or {}, dtype)
+    tensors = Tensors(model)
+    policy = None if dtype is None else PrecisionPolicy.for_model(model, precision=dtype)
+    source = _Source(tensors, weight_of, {**tensors.buffers, **(buffers or {})}, policy)
     try:
         made = files.empty_folder(target)
         if is_adapted(model):
@@ -121,44 +124,38 @@ def _contents(folder: Path) -> list[str]:
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class _Source:
     """The tensors to be written, by the names they have in the model."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        weight_of: Callable[[str], Tensor],
-        buffers: Mapping[str, Tensor],
-        dtype: str | None,
-    ) -> None:
-        self._weight_of = weight_of
-        self._tensors = Tensors(model)
-        self._buffers = {**self._tensors.buffers, **buffers}
-        self._policy = None if dtype is None else PrecisionPolicy.for_model(model, precision=dtype)
-        self.names = [name for name in self._tensors.owner if name in self._tensors.saved]
+    tensors: Tensors
+    weight_of: Callable[[str], Tensor]
+    buffers: Mapping[str, Tensor]  # present values
+    policy: PrecisionPolicy | None
 
     def empty(self, name: str) -> Tensor:
         """The shape and dtype in which a tensor is written."""
-        owner = self._tensors.owner[name]
-        tensor = self._tensors.all[owner]
+        owner = self.tensors.owner[name]
+        tensor = self.tensors.all[owner]
         dtype = tensor.dtype
-        if self._policy is not None and owner not in self._buffers:
-            dtype = self._policy.link_dtype(owner, dtype)
+        if self.policy is not None and owner not in self.buffers:
+            dtype = self.policy.link_dtype(owner, dtype)
         return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
     def read(self, name: str) -> Tensor:
         """A tensor as it is written."""
-        owner = self._tensors.owner[name]
-        value = self._buffers[owner] if owner in self._buffers else self._weight_of(owner)
+        owner = self.tensors.owner[name]
+        value = self.buffers[owner] if owner in self.buffers else self.weight_of(owner)
         return value.detach().to("cpu", self.empty(name).dtype)
 
 
 def _write_model(model: nn.Module, folder: Path, source: _Source, shard_bytes: int) -> None:
-    recipes = [plain_recipe(name, name) for name in source.names]
+    names = [name for name in source.tensors.owner if name in source.tensors.saved]
+    recipes = [plain_recipe(name, name) for name in names]
     if is_transformers(model):
         base: Any = model
         tied = {*base.all_tied_weights_keys, *(base._keys_to_ignore_on_save or ())}
-        empty = {name: source.empty(name) for name in source.names if name not in tied}
+        empty = {name: source.empty(name) for name in names if name not in tied}
         main = next((one.dtype for one in empty.values() if one.is_floating_point()), torch.float32)
         write_config(model, folder, dtype=main)
         recipes = recipes_for_saving(model, empty)

@@ -45,9 +45,8 @@ def read_config(folder: Path | str, **settings: Any) -> Any:
     path = _config_file(folder)
     if not path.is_file():
         raise ValueError(
-            f"{path} does not exist. Expected a folder with the config.json of a model, or such a "
-            "file. Nothing is downloaded: to get a model from the Hugging Face Hub, run "
-            "'hf download NAME --local-dir FOLDER'."
+            f"{path} does not exist. Expected a folder with the config.json of a model, or that "
+            "file. Nothing is downloaded: run 'hf download NAME --local-dir FOLDER' before."
         )
     transformers = library()
     try:
@@ -91,8 +90,7 @@ def empty_model(
         )
     if num_labels is not None and (num_labels < 1 or task in ("causal", "masked")):
         raise ValueError(
-            f"num_labels={num_labels} with task={task!r}: expected at least one label, of "
-            "'classification' or 'regression'."
+            f"num_labels={num_labels} with task={task!r}: expected 1 or more, of another task."
         )
     config = read_config(folder, **_label_settings(task, num_labels))
     refuse_quantized(Path(folder).expanduser())
@@ -149,17 +147,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+        raise ValueError(f"it holds {type(found).__name__} {str(found)[:40]!r}")
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} cannot be read: {first_line(error)}. Expected a JSON object: download the "
-            "folder again."
-        ) from error
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"{path} holds {type(found).__name__} {str(found)[:40]!r}. Expected a JSON object: "
-            "download the folder again."
-        )
-    return found
+        reason = f"{path} cannot be read: {first_line(error)}."
+        raise ValueError(f"{reason} Expected a JSON object: download the folder again.") from error
 
 
 def refuse_quantized(folder: Path) -> None:

@@ -35,7 +35,7 @@ UNKNOWN_MAPPING = (ImportError, AttributeError, TypeError)
 Read = Callable[[str], Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """How tensors become others: of a checkpoint those of a model, or the other way round."""
 
@@ -46,7 +46,7 @@ class Recipe:
 
 def plain_recipe(source: str, *targets: str) -> Recipe:
     """A tensor under other names."""
-    return Recipe(sources=(source,), make=lambda read: dict.fromkeys(targets, read(source)))
+    return Recipe((source,), lambda read: dict.fromkeys(targets, read(source)))
 
 
 @final
@@ -107,7 +107,7 @@ def recipes_for_loading(
             made = convert(sources, read) if rows is None else _stack(convert, rows, read)
             return {place: one for name, one in made.items() for place in places.get(name, ())}
 
-        return Recipe(sources=tuple(sources), make=make)
+        return Recipe(tuple(sources), make)
 
     return [recipe_of(*one) for one in groups.items()], tuple(unexpected)
 
@@ -261,8 +261,7 @@ def recipes_for_saving(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[
         if not _agrees(revert, group, shapes):
             raise ValueError(
                 f"transformers makes {sorted(shapes)[0]!r} and others of tensors that are not all "
-                "in one layer. Expected conversions within a layer. Close the engine and call "
-                "model.save_pretrained."
+                "in one layer. Close the engine and call model.save_pretrained."
             )
         recipes.append(_reverting(revert, tuple(group)))
     order = {name: index for index, name in enumerate(tensors)}
@@ -279,6 +278,4 @@ def _agrees(revert: Any, part: dict[str, Tensor], shapes: Mapping[str, torch.Siz
 
 
 def _reverting(revert: Any, names: tuple[str, ...]) -> Recipe:
-    return Recipe(
-        sources=names, make=lambda read: dict(revert({name: read(name) for name in names}))
-    )
+    return Recipe(names, lambda read: dict(revert({name: read(name) for name in names})))

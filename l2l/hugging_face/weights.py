@@ -81,8 +81,7 @@ class WeightFiles:
             lost = [name for name in names or () if name not in kinds]
             if lost:
                 raise TensorFileError(
-                    f"{file} does not have {_listed(lost)}, which {INDEX} says it has. Expected "
-                    "files that belong together: get the folder again."
+                    f"{file} does not have {_listed(lost)}, which {INDEX} names. Get it again."
                 )
             for name in names or kinds:
                 self.shapes[name], self.place_of[name] = kinds[name][1], file
@@ -102,9 +101,8 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
             return _indexed(index)
         found = _joined(sorted(child.name for child in path.iterdir())) or "nothing"
         raise TensorFileError(
-            f"{path} has no weights: expected {SINGLE} or {INDEX}, found {found}. Weights in other "
-            "formats (such as pytorch_model.bin) are not read: load them with transformers and "
-            "save them with model.save_pretrained."
+            f"{path} has no weights: expected {SINGLE} or {INDEX}, found {found}. Others such "
+            "as pytorch_model.bin are not read: load them and call model.save_pretrained."
         )
     if not path.is_file():
         raise TensorFileError(
@@ -131,8 +129,7 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
     lost = [file.name for file in files if not file.is_file()]
     if lost:
         raise TensorFileError(
-            f"{index.parent} is not whole: {INDEX} names {_listed(lost)}, not found. Get the "
-            "folder again."
+            f"{index.parent} is not whole: {INDEX} names {_listed(lost)}, not found. Get it again."
         )
     return dict(files)
 
@@ -253,9 +250,8 @@ class Incoming:
         self._swapped.clear()
         for parameter in self._tensors.parameters.values():
             if not parameter.is_meta:
-                exchange(
-                    parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                )
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                exchange(parameter, empty)
 
     # ----------------------------------------------------------------------------------------------
 
@@ -269,11 +265,9 @@ class Incoming:
         recipes.sort(key=lambda recipe: order.get(recipe.sources[0], 0))
         self._match(recipes, empty)
         if unexpected:
-            warnings.warn(
-                f"{self._path} has {len(unexpected)} tensors for which "
-                f"{type(self._model).__name__} has no place, not used: {_listed(unexpected)}",
-                stacklevel=5,
-            )
+            found = f"{self._path} has {len(unexpected)} tensors for which "
+            found += f"{type(self._model).__name__} has no place, not used: {_listed(unexpected)}"
+            warnings.warn(found, stacklevel=5)
 
     def _recipes(self) -> tuple[list[Recipe], Sequence[str], Read]:
         """What the files' tensors make, which of them make nothing, and a reader of shapes."""
@@ -360,11 +354,8 @@ class Incoming:
                 "instead, say allow_missing_weights=True (l2l train: --allow-missing-weights)."
             )
         if lost:
-            warnings.warn(
-                f"{path} does not have {len(lost)} tensors of {kind}, which begin with random "
-                f"values and must be trained: {_listed(lost)}",
-                stacklevel=5,
-            )
+            found = f"{path} does not have {len(lost)} tensors of {kind}, which begin with random "
+            warnings.warn(f"{found}values and must be trained: {_listed(lost)}", stacklevel=5)
 
     def _hand_over(self, wanted: Container[str], receive: SetWeight) -> None:
         """Make what files have, and hand it over one by one."""
