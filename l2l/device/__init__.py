@@ -14,7 +14,8 @@ import torch
 from l2l.device.byte_size import format_bytes, parse_bytes
 from l2l.device.checking import CheckingDevice, QueuedEvent
 from l2l.device.cuda import CudaDevice, busy_link, num_devices
-from l2l.device.seam import PAGE_BYTES, Event, UpdateFailedError, Work, untouched_pages
+from l2l.device.pages import PAGE_BYTES, untouched_pages
+from l2l.device.worker import Event, UpdateFailedError, Work
 
 Device = CheckingDevice | CudaDevice
 

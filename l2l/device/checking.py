@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from l2l.device.random_numbers import RandomNumbers
-from l2l.device.seam import Drawing, Event, Work, anonymous_pages
-from l2l.device.worker import Worker, WorkerEvent
+from l2l.device.pages import anonymous_pages
+from l2l.device.random_numbers import Drawing, RandomNumbers
+from l2l.device.worker import Event, Work, Worker, WorkerEvent
 from l2l.schedule import Lane, Span, Trace
 
 AT_ONCE = (Lane.COMPUTE, Lane.UPDATE, Lane.GATHER, Lane.REDUCE)

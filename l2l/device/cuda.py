@@ -35,9 +35,9 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from l2l.device.random_numbers import RandomNumbers, current
-from l2l.device.seam import PAGE_BYTES, Drawing, Event, Work, anonymous_pages
-from l2l.device.worker import WAITING, Worker, WorkerEvent
+from l2l.device.pages import PAGE_BYTES, anonymous_pages
+from l2l.device.random_numbers import Drawing, RandomNumbers, current
+from l2l.device.worker import WAITING, Event, Work, Worker, WorkerEvent
 from l2l.schedule import Lane, Span, Trace
 
 COPIES_AHEAD = 16
@@ -103,7 +103,10 @@ class StreamCounter:
         cudart = torch.cuda.cudart()
         self._registered = not int(cudart.cudaHostRegister(self._memory.data_ptr(), PAGE_BYTES, 0))
         self._word = ctypes.c_uint32.from_address(self._memory.data_ptr())
-        self._wait_value = _driver_function("cuStreamWaitValue32_v2") if self._registered else None
+        self._wait_value: Any = None
+        if self._registered:
+            with contextlib.suppress(OSError, AttributeError):
+                self._wait_value = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
 
     def advance(self, number: int) -> None:
         """All events up to this number are complete."""
@@ -212,13 +215,6 @@ def _choose_kernels_frugally() -> None:
     vars(benchmarker)["L2_cache_size"] = LITTLE_CACHE
 
 
-def _driver_function(name: str) -> Any:
-    try:
-        return getattr(ctypes.CDLL("libcuda.so.1"), name)
-    except (OSError, AttributeError):
-        return None
-
-
 @final
 class CudaDevice(Drawing):
     """Streams of one CUDA device."""
@@ -282,7 +278,9 @@ class CudaDevice(Drawing):
         stream = self._streams[lane]
         if lane is Lane.COMPUTE:
             self._keep_short(stream, num_launches)
-        with self._named(text), self._on(stream):
+        looks = torch._C._autograd._profiler_enabled()  # torch's profiler
+        named = torch.profiler.record_function(text) if looks else NOTHING_TO_DO
+        with named, self._on(stream):
             if self._marks is None:
                 work()
                 return
@@ -291,13 +289,6 @@ class CudaDevice(Drawing):
             work()
             end.record(stream)
             self._marks.append((lane, text, start, end))
-
-    @staticmethod
-    def _named(text: str) -> contextlib.AbstractContextManager[object]:
-        """Names what is submitted, if torch's profiler looks."""
-        if torch._C._autograd._profiler_enabled():
-            return torch.profiler.record_function(text)
-        return NOTHING_TO_DO
 
     def _on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[object]:
         """Makes a stream the current one; within a step that is the compute lane's already."""

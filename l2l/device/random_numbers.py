@@ -185,6 +185,22 @@ class RandomNumbers:
         return result
 
 
+class Drawing:
+    """What devices have in common: random numbers of their own."""
+
+    def __init__(self, torch_device: torch.device, random_numbers: RandomNumbers) -> None:
+        self.torch_device = torch_device
+        self.random_numbers = random_numbers
+
+    def private_random_state(self) -> contextlib.AbstractContextManager[None]:
+        """Draw from generators of this device's own, and leave the caller's as they are."""
+        return self.random_numbers.scope()
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators that the layers' own code draws from."""
+        self.random_numbers.seed(seed)
+
+
 def _set_states(
     generators: Mapping[torch.device, torch.Generator], states: Sequence[Tensor]
 ) -> None:

@@ -8,13 +8,24 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import final
+from typing import Protocol, final
 
-from l2l.device.seam import UpdateFailedError, Work
+Work = Callable[[], object]
 
 WAITING = "wait"  # what the thread does between updates
 LOOKING_SECONDS = 0.05  # between two looks at work that takes long
 ENDING_SECONDS = 60.0  # that a process waits for an update under way, when it ends
+
+
+class UpdateFailedError(RuntimeError):
+    """Work on the update lane failed; what it was to change is not as it should be."""
+
+
+class Event(Protocol):
+    """The end of some submitted work."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the work is done."""
 
 
 @final

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from l2l import files
-from l2l.hugging_face.libraries import first_line, is_adapted, is_transformers
+from l2l.hugging_face.folder import first_line, is_adapted, is_transformers
 from l2l.hugging_face.recipes import Read, Recipe, Tensors, plain_recipe, recipes_for_saving
 from l2l.parameter_server import DTYPES, PrecisionPolicy
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from l2l.hugging_face.libraries import is_adapted, is_transformers
+from l2l.hugging_face.folder import is_adapted, is_transformers
 from l2l.model import copy_tree
 
 PLAIN_ADAPTER = (True, False, "gaussian")  # beginnings of an adapter that do not need the weights

@@ -24,8 +24,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from l2l.hugging_face.folder import read_json
-from l2l.hugging_face.libraries import base_name, base_of, is_transformers
+from l2l.hugging_face.folder import base_name, base_of, is_transformers, read_json
 
 POOLERS = ("pooler",)  # parts of a head that are in the model without it
 

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from l2l.files import TensorFileError, TensorReader, kinds_of
-from l2l.hugging_face.folder import refuse_quantized
+from l2l.hugging_face.folder import base_of, first_line, is_transformers, refuse_quantized
 from l2l.hugging_face.initialization import Initialization
-from l2l.hugging_face.libraries import base_of, first_line, is_transformers
 from l2l.hugging_face.recipes import (
     UNKNOWN_MAPPING,
     Read,
@@ -163,7 +162,13 @@ class Incoming:
         """
         self._model = model
         self._tensors = Tensors(model)
-        self._refuse_values()
+        present = [name for name, one in self._tensors.parameters.items() if not one.is_meta]
+        if present:
+            number = f"{len(present)} of {len(self._tensors.parameters)} parameters"
+            raise ValueError(
+                f"weights= was given, but {number} have values already, the first {present[0]!r}. "
+                "Expected a model on the meta device (l2l.hugging_face.empty_model), or no weights="
+            )
         self._deliveries: list[tuple[Recipe, dict[str, str]]] = []
         """Recipes, and which of their results are wanted: the recipe's name -> the model's."""
         self._swapped: list[tuple[Tensor, Tensor]] = []
@@ -196,21 +201,6 @@ class Incoming:
                 "or l2l.RandomInit(seed=0)."
             )
         return cls(model, weights, **options)
-
-    def _refuse_values(self) -> None:
-        """Refuse a model that has weights.
-
-        Raises:
-            ValueError: not all parameters are on the meta device.
-        """
-        parameters = self._tensors.parameters
-        present = [name for name, one in parameters.items() if not one.is_meta]
-        if present:
-            raise ValueError(
-                f"weights= was given, but {len(present)} of {len(parameters)} parameters have "
-                f"values already, the first {present[0]!r}. Expected a model on the meta device "
-                "(with torch.device('meta'): ..., or l2l.hugging_face.empty_model), or no weights=."
-            )
 
     def fill_buffers(self) -> None:
         """Give the model's buffers their values: they are small, and stay in the model.

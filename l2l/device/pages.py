@@ -1,47 +1,14 @@
-"""What both devices are made of: events, random numbers, pages of host memory."""
+"""Pages of host memory."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from l2l.device.random_numbers import RandomNumbers
-
-Work = Callable[[], object]
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
-
-
-class UpdateFailedError(RuntimeError):
-    """Work on the update lane failed; what it was to change is not as it should be."""
-
-
-class Event(Protocol):
-    """The end of some submitted work."""
-
-    def synchronize(self) -> None:
-        """Block the calling thread until the work is done."""
-
-
-class Drawing:
-    """What devices have in common: random numbers of their own."""
-
-    def __init__(self, torch_device: torch.device, random_numbers: RandomNumbers) -> None:
-        self.torch_device = torch_device
-        self.random_numbers = random_numbers
-
-    def private_random_state(self) -> AbstractContextManager[None]:
-        """Draw from generators of this device's own, and leave the caller's as they are."""
-        return self.random_numbers.scope()
-
-    def seed(self, seed: int) -> None:
-        """Seed the generators that the layers' own code draws from."""
-        self.random_numbers.seed(seed)
 
 
 def anonymous_pages(nbytes: int) -> tuple[Tensor, mmap.mmap | None]:
