@@ -204,7 +204,7 @@ class Saving:
             del image  # a copy's memory is free now
 
     def _write(self, name: str, image: Image) -> None:
-        written = files.write_tensors(_path(self._partial, name), image.tensors)
+        written = files.write_tensors(self._partial / f"{name}.safetensors", image.tensors)
         with self._lock:
             self.num_bytes += written.nbytes
             self._files[name] = FileRecord(written.nbytes, written.checksum, dict(image.steps))
@@ -228,10 +228,6 @@ def together(gather: Callable[[Any], list[Any]], act: Callable[[], Any]) -> list
         if reason is not None:
             raise CheckpointError(f"rank {rank}: {reason}")
     return [one for one, _ in found]
-
-
-def _path(folder: Path, name: str) -> Path:
-    return folder / f"{name}.safetensors"
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -325,7 +321,7 @@ class Checkpoint:
 
     def path(self, name: str) -> Path:
         """Where a file is."""
-        return _path(self.folder, name)
+        return self.folder / f"{name}.safetensors"
 
     def kinds(self, name: str) -> dict[str, files.TensorKind]:
         """Names, dtypes and shapes of a file's tensors; none if there is no such file.

@@ -65,6 +65,7 @@ import torch
 from torch import Tensor
 
 KEY: Final = "Fake"  # [Note: redirection]
+_KEY: Final[Any] = torch._C._parse_dispatch_key(KEY)
 _THREADS_OWN: Final = "l2l random numbers"
 _TRACING: Final = (
     torch._C._TorchDispatchModeKey.FAKE,
@@ -114,7 +115,7 @@ class RandomNumbers:
         outer = current()
         _hold_for_thread(self)
         try:
-            with torch._C._IncludeDispatchKeyGuard(_key()):
+            with torch._C._IncludeDispatchKeyGuard(_KEY):
                 yield
         finally:
             _hold_for_thread(outer)
@@ -153,7 +154,7 @@ class RandomNumbers:
             key: what is alike for all that move the generator as far.
         """
         own, default = self._own[device], self._defaults[device]
-        pauses, keys = itertools.cycle(PAUSES), torch._C.DispatchKeySet(_key())
+        pauses, keys = itertools.cycle(PAUSES), torch._C.DispatchKeySet(_KEY)
 
         def attempt(*, pauses_first: bool = True) -> tuple[Any, Tensor, int | None]:
             if pauses_first:
@@ -249,11 +250,6 @@ def current() -> RandomNumbers | None:
 # Kernels
 
 
-@cache
-def _key() -> Any:
-    return torch._C._parse_dispatch_key(KEY)
-
-
 def random_operators() -> list[torch._ops.OpOverload]:
     """The operators of torch that draw random numbers, as torch has tagged them."""
     found = []
@@ -331,7 +327,7 @@ def _perform(
     **kwargs: Any,
 ) -> Any:
     """Run an operator's kernel, or the operator itself where it is not to be redirected."""
-    below = partial(operator.redispatch, keys & torch._C._dispatch_keyset_full_after(_key()))
+    below = partial(operator.redispatch, keys & torch._C._dispatch_keyset_full_after(_KEY))
     numbers, own = current(), None
     traced = any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
     if numbers is not None and not traced:
