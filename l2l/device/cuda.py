@@ -48,14 +48,7 @@ LITTLE_CACHE = 4 << 20
 MARKED_LAUNCHES = 128  # between two marks, by which it is known how many are done
 SWITCH_SECONDS = 0.0002
 NOTHING_TO_DO: Final = contextlib.nullcontext()
-LAUNCHES: Final[Mapping[str, int]] = {
-    "prologue": 24,
-    "forward": 40,
-    "backward": 80,
-    "regress": 40,
-    "epilogue": MAX_LAUNCHES,
-    "score": MAX_LAUNCHES,
-}
+LAUNCHES: Final[Mapping[str, int]] = {"forward": 40, "backward": 80, "loss": MAX_LAUNCHES}
 """Kernels that compiled lines launch, at most: a layer makes about 15 and 50; other lines: 8."""
 
 
