@@ -201,13 +201,6 @@ def _number_of(device: torch.device) -> int:
     return torch.cuda.current_device() if index is None else index
 
 
-def _choose_kernels_frugally() -> None:
-    """Let the compiler compare kernels without a tensor as large as the device's cache."""
-    from torch._inductor.runtime.benchmarking import benchmarker
-
-    vars(benchmarker)["L2_cache_size"] = LITTLE_CACHE
-
-
 @final
 class CudaDevice(Drawing):
     """Streams of one CUDA device."""
@@ -487,8 +480,10 @@ class CudaDevice(Drawing):
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.torch_device)
         self._is_limited = True
-        if nbytes < LITTLE_MEMORY:
-            _choose_kernels_frugally()
+        if nbytes < LITTLE_MEMORY:  # compare kernels without a tensor as large as the cache
+            from torch._inductor.runtime.benchmarking import benchmarker
+
+            vars(benchmarker)["L2_cache_size"] = LITTLE_CACHE
 
     def reset_peak(self) -> None:
         """Begin a new peak of the allocator's."""
