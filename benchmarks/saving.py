@@ -63,8 +63,8 @@ def written(folder: Path, units: list[str]) -> dict[str, int]:
 
     def of_unit(unit: str) -> dict[str, int]:
         found: dict[str, int] = {}
-        names = list(checkpoint.shapes(unit))
-        checkpoint.read(unit, names, lambda n, t: found.update({f"{unit} {n}": checksum(t)}))
+        for name, tensor in checkpoint.read(unit, checkpoint.kinds(unit)):
+            found[f"{unit} {name}"] = checksum(tensor)
         return found
 
     found: dict[str, int] = {}
@@ -163,7 +163,7 @@ def main() -> None:
             if options.only not in (None, name):
                 continue
             if name == "without":
-                inside.persistence(engine)._spare_bytes = lambda: 0
+                inside.persistence(engine).spare_bytes = lambda: 0
             folder = options.folder / "saved"
             results[name] = save(engine, batch, folder, usual)
             print(f"{name}: {results[name]}", flush=True)

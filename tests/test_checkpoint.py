@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import inside
@@ -31,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import l2l
+from l2l import files
 from l2l.checkpoint import checkpoint
 from l2l.checkpoint.checkpoint import (
     Checkpoint,
@@ -43,6 +45,7 @@ from l2l.checkpoint.checkpoint import (
 )
 from l2l.checkpoint.manifest import checksum_of
 from l2l.device import CheckingDevice, UpdateFailedError
+from l2l.distributed import Alone
 from l2l.files import tensor_file
 from l2l.parameter_server import Image, ParameterServer, Snapshot
 from l2l.planner.hardware import H200
@@ -540,13 +543,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each file take longer than a step."""
-    write = checkpoint.write_tensors
+    write = files.write_tensors
 
     def slowly(*args: Any, **settings: Any) -> Any:
         time.sleep(SLOW)
         return write(*args, **settings)
 
-    monkeypatch.setattr(checkpoint, "write_tensors", slowly)
+    monkeypatch.setattr(files, "write_tensors", slowly)
 
 
 @contextmanager
@@ -579,7 +582,7 @@ def hold_until_a_change_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spare(engine: l2l.Engine, nbytes: int) -> None:
-    inside.persistence(engine)._spare_bytes = lambda: nbytes
+    inside.persistence(engine).spare_bytes = lambda: nbytes
 
 
 @pytest.fixture(autouse=True)
@@ -932,7 +935,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         ),
         "state.loss_scale must be there with float16, and only then",
     ),
-    "layers": (lambda b: b["state"].update(layers={}), "state.layers.given is None"),
+    "layers": (lambda b: b["state"].update(layers={}), "it has no state.layers.given"),
     "origins": (
         lambda b: b["state"]["layers"].update(origins=[0, 1, 9]),
         r"state.layers.origins is \[0, 1, 9\]",
@@ -946,7 +949,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a checksum": (lambda b: b["files"]["L0"].update(checksum="x"), "files.L0.checksum is 'x'"),
     "updates": (
         lambda b: b["files"]["L0"].update(steps={"": 99}),
-        "files.L0.steps has 99 for ''; expected at most the 3 steps",
+        "files.L0.steps. is 99; expected at most the 3 steps",
     ),
     "updates of strangers": (
         lambda b: b["files"]["L0"].update(steps={"a": 1}),
@@ -1115,11 +1118,11 @@ def test_an_engine_that_has_loaded_only_in_part_is_torn_until_it_loads_again(
     """The disk failed after everything had been checked."""
     read, calls = Checkpoint.read, list[str]()
 
-    def fail(checkpoint: Checkpoint, name: str, *rest: Any) -> None:
+    def fail(checkpoint: Checkpoint, name: str, *rest: Any) -> Any:
         calls.append(name)
         if len(calls) == 3:
             raise CheckpointError("planted")
-        read(checkpoint, name, *rest)
+        return read(checkpoint, name, *rest)
 
     with make("bfloat16") as engine:
         train(engine, "bfloat16", to=1)
@@ -1350,7 +1353,7 @@ def test_an_error_of_ours_in_a_writer_is_told_and_nobody_hangs(
     with make("clipped") as engine:
         train(engine, "clipped", to=1)
         with monkeypatch.context() as patched:
-            patched.setattr(checkpoint, "write_tensors", fail)
+            patched.setattr(files, "write_tensors", fail)
             saving = engine.save(tmp_path / "saved", background=True)
             with pytest.raises(CheckpointError, match=r"ZeroDivisionError.*planted"):
                 saving.wait()
@@ -1499,8 +1502,10 @@ class TinyEngine:
         then: Callable[[], None] | None = None,
     ) -> Saving:
         memory = {unit: torch.full((3,), self.step_number + self.value) for unit in ("L0", "L1")}
+        files.empty_folder(Path(folder))
         saving = Saving(
             Path(folder),
+            server=SimpleNamespace(world=Alone(), snapshot=None),
             snapshot=Snapshot(
                 list(memory),
                 image_of=lambda unit: Image(unit=unit, tensors={"a": memory[unit]}, steps={}),
@@ -1510,13 +1515,9 @@ class TinyEngine:
                 spare_bytes=0,
             ),
             buffers={},
-            step=self.step_number,
-            state=state(),
-            extra=extra or {},
-            finish=lambda: None,
-            settle=lambda: None,
+            manifest=Manifest(step=self.step_number, state=state(), files={}, extra=extra or {}),
+            then=then,
         )
-        saving.after += [] if then is None else [then]
         saving._run()
         return saving
 
@@ -1527,7 +1528,8 @@ def value_of(folder: Path) -> int:
     found.check()
     values: list[int] = []
     for unit in ("L0", "L1"):
-        found.read(unit, ["a"], lambda _, tensor: values.extend(tensor.tolist()))
+        for _, tensor in found.read(unit, ["a"]):
+            values.extend(tensor.tolist())
     assert len(set(values)) == 1
     return values[0]
 

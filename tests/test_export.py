@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import l2l
-from l2l.checkpoint.checkpoint import Checkpoint, CheckpointError
-from l2l.checkpoint.saved_model import SavedModel
-from l2l.files.tensor_file import TensorFileError
+from l2l import files
+from l2l.checkpoint import Checkpoint, CheckpointError, SavedModel
+from l2l.files import TensorFileError
 from l2l.hugging_face import export, tokenizer_of
 
 transformers.utils.logging.disable_progress_bar()
@@ -420,7 +420,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt):
         export.export_model(model, tmp_path / "export", weight_of=failing)
     full = OSError(28, "No space left on device")
-    monkeypatch.setattr(export, "write_tensors", lambda *_, **__: (_ for _ in ()).throw(full))
+    monkeypatch.setattr(files, "write_tensors", lambda *_, **__: (_ for _ in ()).throw(full))
     with pytest.raises(TensorFileError, match=r"cannot write .*export: No space left on device"):
         exported(tmp_path / "export")
     assert [path.name for path in tmp_path.iterdir()] == ["export"]

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from l2l.device.checking import ByteCount, CountAllocations
+from l2l.device.checking import ByteCount
 from l2l.planner.hardware import H200
 from l2l.planner.layer_cost import PassCost, count_kept_pass, count_pass, seconds
 from l2l.planner.layer_cost.tape import Tape
@@ -263,8 +263,7 @@ def test_memory_that_is_not_fused_is_what_running_takes():
     # Attention has its own kernels on the CPU: compare what is around it.
     layer.self_attn = nn.Identity()
     layer._sa_block = lambda x, *_, **__: x * 2  # type: ignore[method-assign, assignment]
-    count = ByteCount()
-    with CountAllocations(count):
+    with ByteCount() as count:
         run(layer, hidden)()
     layer_without_data = layer.to("meta")
     cost = count_pass(

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +16,17 @@ from torch import Tensor
 from l2l.files import tensor_file
 from l2l.files.tensor_file import (
     DTYPES,
-    Entry,
-    TensorFile,
     TensorFileError,
+    TensorReader,
     Written,
     check_file,
     check_size,
+    kinds_of,
     open_to_read,
     write_tensors,
 )
 
 FULL = Path("/dev/full")
-
-
-def entries_of(tensors: dict[str, Tensor]) -> list[Entry]:
-    return [
-        Entry(name=name, dtype=one.dtype, shape=tuple(one.shape), read=lambda one=one: one)
-        for name, one in tensors.items()
-    ]
-
-
-def write(path: Path, tensors: dict[str, Tensor]) -> Written:
-    return write_tensors(path, entries_of(tensors))
 
 
 def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -58,10 +46,12 @@ def is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def read_all(path: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    file = TensorFile(path)
-    file.read(list(file.shapes()), found.__setitem__)
-    return found
+    read = TensorReader(dict.fromkeys(kinds_of(path), path))
+    return {name: read(name) for name in kinds_of(path)}
+
+
+def read_one(path: Path, name: str) -> Tensor:
+    return TensorReader({name: path})(name)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -74,7 +64,7 @@ def test_the_library_reads_what_we_write_and_we_read_what_it_writes(
     tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
 ):
     tensor = random_bits(dtype, *shape)
-    write(tmp_path / "ours", {"one": tensor})
+    write_tensors(tmp_path / "ours", {"one": tensor})
     assert is_same(load_file(tmp_path / "ours")["one"], tensor)
     save_file({"one": tensor}, tmp_path / "theirs")
     assert is_same(read_all(tmp_path / "theirs")["one"], tensor)
@@ -85,7 +75,7 @@ def test_tensors_of_all_dtypes_and_of_odd_sizes_share_a_file(tmp_path: Path):
     tensors = {f"{dtype}|{size}": random_bits(dtype, size) for dtype in DTYPES for size in (3, 1)}
     tensors |= {"nothing": torch.empty(0), "a scalar": torch.tensor(3.5)}
     path = tmp_path / "mixed.safetensors"
-    written = write(path, tensors)
+    written = write_tensors(path, tensors)
     check_file(path, written)
     for found in (load_file(path), read_all(path)):
         assert found.keys() == tensors.keys()
@@ -93,15 +83,15 @@ def test_tensors_of_all_dtypes_and_of_odd_sizes_share_a_file(tmp_path: Path):
 
 
 def test_a_file_without_tensors_is_a_file(tmp_path: Path):
-    check_file(tmp_path / "empty", write(tmp_path / "empty", {}))
+    check_file(tmp_path / "empty", write_tensors(tmp_path / "empty", {}))
     assert load_file(tmp_path / "empty") == {}
-    assert TensorFile(tmp_path / "empty").shapes() == {}
+    assert kinds_of(tmp_path / "empty") == {}
 
 
 def test_metadata_and_names_of_any_kind_come_back(tmp_path: Path):
     path = tmp_path / "named"
     tensors = {'a "quoted" name|exp_avg': torch.ones(2), "größer.0": torch.zeros(1)}
-    write_tensors(path, entries_of(tensors), metadata={"format": "pt"})
+    write_tensors(path, tensors, metadata={"format": "pt"})
     with safe_open(path, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert set(file.keys()) == set(tensors)
@@ -110,7 +100,7 @@ def test_metadata_and_names_of_any_kind_come_back(tmp_path: Path):
 def test_views_of_larger_tensors_are_written_as_they_look(tmp_path: Path):
     whole = torch.arange(24.0).view(4, 6)
     tensors = {"rows": whole[1:3], "turned": whole.t(), "every other": whole[:, ::2]}
-    write(tmp_path / "views", tensors)
+    write_tensors(tmp_path / "views", tensors)
     found = load_file(tmp_path / "views")
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
@@ -118,14 +108,13 @@ def test_views_of_larger_tensors_are_written_as_they_look(tmp_path: Path):
 def test_tensors_are_asked_for_one_by_one_in_their_order(tmp_path: Path):
     asked: list[str] = []
 
-    def reader(name: str) -> Callable[[], Tensor]:
-        return lambda: asked.append(name) or torch.full((3,), float(len(asked)))  # type: ignore[func-returns-value]
+    def read(name: str) -> Tensor:
+        asked.append(name)
+        return torch.full((3,), float(len(asked)))
 
     names = ["c", "a", "b"]
-    write_tensors(
-        tmp_path / "lazy",
-        [Entry(name=n, dtype=torch.float32, shape=(3,), read=reader(n)) for n in names],
-    )
+    empty = torch.empty(3, device="meta")
+    write_tensors(tmp_path / "lazy", dict.fromkeys(names, empty), read=read)
     assert asked == names
     assert {n: t[0].item() for n, t in load_file(tmp_path / "lazy").items()} == {
         "c": 1.0,
@@ -139,9 +128,9 @@ def test_tensors_larger_than_a_piece_are_written_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ):
     tensors = {"large": random_bits(torch.float32, 2101), "small": random_bits(torch.int8, 3)}
-    expected = write(tmp_path / "at once", tensors)
+    expected = write_tensors(tmp_path / "at once", tensors)
     monkeypatch.setattr(tensor_file, "PIECE_BYTES", piece_bytes)
-    found = write(tmp_path / "in pieces", tensors)
+    found = write_tensors(tmp_path / "in pieces", tensors)
     assert found == expected
     assert (tmp_path / "in pieces").read_bytes() == (tmp_path / "at once").read_bytes()
     check_file(tmp_path / "in pieces", found)
@@ -149,7 +138,7 @@ def test_tensors_larger_than_a_piece_are_written_whole(
 
 def test_a_tensor_larger_than_a_piece_as_it_is(tmp_path: Path):
     tensor = torch.arange(tensor_file.PIECE_BYTES // 4 + 1000, dtype=torch.int32)
-    written = write(tmp_path / "large", {"one": tensor})
+    written = write_tensors(tmp_path / "large", {"one": tensor})
     check_file(tmp_path / "large", written)
     assert torch.equal(load_file(tmp_path / "large")["one"], tensor)
 
@@ -159,9 +148,9 @@ def test_a_system_that_writes_less_than_asked_for_is_asked_again(
 ):
     whole = os.write
     tensors = {"one": random_bits(torch.float32, 1000)}
-    expected = write(tmp_path / "at once", tensors)
+    expected = write_tensors(tmp_path / "at once", tensors)
     monkeypatch.setattr(os, "write", lambda to, data: whole(to, data[: max(1, len(data) // 2)]))
-    assert write(tmp_path / "in halves", tensors) == expected
+    assert write_tensors(tmp_path / "in halves", tensors) == expected
     assert (tmp_path / "in halves").read_bytes() == (tmp_path / "at once").read_bytes()
 
 
@@ -182,10 +171,10 @@ def test_a_file_system_that_cannot_write_past_the_page_cache_writes_through_it(
         return whole(first, *rest)
 
     tensors = {"one": random_bits(torch.float32, 5000), "two": random_bits(torch.int8, 9000)}
-    expected = write(tmp_path / "past it", tensors)
+    expected = write_tensors(tmp_path / "past it", tensors)
     monkeypatch.setattr(tensor_file, "PIECE_BYTES", 2 * tensor_file.BLOCK_BYTES)
     monkeypatch.setattr(os, refused, refuse)
-    assert write(tmp_path / "through it", tensors) == expected
+    assert write_tensors(tmp_path / "through it", tensors) == expected
     assert num_refused == 1
     assert (tmp_path / "through it").read_bytes() == (tmp_path / "past it").read_bytes()
 
@@ -198,11 +187,11 @@ def test_an_argument_that_is_wrong_in_other_ways_is_an_error(
 
     monkeypatch.setattr(os, "write", refuse)
     with pytest.raises(TensorFileError, match=r"cannot write .*one: Invalid argument"):
-        write(tmp_path / "one", {"one": torch.ones(3)})
+        write_tensors(tmp_path / "one", {"one": torch.ones(3)})
 
 
 def test_size_and_checksum_are_those_of_the_file(tmp_path: Path):
-    written = write(tmp_path / "one", {"one": random_bits(torch.bfloat16, 33)})
+    written = write_tensors(tmp_path / "one", {"one": random_bits(torch.bfloat16, 33)})
     data = (tmp_path / "one").read_bytes()
     assert written == Written(nbytes=len(data), checksum=zlib.crc32(data))
     assert int.from_bytes(data[:8], "little") % tensor_file.ALIGNMENT == 0
@@ -214,7 +203,7 @@ def test_size_and_checksum_are_those_of_the_file(tmp_path: Path):
 
 def test_every_flipped_bit_is_found(tmp_path: Path):
     path = tmp_path / "one.safetensors"
-    written = write(path, {"one": torch.ones(3), "two": torch.zeros(2, dtype=torch.int8)})
+    written = write_tensors(path, {"one": torch.ones(3), "two": torch.zeros(2, dtype=torch.int8)})
     data = path.read_bytes()
     for place in range(len(data)):
         for bit in (0, 3, 7):
@@ -230,7 +219,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path):
 @pytest.mark.parametrize("change", [-1, -40, 1])
 def test_another_size_is_found_without_reading(tmp_path: Path, change: int):
     path = tmp_path / "one.safetensors"
-    written = write(path, {"one": torch.ones(30)})
+    written = write_tensors(path, {"one": torch.ones(30)})
     data = path.read_bytes()
     path.write_bytes(data[:change] if change < 0 else data + b" " * change)
     message = rf"one\.safetensors is not whole: found {len(data) + change} bytes, expected"
@@ -246,16 +235,16 @@ def test_a_missing_file_is_named(tmp_path: Path):
         with pytest.raises(TensorFileError, match=message):
             check(path, Written(nbytes=1, checksum=0))
     with pytest.raises(TensorFileError, match=r"cannot read .*gone\.safetensors"):
-        TensorFile(path).shapes()
+        kinds_of(path)
     with pytest.raises(TensorFileError, match=r"cannot read .*gone\.safetensors"):
-        TensorFile(path).read(["one"], lambda *_: None)
+        read_one(path, "one")
 
 
 def test_a_file_that_cannot_be_read_any_more_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     path = tmp_path / "one.safetensors"
-    written = write(path, {"one": torch.ones(3)})
+    written = write_tensors(path, {"one": torch.ones(3)})
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -268,15 +257,15 @@ def test_a_file_that_cannot_be_read_any_more_is_named(
 @pytest.mark.parametrize("data", [b"", b"not one", b"\xff" * 64, b"\x02" + bytes(7) + b"[]"])
 def test_what_is_no_tensor_file_is_named(tmp_path: Path, data: bytes):
     (tmp_path / "odd.safetensors").write_bytes(data)
-    for act in (TensorFile.shapes, lambda one: one.read(["a"], lambda *_: None)):
+    for act in (kinds_of, lambda path: read_one(path, "a")):
         with pytest.raises(TensorFileError, match=r"cannot read .*odd\.safetensors"):
-            act(TensorFile(tmp_path / "odd.safetensors"))
+            act(tmp_path / "odd.safetensors")
 
 
 def test_a_tensor_that_is_not_there_is_an_error(tmp_path: Path):
-    write(tmp_path / "one.safetensors", {"one": torch.ones(3)})
+    write_tensors(tmp_path / "one.safetensors", {"one": torch.ones(3)})
     with pytest.raises(TensorFileError, match=r"cannot read .*one\.safetensors.*two"):
-        TensorFile(tmp_path / "one.safetensors").read(["one", "two"], lambda *_: None)
+        read_one(tmp_path / "one.safetensors", "two")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -288,7 +277,7 @@ def test_a_full_disk_is_an_error_with_the_files_name(tmp_path: Path):
     path = tmp_path / "one.safetensors"
     path.symlink_to(FULL)
     with pytest.raises(TensorFileError, match=r"cannot write .*one\.safetensors: No space left"):
-        write(path, {"one": torch.ones(3)})
+        write_tensors(path, {"one": torch.ones(3)})
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 4])
@@ -306,7 +295,7 @@ def test_a_disk_that_fills_up_midway_is_an_error(
     monkeypatch.setattr(tensor_file, "PIECE_BYTES", 64)
     monkeypatch.setattr(os, "write", write_until_full)
     with pytest.raises(TensorFileError, match=r"cannot write .*one: No space left") as caught:
-        write(tmp_path / "one", {"one": torch.ones(100)})
+        write_tensors(tmp_path / "one", {"one": torch.ones(100)})
     assert isinstance(caught.value.__cause__, OSError)
     assert len(calls) == fails_at
 
@@ -319,26 +308,25 @@ def test_a_disk_that_fails_at_the_last_moment_is_an_error(
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(TensorFileError, match=r"cannot write .*one: Input/output"):
-        write(tmp_path / "one", {"one": torch.ones(3)})
+        write_tensors(tmp_path / "one", {"one": torch.ones(3)})
 
 
 def test_a_folder_that_is_none_is_an_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
     for folder in ("file", "missing"):
         with pytest.raises(TensorFileError, match=rf"cannot write .*{folder}/one"):
-            write(tmp_path / folder / "one", {"one": torch.ones(3)})
+            write_tensors(tmp_path / folder / "one", {"one": torch.ones(3)})
 
 
 def test_a_dtype_that_the_format_lacks_is_an_error_with_the_tensors_name(tmp_path: Path):
     tensor = torch.zeros(2, dtype=torch.complex128)
     with pytest.raises(TensorFileError, match=r"cannot write .*one: 'odd'.*complex128"):
-        write(tmp_path / "one", {"fine": torch.ones(1), "odd": tensor})
+        write_tensors(tmp_path / "one", {"fine": torch.ones(1), "odd": tensor})
 
 
 def test_what_is_read_must_be_what_was_announced(tmp_path: Path):
-    entry = Entry(name="one", dtype=torch.float32, shape=(3,), read=lambda: torch.ones(4))
     with pytest.raises(AssertionError, match="one"):
-        write_tensors(tmp_path / "one", [entry])
+        write_tensors(tmp_path / "one", {"one": torch.ones(3)}, read=lambda _: torch.ones(4))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
@@ -353,9 +341,9 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str):
     expected = Written(nbytes=path.stat().st_size, checksum=0)
     for read in (
         lambda: check_file(path, expected),
-        lambda: open_to_read(path),
-        lambda: TensorFile(path).kinds(),
-        lambda: TensorFile(path).read(["one"], lambda *_: None),
+        lambda: open_to_read(path).__enter__(),
+        lambda: kinds_of(path),
+        lambda: read_one(path, "one"),
     ):
-        with pytest.raises((TensorFileError, IsADirectoryError), match=r"one\.safetensors"):
+        with pytest.raises(TensorFileError, match=r"one\.safetensors"):
             read()

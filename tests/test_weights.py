@@ -158,16 +158,17 @@ def test_what_was_read_is_given_back_to_the_file(
     model = build_llama()
     folder = saved(model, tmp_path)
     opened = []
-    original = l2l.hugging_face.weights.safe_open
+    original = l2l.files.tensor_file.safe_open
 
     def safe_open(*args: Any, **kwargs: Any) -> Any:
         opened.append(args)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(l2l.hugging_face.weights, "safe_open", safe_open)
+    monkeypatch.setattr(l2l.files.tensor_file, "safe_open", safe_open)
     delivered(on_meta(model), folder)
-    assert len(opened) == 1
-    monkeypatch.setattr(l2l.hugging_face.weights, "MAPPED_BYTES", 10_000)
+    assert len(opened) == 2  # for the header, then for all tensors
+    monkeypatch.setattr(l2l.files.tensor_file, "MAPPED_BYTES", 10_000)
+    opened.clear()
     delivered(on_meta(model), folder)
     total = sum(one.nbytes for one in model.parameters())
     assert total // 20_000 < len(opened) <= total // 10_000 + 1
@@ -245,7 +246,7 @@ def test_old_names_are_known(tmp_path: Path) -> None:
         tensors["bert.embeddings.position_ids"] = torch.arange(3)[None]  # once saved, now computed
 
     folder = rewritten(model, tmp_path, age)
-    assert any("gamma" in name for name in WeightFiles(folder).names)
+    assert any("gamma" in name for name in WeightFiles(folder).shapes)
     found = delivered(on_meta(model), folder)
     assert all(torch.equal(found[name], one) for name, one in model.named_parameters())
 
@@ -398,7 +399,7 @@ def test_without_a_mapping_transformers_loads_the_model(
     def unknown(*_: Any) -> None:
         raise ImportError("another transformers")
 
-    monkeypatch.setattr(recipes, "_recipes_for_loading", unknown)
+    monkeypatch.setattr(l2l.hugging_face.weights, "recipes_for_loading", unknown)
     model = FAMILIES["qwen3_moe"].build()
     folder = saved(model, tmp_path)
     empty = on_meta(model)
@@ -507,7 +508,7 @@ def test_a_failure_leaves_the_model_on_the_meta_device(
     closed = []
     monkeypatch.setattr(device, "close", lambda: closed.append(True))
     reads = []
-    get = l2l.hugging_face.weights._Reader.__call__
+    get = l2l.files.TensorReader.__call__
 
     def failing(self: Any, name: str) -> Tensor:
         reads.append(name)
@@ -515,7 +516,7 @@ def test_a_failure_leaves_the_model_on_the_meta_device(
             raise KeyboardInterrupt
         return get(self, name)
 
-    monkeypatch.setattr(l2l.hugging_face.weights._Reader, "__call__", failing)
+    monkeypatch.setattr(l2l.files.TensorReader, "__call__", failing)
     with pytest.raises(KeyboardInterrupt):
         inside.engine(empty, device=device, weights=folder)
     tensors = [*empty.parameters(), *empty.buffers()]

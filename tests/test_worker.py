@@ -14,8 +14,7 @@ import torch
 
 from l2l.device.cuda import _finish_before_compiling as finish_before_compiling
 from l2l.device.cuda import _forget_callback as forget_callback
-from l2l.device.seam import UpdateFailedError
-from l2l.device.worker import Worker
+from l2l.device.worker import UpdateFailedError, Worker
 
 LONG = 30.0  # seconds: what takes longer will never come
 

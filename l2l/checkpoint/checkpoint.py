@@ -18,50 +18,45 @@ docs/checkpoint_format.md describes the format.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from l2l.checkpoint.manifest import BUFFERS as BUFFERS
-from l2l.checkpoint.manifest import MANIFEST as MANIFEST
-from l2l.checkpoint.manifest import CheckpointError as CheckpointError
-from l2l.checkpoint.manifest import FileRecord as FileRecord
-from l2l.checkpoint.manifest import Manifest as Manifest
-from l2l.checkpoint.manifest import OtherCheckpointError as OtherCheckpointError
-from l2l.checkpoint.manifest import plain as plain
-from l2l.distributed import Alone, Share, World
-from l2l.files import (
-    DELETED,
-    PARTIAL,
-    REPLACED,
-    Entry,
-    TensorFile,
-    TensorFileError,
-    Written,
-    beside,
-    check_file,
-    check_size,
-    empty_folder,
-    recover,
-    remove_folder,
-    replace_folder,
-    whole_folder,
-    write_file,
-    write_tensors,
+from l2l import files
+from l2l.checkpoint.manifest import (
+    BUFFERS,
+    MANIFEST,
+    CheckpointError,
+    FileRecord,
+    Manifest,
+    OtherCheckpointError,
+    file_name,
 )
-from l2l.parameter_server import NUM_WRITERS, Image, Snapshot
+from l2l.parameter_server import (
+    NUM_WRITERS,
+    Image,
+    ParameterServer,
+    Snapshot,
+    join_master,
+    state_name,
+)
 
 LATEST = "latest"
 PROBE_BYTES = 64 << 20
+STEP = re.compile(r"(step-(\d{1,18}))(|\.partial|\.replaced|\.deleted)", re.ASCII)
+COMPANIONS = ("remainders", "masters")
+"""What makes a weight its float32 master, or is it."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -76,57 +71,34 @@ class Saving:
         self,
         folder: Path,
         *,
+        manifest: Manifest,
+        server: ParameterServer,
         snapshot: Snapshot,
         buffers: Mapping[str, Tensor],
-        step: int,
-        state: Mapping[str, Any],
-        extra: Mapping[str, Any],
-        finish: Callable[[], None],
-        settle: Callable[[], None],
-        world: World | None = None,
+        then: Callable[[], None] | None = None,
     ) -> None:
-        """Begin to write.
+        """The ranks of a world write it together: each what it holds, the first the rest.
 
         Args:
-            folder: the checkpoint.
-            snapshot: where units come from.
+            folder: the checkpoint; what is written lies beside it, in a folder that is there.
+            manifest: what it says, but for its files.
+            server: brings all units to the step, for whoever waits.
+            snapshot: where units come from; the server has it until all is written, or failed.
             buffers: tensors of their own, which nobody changes any more.
-            step: the step that all of it is of.
-            state: what the engine needs besides.
-            extra: what the caller wants back.
-            finish: called once the checkpoint has its name, or could not be written.
-            settle: brings all units to the step, for whoever waits.
-            world: whose ranks write it together: each what it holds, the first the rest.
-
-        Raises:
-            CheckpointError: the folder cannot be made.
+            then: called once the checkpoint has its name.
         """
         self.folder = folder
         self.failure: CheckpointError | None = None
         self.is_reported = False  # whether somebody was told of the failure
-        self.after: list[Callable[[], None]] = []  # called once the checkpoint has its name
         self.num_bytes = 0
         self.seconds = 0.0
         self.expected_stall_seconds = 0.0
-        self._snapshot = snapshot
-        self._buffers = buffers
-        self._step, self._state, self._extra = step, state, extra
-        self._finish = finish
-        self._settle = settle
-        self._world = world or Alone()
+        self._manifest, self._snapshot, self._buffers = manifest, snapshot, buffers
+        self._server, self._world, self._then = server, server.world, then
         self._files: dict[str, FileRecord] = {}
         self._lock = threading.Lock()
-        self._partial = beside(folder)
+        self._partial = files.beside(folder)
         self._thread = threading.Thread(target=self._run, name="l2l-save", daemon=True)
-        if self._world.rank == 0:
-            self._make_folder()
-
-    def _make_folder(self) -> None:
-        try:
-            empty_folder(self.folder)
-        except OSError as error:
-            reason = error.strerror or error
-            raise CheckpointError(f"cannot make {self._partial}: {reason}") from error
 
     def start(self) -> None:
         """Let the writers begin."""
@@ -151,7 +123,7 @@ class Saving:
         cause: Exception | None = None
         try:
             if not self.is_done and self._snapshot.awaits:
-                self._settle()
+                self._server.settle_all()
         except Exception as error:  # what it waits for will never come
             cause = error
             self._snapshot.give_up()
@@ -165,7 +137,7 @@ class Saving:
         try:
             self._write_all()
         except BaseException as error:  # raised by `wait`
-            known = isinstance(error, CheckpointError | TensorFileError | OSError)
+            known = isinstance(error, CheckpointError | files.TensorFileError | OSError)
             reason = str(error) if known else repr(error)
             self.failure = CheckpointError(f"the checkpoint {self.folder} was not saved: {reason}")
             self.failure.__cause__ = error
@@ -176,112 +148,86 @@ class Saving:
                 shutil.rmtree(self._partial, ignore_errors=True)
         finally:
             self.seconds = time.perf_counter() - began
-            self._finish()
+            if self._server.snapshot is self._snapshot:
+                self._server.snapshot = None
 
     def _write_all(self) -> None:
         """Write what this rank holds; the first one gives it its name once all have done so."""
-        world, failure = self._world, None
-        world.gather_saved(None)  # the folder is there
-        try:
-            self._write_own()
-        except (CheckpointError, TensorFileError, OSError) as error:
-            failure = error
-        found = world.gather_saved((self._files, None if failure is None else str(failure)))
-        if failure is not None:
-            raise failure
-        self._raise_any([reason for _, reason in found])
-        try:
-            if world.rank == 0:
-                self._conclude({name: one for files, _ in found for name, one in files.items()})
-        except Exception as error:
-            world.gather_saved(str(error))
-            raise
-        self._raise_any(world.gather_saved(None))
+        gather = self._world.gather_saved
+        gather(None)  # the folder is there
+        found = together(gather, self._write_own)
+        together(gather, lambda: self._conclude(found) if self._world.rank == 0 else None)
 
-    @staticmethod
-    def _raise_any(reasons: Sequence[str | None]) -> None:
-        for rank, reason in enumerate(reasons):
-            if reason is not None:
-                raise CheckpointError(f"rank {rank}: {reason}")
+    def _conclude(self, found: Sequence[Mapping[str, FileRecord]]) -> None:
+        records = {name: record for own in found for name, record in own.items()}
+        replace(self._manifest, files=records).write(self._partial)
+        files.replace_folder(self.folder)
+        if self._then is not None:
+            self._then()
 
-    def _conclude(self, files: Mapping[str, FileRecord]) -> None:
-        manifest = Manifest(step=self._step, state=self._state, files=files, extra=self._extra)
-        manifest.write(self._partial)
-        replace_folder(self.folder)
-        for action in self.after:
-            action()
-
-    def _write_own(self) -> None:
+    def _write_own(self) -> Mapping[str, FileRecord]:
         if self._buffers and self._world.rank == 0:
-            self._write(Image(unit=BUFFERS, tensors=self._buffers, steps={}))
-        # Not a pool: its threads would keep a process alive that ends without waiting for us.
+            self._write(BUFFERS, Image(unit=BUFFERS, tensors=self._buffers, steps={}))
         failures: list[BaseException] = []
-        writers = [
-            threading.Thread(target=self._write_some, args=(failures,), daemon=True)
-            for _ in range(NUM_WRITERS)
-        ]
-        if self._snapshot.copies_ahead:
-            writers.append(threading.Thread(target=self._copy_ahead, args=(failures,), daemon=True))
-        for writer in writers:
-            writer.start()
-        for writer in writers:
-            writer.join()
+
+        def attempt(work: Callable[[], None]) -> None:
+            try:
+                work()
+            except BaseException as failure:  # raised by `wait`
+                failures.append(failure)
+                self._snapshot.give_up()  # the others end, too
+
+        work = [self._write_units] * NUM_WRITERS
+        work += [self._copy_ahead] if self._snapshot.copies_ahead else []
+        # Not a pool: its threads would keep a process alive that ends without waiting for us.
+        threads = [threading.Thread(target=attempt, args=(one,), daemon=True) for one in work]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         if failures:
             raise failures[0]
         if self._snapshot.is_given_up:
             raise CheckpointError("an update of its step has failed.")
+        return self._files
 
-    def _write_some(self, failures: list[BaseException]) -> None:
-        try:
-            self._write_units()
-        except BaseException as failure:  # raised by `wait`
-            failures.append(failure)
-
-    def _copy_ahead(self, failures: list[BaseException]) -> None:
-        try:
-            while self._snapshot.copy_ahead():
-                pass
-        except BaseException as failure:  # raised by `wait`
-            failures.append(failure)
-            self._snapshot.give_up()
+    def _copy_ahead(self) -> None:
+        while self._snapshot.copy_ahead():
+            pass
 
     def _write_units(self) -> None:
-        try:
-            while (image := self._snapshot.take()) is not None:
-                if self._world.rank < self._world.share.number:  # others hold copies
-                    self._write(image)
-                self._snapshot.written(image)
-                del image  # a copy's memory is free now
-        except BaseException:
-            self._snapshot.give_up()  # the other writers end, too
-            raise
+        share = self._world.share
+        while (image := self._snapshot.take()) is not None:
+            if self._world.rank < share.number:  # others hold copies
+                self._write(file_name(image.unit, share), image)
+            self._snapshot.written(image)
+            del image  # a copy's memory is free now
 
-    def _write(self, image: Image) -> None:
-        entries = [
-            Entry(
-                name=name,
-                dtype=tensor.dtype,
-                shape=tuple(tensor.shape),
-                read=lambda tensor=tensor: tensor.detach().cpu(),  # type: ignore[misc]
-            )
-            for name, tensor in image.tensors.items()
-        ]
-        name = image.unit if image.unit == BUFFERS else file_name(image.unit, self._world.share)
-        written = write_tensors(_path(self._partial, name), entries)
+    def _write(self, name: str, image: Image) -> None:
+        written = files.write_tensors(self._partial / f"{name}.safetensors", image.tensors)
         with self._lock:
             self.num_bytes += written.nbytes
-            self._files[name] = FileRecord(
-                nbytes=written.nbytes, checksum=written.checksum, steps=dict(image.steps)
-            )
+            self._files[name] = FileRecord(written.nbytes, written.checksum, dict(image.steps))
 
 
-def file_name(unit: str, share: Share) -> str:
-    """The name, without suffix, of the file with a share of a unit."""
-    return unit if share.number == 1 else f"{unit}-{share.index + 1}of{share.number}"
+def together(gather: Callable[[Any], list[Any]], act: Callable[[], Any]) -> list[Any]:
+    """Do something on every rank; returns what each has got of it.
 
-
-def _path(folder: Path, name: str) -> Path:
-    return folder / f"{name}.safetensors"
+    Raises:
+        CheckpointError: it failed on another one. What has failed on this one is raised as it is.
+    """
+    result, failure = None, None
+    try:
+        result = act()
+    except Exception as error:
+        failure = error
+    found = gather((result, None if failure is None else str(failure)))
+    if failure is not None:
+        raise failure
+    for rank, (_, reason) in enumerate(found):
+        if reason is not None:
+            raise CheckpointError(f"rank {rank}: {reason}")
+    return [one for one, _ in found]
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -293,9 +239,21 @@ def refuse_foreign(folder: Path) -> None:
     is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if not is_free and not (folder / MANIFEST).exists():
         raise CheckpointError(
-            f"{folder} is there already and is not a checkpoint; saving would replace it. Name a "
-            "folder of its own for every checkpoint."
+            f"{folder} is there already and is not a checkpoint; saving would replace it."
         )
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder in which a checkpoint is written.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    try:
+        files.empty_folder(folder)
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"cannot make {files.beside(folder)}: {reason}") from error
 
 
 def measure_disk(folder: Path) -> float:
@@ -325,6 +283,15 @@ def measure_disk(folder: Path) -> float:
 # Reading
 
 
+@contextlib.contextmanager
+def _reading(also: str = "") -> Iterator[None]:
+    """Whatever is wrong with a file is wrong with its checkpoint."""
+    try:
+        yield
+    except files.TensorFileError as error:
+        raise CheckpointError(f"{error}{also}") from error
+
+
 @final
 class Checkpoint:
     """A checkpoint to read."""
@@ -335,64 +302,138 @@ class Checkpoint:
         Raises:
             CheckpointError: it is missing, damaged or too new.
         """
-        self.folder = whole_folder(folder)
+        self.folder = files.whole_folder(folder)
         self.manifest = Manifest.read(self.folder)
 
-    @property
-    def shares(self) -> list[Share]:
-        """The shares of units that it has, each in a file of its own."""
-        number = self.manifest.num_shares
-        return [Share(index=index, number=number) for index in range(number)]
-
-    def check(self, *, share: Share | None = None) -> None:
-        """Compare every file, or a share of them, with its size and checksum.
+    def check(self, index: int = 0, number: int = 1) -> None:
+        """Compare every file, or every so many from one on, with its size and checksum.
 
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        share = share or Share()
-        records = sorted(self.manifest.files.items())[share.index :: share.number]
-        expected = {
-            _path(self.folder, name): Written(one.nbytes, one.checksum) for name, one in records
-        }
-        try:
-            for path, one in expected.items():
-                check_size(path, one)
+        records = sorted(self.manifest.files.items())[index::number]
+        expected = {self.path(name): record for name, record in records}
+        with _reading(" An older checkpoint may still be whole."):
+            for path, record in expected.items():
+                files.check_size(path, record)
             with ThreadPoolExecutor(NUM_WRITERS) as pool:
-                list(pool.map(check_file, expected, expected.values()))
-        except TensorFileError as error:
-            raise CheckpointError(f"{error} An older checkpoint may still be whole.") from error
+                list(pool.map(files.check_file, expected, expected.values()))
 
     def path(self, name: str) -> Path:
         """Where a file is."""
-        return _path(self.folder, name)
+        return self.folder / f"{name}.safetensors"
 
-    def kinds(self, name: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Names, dtypes and shapes of a file's tensors.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
-        try:
-            return TensorFile(_path(self.folder, name)).kinds()
-        except TensorFileError as error:
-            raise CheckpointError(str(error)) from error
-
-    def read(self, name: str, names: Sequence[str], receive: Callable[[str, Tensor], None]) -> None:
-        """Hand over tensors of a file, one by one.
+    def kinds(self, name: str) -> dict[str, files.TensorKind]:
+        """Names, dtypes and shapes of a file's tensors; none if there is no such file.
 
         Raises:
             CheckpointError: it cannot be read.
         """
-        try:
-            TensorFile(_path(self.folder, name)).read(names, receive)
-        except TensorFileError as error:
-            raise CheckpointError(str(error)) from error
+        if name not in self.manifest.files:
+            return {}
+        with _reading():
+            return files.kinds_of(self.path(name))
+
+    def read(self, name: str, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of a file, one by one; each may be gone when the next one comes.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        read = files.TensorReader(dict.fromkeys(names, self.path(name)))
+        for one in names:
+            with _reading():
+                value = read(one)
+            yield one, value
 
     def steps(self, name: str, parameter: str) -> int:
         """Updates of a parameter so far."""
         steps = self.manifest.files[name].steps
         return int(steps.get("", steps.get(parameter, 0)))
+
+
+@final
+class SavedModel:
+    """The weights of a checkpoint, one by one: no engine is made, no optimizer state is read.
+
+    Where several ranks have saved a model together, each file has runs of elements: those of a
+    tensor, put together in the order of the ranks, are the tensor.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Find out what is where.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        self._checkpoint = checkpoint
+        self._files: dict[str, dict[int, str]] = {}  # by tensor and share
+        names = [name for name in checkpoint.manifest.files if name != BUFFERS]
+        for share in checkpoint.manifest.shares:
+            for file in names:
+                for name in checkpoint.kinds(file) if file.endswith(file_name("", share)) else ():
+                    self._files.setdefault(name, {})[share.index] = file
+        # Those of layers once more, as they are now.
+        self._files |= {name: {0: BUFFERS} for name in checkpoint.kinds(BUFFERS)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model that has other parameters, or buffers, than the one that was saved.
+
+        Raises:
+            OtherCheckpointError: it has.
+        """
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        kept = model.state_dict().keys()
+        for name, tensor in {**parameters, **buffers}.items():
+            if tensor.numel() and name not in self and (name in parameters or name in kept):
+                raise self._refusal(f" lacks {name!r}")
+        for name in self._files:
+            if "|" not in name and name not in parameters and name not in buffers:
+                raise self._refusal(f" also has {name!r}")
+
+    def read(self, name: str, shape: Sequence[int]) -> Tensor:
+        """A parameter, its float32 master if there is one, or a buffer.
+
+        Raises:
+            OtherCheckpointError: there is none of that name and shape.
+            CheckpointError: it cannot be read.
+        """
+        numel = math.prod(shape)
+        if not numel:  # ranks do not save what has no elements
+            return torch.empty(tuple(shape))
+        if name not in self:
+            raise self._refusal(f" lacks {name!r}")
+        remainders, masters = (state_name(name, kind) for kind in COMPANIONS)
+        value = self._whole(masters if masters in self else name)
+        if remainders in self:
+            lower = self._whole(remainders)
+            kinds = [(one.dtype, list(one.shape)) for one in (value, lower)]
+            if kinds != [(torch.bfloat16, kinds[0][1]), (torch.int16, kinds[0][1])]:
+                file = self._checkpoint.path(next(iter(self._files[name].values())))
+                raise OtherCheckpointError(
+                    f"{file}: {name!r} and its remainders do not fit: {kinds[0]} and {kinds[1]}."
+                )
+            value = join_master(value, lower)
+        is_cut = len(self._checkpoint.manifest.shares) > 1
+        if list(value.shape) not in (list(shape), *([[numel]] if is_cut else [])):
+            raise self._refusal(f": {name!r} has shape {list(value.shape)}, expected {list(shape)}")
+        return value.view(tuple(shape))
+
+    def _refusal(self, reason: str) -> OtherCheckpointError:
+        folder = self._checkpoint.folder
+        return OtherCheckpointError(f"{folder}{reason}: it is of another model.")
+
+    def _whole(self, name: str) -> Tensor:
+        found = [self._checkpoint.read(file, [name]) for file in self._files[name].values()]
+        pieces = [piece for one in found for _, piece in one]
+        return pieces[0] if len(pieces) == 1 else torch.cat([piece.view(-1) for piece in pieces])
+
+
+# --------------------------------------------------------------------------------------------------
+# The checkpoints of a run
 
 
 class Savable(Protocol):
@@ -402,15 +443,9 @@ class Savable(Protocol):
     def step_number(self) -> int:
         """Steps so far."""
 
-    def save(
-        self,
-        folder: str | Path,
-        *,
-        extra: Mapping[str, Any] | None = None,
-        background: bool = False,
-        then: Callable[[], None] | None = None,
-    ) -> Saving:
-        """Write a checkpoint."""
+    @property
+    def save(self) -> Callable[..., Saving]:
+        """Writes a checkpoint: see `Engine.save`."""
 
 
 @final
@@ -432,32 +467,23 @@ class CheckpointFolder:
         For whoever writes here, once: a run that goes on would lose what it is writing.
         """
         self._is_tidy = True
-        for suffix in (PARTIAL, REPLACED, DELETED):
-            for left in self._folders(suffix):
-                recover(left.with_name(left.name.removesuffix(suffix)))
-        with contextlib.suppress(OSError):
-            beside(self.root / LATEST).unlink(missing_ok=True)
+        for name in self._names(*files.SUFFIXES):
+            files.recover(self.root / name)
         latest = self.latest()
-        with contextlib.suppress(OSError, CheckpointError):  # it can be found without it
-            if latest is not None and not self._is_pointed_to(latest):
+        with contextlib.suppress(CheckpointError):  # it can be found without it
+            if latest is not None:
                 self._point_to(latest)
 
-    def _is_pointed_to(self, folder: Path) -> bool:
-        with contextlib.suppress(OSError):
-            return (self.root / LATEST).read_bytes() == f"{folder.name}\n".encode()
-        return False
-
-    def _folders(self, suffix: str = "") -> list[Path]:
-        """Folders of steps, by number, with this behind it."""
-        found = [path for path in self.root.glob(f"step-*{suffix}") if _step_of(path, suffix) >= 0]
-        return sorted(found, key=lambda path: (_step_of(path, suffix), path.name))
+    def _names(self, *suffixes: str) -> set[str]:
+        """Checkpoints of which there is a folder with one of these behind its name."""
+        found = [STEP.fullmatch(path.name) for path in self.root.glob("step-*")]
+        return {match[1] for match in found if match is not None and match[3] in suffixes}
 
     def all(self) -> list[Path]:
         """Whole checkpoints, oldest first."""
-        names = {path.name.removesuffix(REPLACED) for path in self._folders(REPLACED)}
-        aside = [whole_folder(self.root / name) for name in names]  # if a run was killed then
-        found = {path.name.removesuffix(REPLACED): path for path in [*aside, *self._folders()]}
-        whole = [path for path in found.values() if (path / MANIFEST).exists()]
+        names = self._names("", files.REPLACED)  # the latter if a run was killed then
+        found = [files.whole_folder(self.root / name) for name in names]
+        whole = [path for path in found if (path / MANIFEST).exists()]
         return sorted(whole, key=lambda path: (step_of(path), path.name))
 
     def before(self, folder: Path) -> list[Path]:
@@ -502,21 +528,17 @@ class CheckpointFolder:
         others = [path for path in self.all() if path != newest]
         for old in others[: max(0, len(others) + 1 - self._keep)]:
             if old != self.spared:
-                remove_folder(old)
+                files.remove_folder(old)
 
     def _point_to(self, folder: Path) -> None:
         pointer = self.root / LATEST
         try:
-            write_file(pointer, folder.name + "\n")
+            files.write_file(pointer, folder.name + "\n")
         except OSError as error:
             raise CheckpointError(f"cannot write {pointer}: {error.strerror or error}") from error
 
 
 def step_of(folder: Path) -> int:
     """The step that a checkpoint in a `CheckpointFolder` is of; -1 if its name is another."""
-    return _step_of(folder, REPLACED if folder.name.endswith(REPLACED) else "")
-
-
-def _step_of(folder: Path, suffix: str) -> int:
-    match = re.fullmatch(rf"step-(\d{{1,18}}){re.escape(suffix)}", folder.name, re.ASCII)
-    return -1 if match is None else int(match[1])
+    match = STEP.fullmatch(folder.name)
+    return -1 if match is None else int(match[2])

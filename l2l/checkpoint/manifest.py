@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from l2l.files import TensorFileError, open_to_read
+from l2l.distributed import Share
+from l2l.files import TensorFileError, Written, open_to_read
 
 FORMAT = "l2l checkpoint"
 VERSION = 1
@@ -25,7 +26,7 @@ MANIFEST = "manifest.json"
 BUFFERS = "buffers"
 MAX_BYTES = 1 << 30  # of a manifest
 MOST = 2**63 - 1  # of any number
-FILE = re.compile(r"(buffers|(O|[LT]\d{1,9})(?:-(\d{1,9})of(\d{1,9}))?)", re.ASCII)
+FILE = re.compile(r"(?:buffers|(O|[LT]\d{1,9})(?:-\d{1,9}of\d{1,9})?)", re.ASCII)
 CHECKSUM = re.compile(r"[0-9a-f]{8}")
 
 
@@ -37,13 +38,16 @@ class OtherCheckpointError(CheckpointError):
     """A checkpoint is whole, but of another model, optimizer or precision."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord:
+@dataclass(frozen=True, slots=True)
+class FileRecord(Written):
     """A file of tensors, as the manifest knows it."""
 
-    nbytes: int
-    checksum: int
     steps: Mapping[str, int] = field(default_factory=dict)  # parameter -> updates so far
+
+
+def file_name(unit: str, share: Share) -> str:
+    """The name, without suffix, of the file with a share of a unit."""
+    return unit if share.number == 1 else f"{unit}-{share.index + 1}of{share.number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +62,10 @@ class Manifest:
     """What the caller wants back."""
 
     @property
-    def num_shares(self) -> int:
-        """How many ranks held the model together."""
-        return int(self.state.get("num_shares", 1))
+    def shares(self) -> list[Share]:
+        """The shares of units that there are, one for each rank that held the model."""
+        number = int(self.state.get("num_shares", 1))
+        return [Share(index=index, number=number) for index in range(number)]
 
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder.
@@ -68,24 +73,18 @@ class Manifest:
         Raises:
             CheckpointError: it cannot be written.
         """
-        body = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": self.step,
-            "state": self.state,
-            "extra": self.extra,
-            "files": {
-                name: {
-                    "bytes": one.nbytes,
-                    "checksum": f"{one.checksum:08x}",
-                    "steps": _shortened(one.steps),
-                }
-                for name, one in self.files.items()
-            },
+        records = {
+            name: {
+                "bytes": one.nbytes,
+                "checksum": f"{one.checksum:08x}",
+                "steps": _shortened(one.steps),
+            }
+            for name, one in self.files.items()
         }
+        said = {"step": self.step, "state": self.state, "extra": self.extra, "files": records}
         path = folder / MANIFEST
         try:
-            body = plain(body)
+            body = plain({"format": FORMAT, "version": VERSION, **said})
             text = json.dumps({**body, "checksum": checksum_of(body)}, indent=1)
             with path.open("w") as file:
                 file.write(text + "\n")
@@ -101,56 +100,46 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            return cls._of(_parsed(path))
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot read {path}: {error.strerror or error}. Expected the folder of a "
-                "checkpoint."
-            ) from error
+            body = _parsed(path)
+            if not isinstance(body, dict) or body.get("format") != FORMAT:
+                raise CheckpointError(f"{path} is not the manifest of a checkpoint of l2l.")
+            if not is_number(body.get("version"), least=VERSION, most=VERSION):
+                found = f"{path} is of version {body.get('version')!r}"
+                raise CheckpointError(
+                    f"{found}; this l2l reads version {VERSION}. Use a newer one."
+                )
+            return cls._of(body)
+        except CheckpointError:
+            raise
         except TensorFileError as error:
-            raise CheckpointError(str(error)) from error
-        except _OtherFileError as error:
-            raise CheckpointError(f"{path} {error}") from error
+            raise CheckpointError(f"{error}. Expected the folder of a checkpoint.") from error
         except (ValueError, RecursionError, MemoryError) as error:
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
             raise CheckpointError(f"{path} is damaged: {reason or 'it is too large'}.") from error
 
     @classmethod
-    def _of(cls, body: Any) -> Manifest:
+    def _of(cls, body: dict[str, Any]) -> Manifest:
         """What was read, if it is all there and as it must be.
 
         Raises:
             ValueError: it is not, with the field.
         """
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
-            raise _OtherFileError("is not the manifest of a checkpoint of l2l.")
-        if not is_number(body.get("version"), least=0) or body["version"] != VERSION:
-            raise _OtherFileError(
-                f"is of version {body.get('version')!r}; this l2l reads version {VERSION}. Use the "
-                "l2l that wrote it, or a newer one."
-            )
         checksum = body.pop("checksum", None)
         if checksum != checksum_of(body):
             raise ValueError(f"found checksum {checksum_of(body)}, expected {checksum!r}")
         _check(body, FIELDS, "")
-        found = cls(
-            step=body["step"],
-            state=body["state"],
-            files={name: _record(name, one, body["step"]) for name, one in body["files"].items()},
-            extra=body["extra"],
-        )
-        _check(found.state, STATE, "state.")
-        _check(found.state["choices"], CHOICES, "state.choices.")
-        if found.state.get("layers") is not None:
-            _check_layers(found.state["layers"])
-        if (found.state["link"] == "float16") != (found.state["loss_scale"] is not None):
+        step, state, files = body["step"], body["state"], body["files"]
+        records = {name: _record(name, one, step) for name, one in files.items()}
+        _check(state, STATE, "state.")
+        _check(state, LATER_STATE, "state.", required=False)
+        _check(state["choices"], CHOICES, "state.choices.")
+        _check(state["choices"], LATER_CHOICES, "state.choices.", required=False)
+        if state.get("layers") is not None:
+            _check_layers(state["layers"])
+        if (state["link"] == "float16") != (state["loss_scale"] is not None):
             raise ValueError("state.loss_scale must be there with float16, and only then")
-        _check_shares(found)
-        return found
-
-
-class _OtherFileError(ValueError):
-    """A file is not a manifest that can be read; the message goes on after its name."""
+        _check_shares(files, int(state.get("num_shares", 1)))
+        return cls(step=step, state=state, files=records, extra=body["extra"])
 
 
 def plain(value: Any) -> Any:
@@ -185,7 +174,7 @@ def _parsed(path: Path) -> Any:
     """A file of JSON in which every key comes once and every number is finite.
 
     Raises:
-        OSError, TensorFileError: it cannot be read.
+        TensorFileError: it cannot be read.
         ValueError, RecursionError: it is no such file.
     """
     with open_to_read(path) as file:
@@ -216,83 +205,80 @@ def _finite(text: str) -> float:
     return number
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """What a field must be."""
-
-    words: str
-    holds: Callable[[Any], bool]
-    required: bool = True
+Rule = tuple[str, Callable[[Any], bool]]
+"""What a field must be, in words, and whether it is."""
 
 
-def _count(words: str = "a whole number, not negative", *, least: int = 0, most: int = MOST) -> Any:
-    return _Rule(words, lambda value: is_number(value, least=least, most=most))
+def _count(least: int, words: str) -> Rule:
+    return f"a whole number, {words}", lambda value: is_number(value, least=least)
 
 
-def _maybe(rule: _Rule, *, required: bool = True) -> _Rule:
-    return _Rule(f"null or {rule.words}", lambda v: v is None or rule.holds(v), required)
-
-
-def _optional(rule: _Rule) -> _Rule:
-    return _Rule(rule.words, rule.holds, required=False)
-
-
-def _is_loss_scale(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == {"value", "growth_interval", "num_good_steps"}
-        and (type(value["value"]) is float or is_number(value["value"], least=0))
-        and value["value"] >= 0
-        and is_number(value["growth_interval"], least=1)
-        and is_number(value["num_good_steps"], least=0)
-    )
+def _maybe(rule: Rule) -> Rule:
+    words, holds = rule
+    return f"null or {words}", lambda value: value is None or holds(value)
 
 
 def _is_list_of(kind: type, value: Any) -> bool:
     return isinstance(value, list) and all(type(one) is kind for one in value)
 
 
-_TABLE = _Rule("an object", lambda value: isinstance(value, dict))
-_TEXT = _Rule("a string", lambda value: isinstance(value, str))
-_FLAG = _Rule("true or false", lambda value: isinstance(value, bool))
-_POSITIVE = _count("a whole number, at least 1", least=1)
-_NUMBER = _count()
+def _is_loss_scale(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == LOSS_SCALE.keys()
+        and all(holds(value[name]) for name, (_, holds) in LOSS_SCALE.items())
+    )
 
-FIELDS: Mapping[str, _Rule] = {"step": _NUMBER, "state": _TABLE, "files": _TABLE, "extra": _TABLE}
-STATE: Mapping[str, _Rule] = {
-    "link": _Rule(
-        "'float32', 'bfloat16' or 'float16'",
-        lambda value: value in ("float32", "bfloat16", "float16"),
+
+_TABLE: Rule = ("an object", lambda value: isinstance(value, dict))
+_TEXT: Rule = ("a string", lambda value: isinstance(value, str))
+_FLAG: Rule = ("true or false", lambda value: isinstance(value, bool))
+_POSITIVE, _NUMBER = _count(1, "at least 1"), _count(0, "not negative")
+_LINKS = ("float32", "bfloat16", "float16")
+
+FIELDS: Mapping[str, Rule] = {"step": _NUMBER, "state": _TABLE, "files": _TABLE, "extra": _TABLE}
+LOSS_SCALE: Mapping[str, Rule] = {
+    "value": (
+        "a number, not negative",
+        lambda value: is_number(value, least=0) or (type(value) is float and value >= 0),
     ),
+    "growth_interval": _POSITIVE,
+    "num_good_steps": _NUMBER,
+}
+STATE: Mapping[str, Rule] = {
+    "link": ("'float32', 'bfloat16' or 'float16'", lambda value: value in _LINKS),
     "optimizer": _TEXT,
     "moments": _maybe(_TEXT),
-    "groups": _Rule("a list of objects", lambda value: _is_list_of(dict, value)),
-    "num_shares": _optional(_POSITIVE),
-    "loss_scale": _maybe(_Rule("the numbers of a loss scale", _is_loss_scale)),
-    "seed": _count("a whole number of 64 bits", least=-(2**63), most=2**64 - 1),
+    "groups": ("a list of objects", lambda value: _is_list_of(dict, value)),
+    "loss_scale": _maybe(("the numbers of a loss scale", _is_loss_scale)),
+    "seed": (
+        "a whole number of 64 bits",
+        lambda value: is_number(value, least=-(2**63), most=2**64 - 1),
+    ),
     "choices": _TABLE,
-    "layers": _maybe(_TABLE, required=False),
 }
-CHOICES: Mapping[str, _Rule] = {
+LATER_STATE: Mapping[str, Rule] = {"num_shares": _POSITIVE, "layers": _maybe(_TABLE)}
+"""What a checkpoint has as well, but for those of earlier days."""
+CHOICES: Mapping[str, Rule] = {
     "microbatch_size": _maybe(_POSITIVE),
     "microbatch_tokens": _POSITIVE,
     "piece_tokens": _maybe(_POSITIVE),
     "compiled": _FLAG,
-    "looked_up": _optional(_Rule("a list of strings", lambda value: _is_list_of(str, value))),
-    "device_memory": _maybe(_NUMBER, required=False),
-    "depth": _optional(_TEXT),
-    "num_tail": _optional(_NUMBER),
-    "num_device_states": _optional(_NUMBER),
-    "num_shared": _optional(_NUMBER),
-    "keep": _optional(
-        _Rule("a number from 0 to 1", lambda v: type(v) in (int, float) and 0 <= v <= 1)
-    ),
-    "num_kept_cells": _optional(_NUMBER),
-    "outer_state": _optional(_FLAG),
 }
-RECORD: Mapping[str, _Rule] = {
+LATER_CHOICES: Mapping[str, Rule] = {
+    "looked_up": ("a list of strings", lambda value: _is_list_of(str, value)),
+    "device_memory": _maybe(_NUMBER),
+    "depth": _TEXT,
+    "num_tail": _NUMBER,
+    "num_device_states": _NUMBER,
+    "num_shared": _NUMBER,
+    "keep": ("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1),
+    "num_kept_cells": _NUMBER,
+    "outer_state": _FLAG,
+}
+RECORD: Mapping[str, Rule] = {
     "bytes": _NUMBER,
-    "checksum": _Rule(
+    "checksum": (
         "8 hexadecimal digits",
         lambda value: isinstance(value, str) and CHECKSUM.fullmatch(value) is not None,
     ),
@@ -300,54 +286,51 @@ RECORD: Mapping[str, _Rule] = {
 }
 
 
-def _check(found: Mapping[str, Any], rules: Mapping[str, _Rule], where: str) -> None:
+def _check(
+    found: Mapping[str, Any], rules: Mapping[str, Rule], where: str, *, required: bool = True
+) -> None:
     """Compare fields with what they must be.
 
     Raises:
         ValueError: with the field.
     """
-    for name, rule in rules.items():
+    for name, (words, holds) in rules.items():
         if name not in found:
-            if rule.required:
+            if required:
                 raise ValueError(f"it has no {where}{name}")
-        elif not rule.holds(found[name]):
-            raise ValueError(f"{where}{name} is {_shown(found[name])}; expected {rule.words}")
+        elif not holds(found[name]):
+            raise ValueError(f"{where}{name} is {_shown(found[name])}; expected {words}")
 
 
 def _record(name: str, found: Any, step: int) -> FileRecord:
     """What it says of a file."""
     if FILE.fullmatch(name) is None:
         raise ValueError(f"files has {name[:80]!r}, which no file of a checkpoint is called")
-    if not isinstance(found, dict):
-        raise ValueError(f"files.{name} is {_shown(found)}; expected an object")
+    _check({name: found}, {name: _TABLE}, "files.")
     _check(found, RECORD, f"files.{name}.")
-    for owner, number in found["steps"].items():
-        if not is_number(number, least=0, most=step):
-            raise ValueError(
-                f"files.{name}.steps has {_shown(number)} for {owner[:80]!r}; expected at most the "
-                f"{step} steps of the checkpoint"
-            )
-    return FileRecord(
-        nbytes=found["bytes"], checksum=int(found["checksum"], 16), steps=found["steps"]
-    )
+    rule = (f"at most the {step} steps", lambda value: is_number(value, least=0, most=step))
+    _check(found["steps"], dict.fromkeys(found["steps"], rule), f"files.{name}.steps.")
+    return FileRecord(found["bytes"], int(found["checksum"], 16), found["steps"])
 
 
 def _check_layers(found: Mapping[str, Any]) -> None:
     """Compare what it says of layers with itself."""
-    origins, frozen, given = (found.get(name) for name in ("origins", "frozen", "given"))
-    if (
-        not isinstance(given, list)
-        or len(given) != 2
-        or not is_number(given[0], least=1)
-        or not _are_layers(given[1], given[0])
-    ):
-        raise ValueError(f"state.layers.given is {_shown(given)}; expected a number and layers")
-    if not isinstance(origins, list) or not all(
-        one is None or is_number(one, least=0, most=given[0] - 1) for one in origins
-    ):
-        raise ValueError(f"state.layers.origins is {_shown(origins)}; expected layers or null")
-    if not _are_layers(frozen, len(origins)):
-        raise ValueError(f"state.layers.frozen is {_shown(frozen)}; expected some of the layers")
+
+    def is_given(value: Any) -> bool:
+        pair = isinstance(value, list) and len(value) == 2
+        return pair and is_number(value[0], least=1) and _are_layers(value[1], value[0])
+
+    def are_origins(value: Any) -> bool:
+        return isinstance(value, list) and all(
+            one is None or is_number(one, least=0, most=found["given"][0] - 1) for one in value
+        )
+
+    rules: dict[str, Rule] = {
+        "given": ("a number and layers", is_given),
+        "origins": ("layers or null", are_origins),
+        "frozen": ("some of the layers", lambda value: _are_layers(value, len(found["origins"]))),
+    }
+    _check(found, rules, "state.layers.")
 
 
 def _are_layers(value: Any, number: int) -> bool:
@@ -359,22 +342,21 @@ def _are_layers(value: Any, number: int) -> bool:
     )
 
 
-def _check_shares(found: Manifest) -> None:
+def _check_shares(files: Mapping[str, Any], number: int) -> None:
     """Compare the shares that files are of with their number."""
-    number, indices = found.num_shares, dict[str, set[int]]()
-    for name in found.files:
+    found: dict[str, list[str]] = {}  # by unit
+    for name in files:
         match = FILE.fullmatch(name)
-        assert match is not None
-        if name == BUFFERS:
-            continue
-        index, of = int(match[3] or 1), int(match[4] or 1)
-        if of != number or not 1 <= index <= of or (of == 1 and match[3] is not None):
-            raise ValueError(f"files has {name!r}, but state.num_shares is {number}")
-        indices.setdefault(match[2], set()).add(index)
-    for unit, own in indices.items():
-        if len(own) != number:
-            raise ValueError(f"files has {len(own)} shares of {unit}; expected {number}")
-    if number > 1 and not indices:
+        if match is not None and name != BUFFERS:
+            found.setdefault(match[1], []).append(name)
+    for unit, names in found.items():
+        # No more than there are files: the number may be anything.
+        shares = [Share(index=index, number=number) for index in range(min(number, len(names)))]
+        strange = sorted(set(names) - {file_name(unit, share) for share in shares})
+        if strange or len(names) != number:
+            shown = strange[0] if strange else names[0]
+            raise ValueError(f"files has {shown!r}, but state.num_shares is {number}")
+    if number > 1 and not found:
         raise ValueError(f"state.num_shares is {number}, but there are no files")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
@@ -18,36 +18,40 @@ import torch
 from torch import Tensor
 
 from l2l.checkpoint.checkpoint import (
+    COMPANIONS,
+    Checkpoint,
+    SavedModel,
+    Saving,
+    make_folder,
+    measure_disk,
+    refuse_foreign,
+    together,
+)
+from l2l.checkpoint.manifest import (
     BUFFERS,
     MANIFEST,
-    Checkpoint,
+    MOST,
     CheckpointError,
+    Manifest,
     OtherCheckpointError,
-    Saving,
     file_name,
-    measure_disk,
+    is_number,
     plain,
-    refuse_foreign,
 )
-from l2l.checkpoint.manifest import MOST, is_number
-from l2l.checkpoint.saved_model import COMPANIONS, SavedModel
 from l2l.device import format_bytes
 from l2l.distributed import Share
+from l2l.files import TensorKind
 from l2l.model import Partition
 from l2l.parameter_server import (
     ALIGNMENT_ELEMENTS,
     HostOptimizer,
     LossScale,
-    Optimizer,
     ParameterServer,
     ServerOptimizer,
-    Snapshot,
     UnitForm,
 )
 
 logger = logging.getLogger("l2l")
-
-TensorKind = tuple[torch.dtype | None, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,36 +64,26 @@ class Expected:
 
 
 @final
+@dataclass(eq=False, kw_only=True)
 class Persistence:
     """Saves an engine's state and loads it."""
 
-    def __init__(
-        self,
-        *,
-        server: ParameterServer,
-        partition: Partition,
-        optimizer: ServerOptimizer,
-        loss_scale: LossScale | None,
-        link: torch.dtype,
-        spare_bytes: Callable[[], int],
-    ) -> None:
-        """Nothing happens yet; `spare_bytes` says how much host memory copies may take."""
-        self._server = server
-        self._partition = partition
-        self._optimizer = optimizer
-        self._loss_scale = loss_scale
-        self._link = link
-        self._spare_bytes = spare_bytes
-        self.saving: Saving | None = None
+    server: ParameterServer
+    partition: Partition
+    optimizer: ServerOptimizer
+    loss_scale: LossScale | None
+    link: torch.dtype
+    spare_bytes: Callable[[], int]  # host memory that copies may take
+    saving: Saving | None = None
 
     @property
-    def _description(self) -> Optimizer:
-        return self._server.optimizer
+    def _link(self) -> str:
+        return str(self.link).removeprefix("torch.")
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all units, as `save` writes them."""
-        return sum(self._server.image(name).nbytes for name in self._server.units)
+        return sum(self.server.image(name).nbytes for name in self.server.units)
 
     # ----------------------------------------------------------------------------------------------
 
@@ -124,80 +118,48 @@ class Persistence:
         Raises:
             CheckpointError: the folder cannot be made, or `extra` is not JSON.
         """
+        server, optimizer = self.server, self.server.optimizer
         try:
             extra = plain(extra)  # the caller may go on changing it
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"cannot save {folder}: extra is not JSON: {error}") from error
         refuse_foreign(folder)
-        total = sum(self._server.image(name).nbytes for name in order)
-        spare = self._spare_bytes()
-        stall = 0.0
+        total, spare, stall = self.num_bytes, self.spare_bytes(), 0.0
         if background and spare < total:
-            stall = self._announce_stall(folder, total, spare, step_seconds or 0.0)
+            stall = _announce_stall(folder, total, spare, step_seconds or 0.0)
         numbers = {
             **state,
-            "link": str(self._link).removeprefix("torch."),
-            "optimizer": type(self._description).__name__,
-            "moments": getattr(self._description, "moments", None),
-            "groups": self._optimizer.numbers(),
-            "loss_scale": None if self._loss_scale is None else asdict(self._loss_scale),
-            "num_shares": self._server.world.share.number,
+            "link": self._link,
+            "optimizer": type(optimizer).__name__,
+            "moments": getattr(optimizer, "moments", None),
+            "groups": self.optimizer.numbers(),
+            "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
+            "num_shares": server.world.share.number,
         }
-        snapshot = self._server.begin_snapshot(
+        copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
+        if server.world.rank == 0:
+            make_folder(folder)
+        snapshot = server.begin_snapshot(
             order, at_once=at_once, spare_bytes=spare, copies_ahead=background
         )
-        try:
-            saving = Saving(
-                folder,
-                snapshot=snapshot,
-                buffers={name: buffer.detach().cpu().clone() for name, buffer in buffers.items()},
-                step=step,
-                state=numbers,
-                extra=extra,
-                finish=partial(self._end_snapshot, snapshot),
-                settle=self._server.settle_all,
-                world=self._server.world,
-            )
-        except BaseException:
-            self._end_snapshot(snapshot)
-            raise
-        if then is not None:
-            saving.after.append(then)
-        self.saving = saving
+        manifest = Manifest(step=step, state=numbers, files={}, extra=extra)
+        self.saving = saving = Saving(
+            folder, manifest=manifest, server=server, snapshot=snapshot, buffers=copies, then=then
+        )
         saving.expected_stall_seconds = stall
         saving.start()
-        for name in self._server.units_on_device():
+        for name in server.units_on_device():
             snapshot.before(name)  # nothing tells when the device changes them
         return saving
 
     def prepare(self, order: Sequence[str]) -> None:
         """Make spare memory ready for `save` in the background; does not wait for it."""
-        self._server.fill_spare(order, most_bytes=self._spare_bytes())
-
-    def _end_snapshot(self, snapshot: Snapshot) -> None:
-        if self._server.snapshot is snapshot:
-            self._server.snapshot = None
-
-    @staticmethod
-    def _announce_stall(folder: Path, total: int, spare: int, step_seconds: float) -> float:
-        """Say how long training will wait for the disk."""
-        rate = measure_disk(folder.parent)
-        stall = max(0.0, (total - spare) / rate - step_seconds)
-        logger.warning(
-            "saving %s to a disk that takes %s/s, with %s of spare host memory: training will wait "
-            "for about %.0f s. With %s more (host_memory) it would not.",
-            format_bytes(total),
-            format_bytes(int(rate)),
-            format_bytes(max(0, spare)),
-            stall,
-            format_bytes(total - spare),
-        )
-        return stall
+        self.server.fill_spare(order, most_bytes=self.spare_bytes())
 
     def give_up(self) -> None:
         """What is being written will not be whole: nobody waits for it."""
-        if self._server.snapshot is not None:
-            self._server.snapshot.give_up()
+        if self.server.snapshot is not None:
+            self.server.snapshot.give_up()
 
     def finish(self) -> None:
         """Wait for a checkpoint that is being written.
@@ -206,11 +168,13 @@ class Persistence:
             CheckpointError: it could not be written, and nobody was told so far.
         """
         saving = self.saving
+        if saving is None:
+            return
         try:
-            if saving is not None and not saving.is_reported:
+            if not saving.is_reported:
                 saving.wait()
         finally:  # one that still runs, because the wait was interrupted, is not forgotten
-            if saving is not None and saving.is_done:
+            if saving.is_done:
                 self.saving = None
 
     # ----------------------------------------------------------------------------------------------
@@ -221,18 +185,8 @@ class Persistence:
         Raises:
             CheckpointError: with the file.
         """
-        world = self._server.world
-        failure: CheckpointError | None = None
-        try:
-            checkpoint.check(share=Share(index=world.rank, number=world.size))
-        except CheckpointError as error:
-            failure = error
-        reasons = world.gather_facts(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        for rank, reason in enumerate(reasons):
-            if reason is not None:
-                raise CheckpointError(f"rank {rank}: {reason}")
+        world = self.server.world
+        together(world.gather_facts, lambda: checkpoint.check(world.rank, world.size))
 
     def check(self, checkpoint: Checkpoint, expected: Expected) -> None:
         """Refuse a checkpoint that is not of this model and optimizer.
@@ -240,81 +194,54 @@ class Persistence:
         Raises:
             OtherCheckpointError: with the file, and what does not fit.
         """
-        state, folder = checkpoint.manifest.state, checkpoint.folder
-        mine = (type(self._description).__name__, getattr(self._description, "moments", None))
-        found = (state["optimizer"], state["moments"])
+        manifest, folder, own = checkpoint.manifest, checkpoint.folder, self.server.optimizer
+        mine = _called(type(own).__name__, getattr(own, "moments", None))
+        found = _called(manifest.state["optimizer"], manifest.state["moments"])
         if mine != found:
             raise OtherCheckpointError(
-                f"{folder} was saved with the optimizer {_called(*found)}; the engine has "
-                f"{_called(*mine)}. Expected the same one."
+                f"{folder} was saved with the optimizer {found}; the engine has {mine}."
             )
-        files, shares = checkpoint.manifest.files, checkpoint.shares
-        several = self._server.world.is_parallel or len(shares) > 1
-        if several and not self._is_same_link(checkpoint):
+        several = self.server.world.is_parallel or len(manifest.shares) > 1
+        if several and manifest.state["link"] != self._link:
             raise OtherCheckpointError(
-                f"{folder} was saved with another precision. Load it in a single process, as a "
-                "single process has saved it, or keep the precision."
+                f"{folder} is of another precision. Keep it, or save and load in a single process."
             )
         forms = expected.forms
-        wanted = {
-            file_name(unit, one): (form, one) for unit, form in forms.items() for one in shares
-        }
-        for file in dict.fromkeys((*wanted, *files)):
-            if file in wanted and file in files:
+        wanted = {file_name(k, one): (v, one) for k, v in forms.items() for one in manifest.shares}
+        for file in dict.fromkeys((*wanted, *manifest.files)):
+            if file in wanted and file in manifest.files:
                 self._compare_unit(checkpoint, file, *wanted[file])
             elif file != BUFFERS:
                 number = sum(unit.startswith("L") for unit in forms)
+                has = "no" if file in wanted else "a"
                 raise OtherCheckpointError(
-                    f"{folder} has {'no' if file in wanted else 'a'} unit {file}: it is of "
-                    f"another model, expected one with {number} layers."
+                    f"{folder} has {has} unit {file}: of another model, expected {number} layers."
                 )
-        self._compare_buffers(checkpoint, expected)
+        outer, layers = (
+            {name: (one.dtype, tuple(one.shape)) for name, one in buffers.items()}
+            for buffers in (expected.outer_buffers, expected.layer_buffers)
+        )
+        _compare(checkpoint.path(BUFFERS), checkpoint.kinds(BUFFERS), outer, also=layers)
         self._check_groups(checkpoint, forms)
 
-    def _compare_unit(
-        self, checkpoint: Checkpoint, file: str, form: UnitForm, share: Share
-    ) -> None:
+    @staticmethod
+    def _compare_unit(checkpoint: Checkpoint, file: str, form: UnitForm, share: Share) -> None:
         """Compare a file with what it must have of a unit."""
-        path = checkpoint.path(file)
-        wanted, found = form.kinds_in(share), checkpoint.kinds(file)
-        for name in dict.fromkeys((*wanted, *found)):
-            if name not in found or name not in wanted:
-                has = "lacks" if name in wanted else "also has"
-                raise OtherCheckpointError(
-                    f"{path} {has} {name!r}: it is of another model, or of one in which other "
-                    "parameters are trained."
-                )
-            _refuse_other_kind(path, name, found[name], wanted[name])
-        steps = checkpoint.manifest.files[file].steps
-        first = checkpoint.manifest.files[file_name(form.name, Share(number=share.number))].steps
-        if set(steps) not in ({""}, set(form.trained.names)) or steps != first:
+        _compare(checkpoint.path(file), checkpoint.kinds(file), form.kinds_in(share))
+        files = checkpoint.manifest.files
+        steps, first = files[file].steps, files[file_name(form.name, Share(number=share.number))]
+        if set(steps) not in ({""}, set(form.trained.names)) or steps != first.steps:
             raise OtherCheckpointError(
                 f"{checkpoint.folder / MANIFEST}: the numbers of updates of {file} are not those "
                 "of its trained parameters: it is of another model."
             )
 
-    @staticmethod
-    def _compare_buffers(checkpoint: Checkpoint, expected: Expected) -> None:
-        """Compare the file of buffers with what it must have, and may have."""
-        path = checkpoint.path(BUFFERS)
-        found = checkpoint.kinds(BUFFERS) if BUFFERS in checkpoint.manifest.files else {}
-        missing = [name for name in expected.outer_buffers if name not in found]
-        if missing:
-            raise OtherCheckpointError(f"{path} lacks {missing[0]!r}: it is of another model.")
-        known = {**expected.layer_buffers, **expected.outer_buffers}
-        for name, kind in found.items():
-            if name not in known:
-                raise OtherCheckpointError(f"{path} also has {name!r}: it is of another model.")
-            _refuse_other_kind(path, name, kind, (known[name].dtype, tuple(known[name].shape)))
-
     def _check_groups(self, checkpoint: Checkpoint, forms: Mapping[str, UnitForm]) -> None:
         """Refuse numbers of parameter groups that no optimizer of this kind has."""
-        path, own = checkpoint.folder / MANIFEST, dict(self._optimizer.defaults)
-        own |= {
-            one.name: one.default
-            for one in fields(self._description)
-            if one.name in own and one.default is not MISSING
-        }
+        path, optimizer = checkpoint.folder / MANIFEST, self.server.optimizer
+        own = dict(self.optimizer.defaults)
+        given = {one.name: one.default for one in fields(optimizer) if one.default is not MISSING}
+        own |= {name: value for name, value in given.items() if name in own}
         kinds = {kind for form in forms.values() for kind in form.state_kinds}
         for index, group in enumerate(checkpoint.manifest.state["groups"]):
             for name, value in group.items():
@@ -323,127 +250,129 @@ class Persistence:
                         f"{path} is damaged: {name} of parameter group {index} is "
                         f"{str(value)[:40]!r}; expected a value like {own.get(name)!r}."
                     )
-            if isinstance(self._description, HostOptimizer) and own.keys() <= group.keys():
-                missing = set(self._description.state_kinds(group)) - kinds
+            if isinstance(optimizer, HostOptimizer) and own.keys() <= group.keys():
+                missing = set(optimizer.state_kinds(group)) - kinds
                 if missing and kinds:
                     raise OtherCheckpointError(
-                        f"{path}: parameter group {index} needs {sorted(missing)}, which the "
-                        "engine was not made with."
+                        f"{path}: parameter group {index} needs {sorted(missing)}, not there."
                     )
 
-    def _is_same_link(self, checkpoint: Checkpoint) -> bool:
-        return bool(checkpoint.manifest.state["link"] == str(self._link).removeprefix("torch."))
+    # ----------------------------------------------------------------------------------------------
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Take over the tensors and numbers of a checkpoint that was checked."""
-        manifest = checkpoint.manifest
-        same = self._is_same_link(checkpoint)
-        if not same:
-            logger.warning(
-                "%s was saved with precision %s; this engine has %s, so results differ from those "
-                "of the run that was saved.",
-                checkpoint.folder,
-                manifest.state["link"],
-                str(self._link).removeprefix("torch."),
-            )
-        shares, saved = checkpoint.shares, None if same else SavedModel(checkpoint)
-        self._server.waiting.clear()
-        for name, unit in self._server.units.items():
-            targets = dict(self._server.image(name).tensors)
-            if saved is None:
+        state, shares, saved = checkpoint.manifest.state, checkpoint.manifest.shares, None
+        if state["link"] != self._link:
+            said = "%s was saved with precision %s; this engine has %s, so results differ from "
+            said += "those of the run that was saved."
+            logger.warning(said, checkpoint.folder, state["link"], self._link)
+            saved = SavedModel(checkpoint)
+        self.server.waiting.clear()
+        for name, unit in self.server.units.items():
+            targets = dict(self.server.image(name).tensors)
+            if saved is not None:
+                self._load_converted(checkpoint, saved, name, targets)
+            else:
                 for share in shares:
                     self._load_share(checkpoint, name, share, targets)
-            else:
-                self._load_converted(checkpoint, saved, name, targets)
             for owner in unit.steps:
                 unit.steps[owner] = checkpoint.steps(file_name(name, shares[0]), owner)
-        if self._loss_scale is not None and manifest.state["loss_scale"] is not None:
-            for key, value in manifest.state["loss_scale"].items():
-                setattr(self._loss_scale, key, value)
-        if not self._optimizer.restore_numbers(manifest.state["groups"]):
-            logger.warning(
-                "%s has other parameter groups; the engine keeps its own learning rates.",
-                checkpoint.folder,
-            )
+        if self.loss_scale is not None:
+            for key, value in (state["loss_scale"] or {}).items():
+                setattr(self.loss_scale, key, value)
+        if not self.optimizer.restore_numbers(state["groups"]):
+            said = "%s has other parameter groups; the engine keeps its own learning rates."
+            logger.warning(said, checkpoint.folder)
 
     def _load_share(
         self, checkpoint: Checkpoint, name: str, share: Share, targets: Mapping[str, Tensor]
     ) -> None:
         """Load what is needed here of the share that one rank has saved of a unit."""
-        file, unit = file_name(name, share), self._server.units[name]
+        file, unit = file_name(name, share), self.server.units[name]
         if share.number == unit.share.number == 1:
-            checkpoint.read(file, list(targets), _into(targets))
+            for key, value in checkpoint.read(file, targets):
+                targets[key].copy_(value)
             return
-        saved = unit.form.weight_layout.cut_for(share.number)
+        layout = unit.form.weight_layout
+        saved = layout.cut_for(share.number)
         places: dict[str, tuple[slice, slice]] = {}
         for key in targets:
             owner, _, kind = key.partition("|")
-            owner = key if key in unit.form.weight_layout.names else owner
-            theirs = saved.piece(owner, share)
-            mine = unit.form.weight_layout.piece(owner, unit.share)
+            owner = key if key in layout.names else owner
+            theirs, mine = saved.piece(owner, share), layout.piece(owner, unit.share)
             start, stop = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
-            if start >= stop:
-                continue
             state = unit.form.state_kinds.get(kind) if owner != key else None
             block = ALIGNMENT_ELEMENTS if state is not None and state.per_block else 1
-            places[key] = (
-                slice((start - mine.start) // block, -(-(stop - mine.start) // block)),
-                slice((start - theirs.start) // block, -(-(stop - theirs.start) // block)),
-            )
-
-        def receive(key: str, value: Tensor) -> None:
-            mine, theirs = places[key]
-            targets[key].view(-1)[mine].copy_(value.reshape(-1)[theirs])
-
-        if places:
-            checkpoint.read(file, list(places), receive)
+            if start < stop:
+                places[key] = (
+                    slice((start - mine.start) // block, -(-(stop - mine.start) // block)),
+                    slice((start - theirs.start) // block, -(-(stop - theirs.start) // block)),
+                )
+        for key, value in checkpoint.read(file, places):
+            here, there = places[key]
+            targets[key].view(-1)[here].copy_(value.reshape(-1)[there])
 
     def _load_converted(
         self, checkpoint: Checkpoint, saved: SavedModel, name: str, targets: Mapping[str, Tensor]
     ) -> None:
         """Load tensors of another precision: masters are joined there and split here."""
-        trained = self._server.units[name].form.trained.names
-        as_it_is = [key for key in targets if key not in trained and not _is_companion(key)]
-        checkpoint.read(name, as_it_is, _into(targets))
+        trained = self.server.units[name].form.trained.names
+        others = [key for key in targets if key not in trained]
+        as_they_are = [key for key in others if key.rpartition("|")[2] not in COMPANIONS]
+        for key, value in checkpoint.read(name, as_they_are):
+            targets[key].copy_(value)
         for owner in trained:
-            self._server.set_weight(owner, saved.read(owner, targets[owner].shape))
+            self.server.set_weight(owner, saved.read(owner, targets[owner].shape))
 
     def load_buffers(self, checkpoint: Checkpoint, present: Mapping[str, Tensor]) -> None:
         """Buffers as they were; `present` are those on the device."""
         own: dict[str, Tensor] = {}
-
-        def receive(name: str, value: Tensor) -> None:
+        loaded: list[tuple[str, Tensor]] = []
+        # Those of layers are with the layers as they were at first, and once more if they changed.
+        for index, tensors in enumerate(self.partition.layer_tensors):
+            own |= tensors.buffers
+            unit = self.server.units[f"L{index}"]
+            loaded += [(owner, unit.weight_of(owner)) for owner in tensors.buffers]
+        for name, value in chain(loaded, checkpoint.read(BUFFERS, checkpoint.kinds(BUFFERS))):
             for target in (own.get(name), present.get(name)):
                 if target is not None:
                     target.copy_(value)
 
-        # Those of layers are with the layers as they were at first, and once more if they changed.
-        for index, tensors in enumerate(self._partition.layer_tensors):
-            own |= tensors.buffers
-            for owner in tensors.buffers:
-                receive(owner, self._server.units[f"L{index}"].weight_of(owner))
-        if BUFFERS in checkpoint.manifest.files:
-            checkpoint.read(BUFFERS, list(checkpoint.kinds(BUFFERS)), receive)
+
+def _announce_stall(folder: Path, total: int, spare: int, step_seconds: float) -> float:
+    """Say how long training will wait for the disk."""
+    rate = measure_disk(folder.parent)
+    stall = max(0.0, (total - spare) / rate - step_seconds)
+    shown = [format_bytes(one) for one in (total, int(rate), max(0, spare), total - spare)]
+    logger.warning(
+        "saving %s to a disk that takes %s/s, with %s of spare host memory: training will wait for "
+        "about %.0f s. With %s more (host_memory) it would not.",
+        *(*shown[:3], stall, shown[3]),
+    )
+    return stall
 
 
-def _into(targets: Mapping[str, Tensor]) -> Callable[[str, Tensor], None]:
-    def receive(name: str, value: Tensor) -> None:
-        targets[name].copy_(value)
-
-    return receive
-
-
-def _is_companion(name: str) -> bool:
-    return name.rpartition("|")[2] in COMPANIONS
-
-
-def _refuse_other_kind(path: Path, name: str, found: TensorKind, wanted: TensorKind) -> None:
-    for what, one, other in zip(("dtype", "shape"), found, wanted, strict=True):
-        if one != other:
-            has, expected = (list(v) if isinstance(v, tuple) else v for v in (one, other))
+def _compare(
+    path: Path,
+    found: Mapping[str, TensorKind],
+    wanted: Mapping[str, TensorKind],
+    *,
+    also: Mapping[str, TensorKind] | None = None,
+) -> None:
+    """Compare the tensors of a file with those that it must have, and those that it may have."""
+    known = {**(also or {}), **wanted}
+    for name in dict.fromkeys((*wanted, *found)):
+        if name not in found or name not in known:
             raise OtherCheckpointError(
-                f"{path}: {name!r} has {what} {has}, expected {expected}: it is of another model."
+                f"{path} {'also has' if name in found else 'lacks'} {name!r}: it is of another "
+                "model, or of one in which other parameters are trained."
             )
+        for what, one, other in zip(("dtype", "shape"), found[name], known[name], strict=True):
+            if one != other:
+                has, expected = (list(v) if isinstance(v, tuple) else v for v in (one, other))
+                raise OtherCheckpointError(
+                    f"{path}: {name!r} has {what} {has}, expected {expected}: of another model."
+                )
 
 
 def _is_like(value: Any, own: Any) -> bool:

@@ -2,40 +2,22 @@
 
 It offers what the relay needs and no more: submit work to a lane, record an event after it, let a
 lane wait for an event, take device memory, take host memory the device can reach directly, seed the
-generators (seam.py). Two devices implement it: `CudaDevice` (cuda.py), and `CheckingDevice`
-(checking.py), the same engine on the CPU, which runs work as late as the waits allow and so finds
-the waits that are missing.
+generators. There are two devices: `CudaDevice` (cuda.py), and `CheckingDevice` (checking.py), the
+same engine on the CPU, which runs work as late as the waits allow and so finds the waits that are
+missing. What another one would have to offer is said there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor
 
 from l2l.device.byte_size import format_bytes, parse_bytes
-from l2l.device.checking import ByteCount, CheckingDevice, CountAllocations, QueuedEvent
-from l2l.device.cuda import CudaDevice, busy_link, num_devices, plain_peak
-from l2l.device.seam import PAGE_BYTES, Device, Event, UpdateFailedError, Work, untouched_pages
+from l2l.device.checking import CheckingDevice, QueuedEvent
+from l2l.device.cuda import CudaDevice, busy_link, num_devices
+from l2l.device.pages import PAGE_BYTES, untouched_pages
+from l2l.device.worker import Event, UpdateFailedError, Work
 
-
-def plain_peak_bytes(work: Work, *, held: Iterable[Tensor], device: Device) -> int:
-    """Most device memory that a piece of plain PyTorch takes, counted as for an engine.
-
-    Args:
-        work: runs on the device.
-        held: tensors that are on the device before (a model's parameters).
-        device: where.
-    """
-    if device.torch_device.type == "cuda":
-        return plain_peak(work, device)
-    count = ByteCount()
-    for tensor in held:
-        count.hold(tensor)
-    with CountAllocations(count):
-        work()
-    return count.peak_bytes
+Device = CheckingDevice | CudaDevice
 
 
 def open_device(device: str | torch.device | None) -> Device:

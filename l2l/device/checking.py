@@ -27,11 +27,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from l2l.device.random_numbers import RandomNumbers
-from l2l.device.seam import Device, Event, Work, anonymous_pages
-from l2l.device.worker import Worker, WorkerEvent
+from l2l.device.pages import anonymous_pages
+from l2l.device.random_numbers import Drawing, RandomNumbers
+from l2l.device.worker import Event, Work, Worker, WorkerEvent
 from l2l.schedule import Lane, Span, Trace
 
 AT_ONCE = (Lane.COMPUTE, Lane.UPDATE, Lane.GATHER, Lane.REDUCE)
@@ -39,17 +40,17 @@ AT_ONCE = (Lane.COMPUTE, Lane.UPDATE, Lane.GATHER, Lane.REDUCE)
 
 
 @final
-class QueuedEvent(Event):
+@dataclass(frozen=True, slots=True)
+class QueuedEvent:
     """A position in a queued lane."""
 
-    def __init__(self, device: CheckingDevice, lane: Lane, position: int) -> None:
-        self._device = device
-        self.lane = lane
-        self.position = position
+    device: CheckingDevice
+    lane: Lane
+    position: int
 
-    @override
     def synchronize(self) -> None:
-        self._device.run_to(self)
+        """Run what comes before."""
+        self.device.run_to(self)
 
 
 @dataclass(slots=True)
@@ -67,8 +68,15 @@ class _Queue:
 
 
 @final
-class CheckingDevice(Device):
-    """The CPU as a device whose copies are as late, or a lane as early, as the waits allow."""
+class CheckingDevice(Drawing):
+    """The CPU as a device whose copies are as late, or a lane as early, as the waits allow.
+
+    What each method is there for, on any device, is said here.
+    """
+
+    growth_bytes = 0
+    """Bytes of a budget that its allocator cannot give: it grows by so much at a time."""
+    sums_products = False  # whether a product of 16-bit matrices can be added to a float32 one
 
     def __init__(self, *, first: Lane | None = None) -> None:
         """Make the device.
@@ -86,21 +94,25 @@ class CheckingDevice(Device):
         if self._worker is not None:
             weakref.finalize(self, self._worker.dismiss).atexit = False
         self._reserved = ByteCount()
+        self._counts = False  # whether what computing allocates is counted as well
 
-    @override
+    # ----------------------------------------------------------------------------------------------
+    # Lanes
+
     def submit(self, lane: Lane, text: str, work: Work) -> None:
+        """Append work to a lane. `text` is the schedule's line, for traces and errors."""
         if self._trace is not None:
             work = partial(_timed, work, Lane(lane).value, text, *self._trace)
         self._queues[lane].append(work)
         if self._first is None and lane in AT_ONCE:
-            self._advance(lane, self._queues[lane].num_submitted)
+            self._advance(lane)
 
-    @override
     def record(self, lane: Lane) -> Event:
+        """An event that completes with the work submitted to the lane so far."""
         return QueuedEvent(self, lane, self._queues[lane].num_submitted)
 
-    @override
     def wait(self, lane: Lane, event: Event) -> None:
+        """Hold what is submitted to the lane from now on until the event is complete."""
         assert isinstance(event, QueuedEvent), type(event)
         self._queues[lane].append(event)
 
@@ -114,8 +126,10 @@ class CheckingDevice(Device):
             for position in completed:
                 del self._worker_events[position]
 
-    def _advance(self, lane: Lane, position: int) -> None:
+    def _advance(self, lane: Lane, position: int | None = None) -> None:
+        """Run a lane up to a position, or all that it has."""
         lane_queue = self._queues[lane]
+        position = lane_queue.num_submitted if position is None else position
         while lane_queue.num_done < position:
             if lane_queue.busy:
                 raise RuntimeError(f"deadlock: the {lane.value} lane waits for itself")
@@ -134,79 +148,50 @@ class CheckingDevice(Device):
         if lane is Lane.UPDATE and self._worker is not None:
             self._worker.submit(lane.value, work)
             self._worker_events[self._queues[lane].num_done + 1] = self._worker.record()
-        elif lane is Lane.COMPUTE and self._reserved.counting is not None:
-            with self._reserved.counting:
-                work()
-        else:
+            return
+        counting = lane is Lane.COMPUTE and self._counts
+        with self._reserved if counting else contextlib.nullcontext():
             work()
 
-    @override
     @contextlib.contextmanager
     def tracing(self) -> Iterator[Trace]:
+        """Collect a span for every action inside the block; they are there when it ends."""
         trace = Trace()
         self._trace = (trace, time.perf_counter())
         try:
             yield trace
-            self.run_to(QueuedEvent(self, Lane.UPDATE, self._queues[Lane.UPDATE].num_submitted))
+            self.record(Lane.UPDATE).synchronize()
         finally:
             self._trace = None
 
-    @override
     def begin(self) -> None:
+        """Start a schedule: every lane but the update lane goes on after all earlier work."""
         if self._worker is not None:
             self._worker.raise_failure()
 
-    @override
     def finish(self) -> None:
-        order: list[Lane] = [lane for lane in Lane if lane is not Lane.UPDATE]
+        """End a schedule: later work of every lane but the update lane follows all of it."""
         if self._first is not None:
-            order.insert(0, self._first)
-        for lane in order:
-            self._advance(lane, self._queues[lane].num_submitted)
-
-    @override
-    def empty(self, nbytes: int) -> Tensor:
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
-        self._reserved.hold(buffer)
-        self.poison(buffer)
-        return buffer
-
-    @override
-    def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
-        if not registered:
-            return anonymous_pages(nbytes)[0]
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
-        self.poison(buffer)
-        return buffer
-
-    @override
-    def register(self, buffer: Tensor) -> None:
-        pass
-
-    @override
-    def forget(self, buffer: Tensor) -> None:
-        pass
-
-    @override
-    def host_record(self, *shape: int) -> Tensor:
-        return torch.full(shape, torch.nan)
-
-    @override
-    def pinned(self, tensor: Tensor) -> Tensor:
-        return tensor
+            self._advance(self._first)
+        for lane in Lane:
+            if lane is not Lane.UPDATE:
+                self._advance(lane)
 
     @property
-    @override
     def has_failed(self) -> bool:
+        """Whether work on the update lane has failed."""
         return self._worker is not None and self._worker.has_failed
 
-    @override
     def recover(self) -> None:
+        """Forget that the update lane has failed: its work is to be replaced."""
         if self._worker is not None:
             self._worker.recover()
 
-    @override
     def abort(self) -> None:
+        """Drop or finish what was submitted to all lanes, after an error; may be called again.
+
+        Does not raise what has failed on the update lane.
+        """
         for lane, one in self._queues.items():
             one.busy = False
             if lane is not Lane.UPDATE or self._worker is not None:
@@ -215,47 +200,78 @@ class CheckingDevice(Device):
         if self._worker is not None:
             self._worker.finish()
         else:  # it may have work of earlier steps
-            self._advance(Lane.UPDATE, self._queues[Lane.UPDATE].num_submitted)
+            self._advance(Lane.UPDATE)
 
-    @override
-    def poison(self, buffer: Tensor) -> None:
-        buffer.fill_(0xFF)  # all bits set is NaN in every floating dtype
-
-    @property
-    @override
-    def name(self) -> str:
-        return platform.processor() or platform.machine() or "CPU"
-
-    @override
-    def total_bytes(self) -> int:
-        return _host_bytes("MemTotal")
-
-    @override
-    def free_bytes(self) -> int:
-        return _host_bytes("MemAvailable")
-
-    @override
-    def give_back(self) -> None:
-        pass
-
-    @override
-    def limit_memory(self, nbytes: int) -> None:
-        pass
-
-    @override
-    def reset_peak(self) -> None:
-        self._reserved.start()
-
-    @override
-    def peak_bytes(self) -> int:
-        return self._reserved.peak_bytes
-
-    @override
     def close(self) -> None:
+        """Finish all work and give back threads and host memory."""
         for lane in Lane:
-            self._advance(lane, self._queues[lane].num_submitted)
+            self._advance(lane)
         if self._worker is not None:
             self._worker.close()
+
+    # ----------------------------------------------------------------------------------------------
+    # Memory
+
+    @property
+    def name(self) -> str:
+        """What the maker calls it."""
+        return platform.processor() or platform.machine() or "CPU"
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Device memory, as bytes; NaN in every floating dtype on the checking device."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._reserved.hold(buffer)
+        self.poison(buffer)
+        return buffer
+
+    def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
+        """Host memory, as bytes; lanes copy from and to registered memory without the host."""
+        if not registered:
+            return anonymous_pages(nbytes)[0]
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self.poison(buffer)
+        return buffer
+
+    def poison(self, buffer: Tensor) -> None:
+        """Declare the contents of device memory dead."""
+        buffer.fill_(0xFF)  # all bits set is NaN in every floating dtype
+
+    def register(self, buffer: Tensor) -> None:
+        """Let lanes copy from and to memory of `host_empty` that was not registered."""
+
+    def forget(self, buffer: Tensor) -> None:
+        """Nobody copies from or to memory of `host_empty` any more, and it may go."""
+
+    def host_record(self, *shape: int) -> Tensor:
+        """A few float32 numbers on the host for a lane to write; NaN until it does."""
+        return torch.full(shape, torch.nan)
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """A host tensor as one that can be copied to the device without the host's help."""
+        return tensor
+
+    def total_bytes(self) -> int:
+        """Memory of the device."""
+        return _host_bytes("MemTotal")
+
+    def free_bytes(self) -> int:
+        """Device memory that could be taken now; what torch keeps for itself unused counts too."""
+        return _host_bytes("MemAvailable")
+
+    def give_back(self) -> None:
+        """Give device memory that torch keeps unused back to the driver."""
+
+    def limit_memory(self, nbytes: int) -> None:
+        """Let torch reserve no more device memory than this, and waste none of it."""
+
+    def reset_peak(self) -> None:
+        """Start a new peak measurement."""
+        self._counts = True
+        self._reserved.peak_bytes = self._reserved.live_bytes
+
+    def peak_bytes(self) -> int:
+        """Most device memory in use at once since `reset_peak`."""
+        return self._reserved.peak_bytes
 
 
 def _host_bytes(entry: str) -> int:
@@ -272,38 +288,23 @@ def _timed(work: Work, lane: str, text: str, trace: Trace, began: float) -> None
 
 
 @final
-class ByteCount:
-    """Bytes a real device would hold: reserved memory, and what computing allocates on top."""
+class ByteCount(TorchDispatchMode):
+    """Bytes a real device would hold: what is reserved, and inside a block what is allocated."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.counting: CountAllocations | None = None
 
     def hold(self, tensor: Tensor) -> None:
         """Count a tensor's storage until it is freed."""
         storage = tensor.untyped_storage()
-        self.add(storage.nbytes())
-        weakref.finalize(storage, self.add, -storage.nbytes())
+        self._add(storage.nbytes())
+        weakref.finalize(storage, self._add, -storage.nbytes())
 
-    def add(self, nbytes: int) -> None:
-        """Note that bytes were taken, or given back if negative."""
+    def _add(self, nbytes: int) -> None:
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def start(self) -> None:
-        """Count allocations from now on, from a fresh peak."""
-        self.counting = CountAllocations(self)
-        self.peak_bytes = self.live_bytes
-
-
-@final
-class CountAllocations(TorchDispatchMode):
-    """Counts the storages that operators allocate, until they are freed."""
-
-    def __init__(self, count: ByteCount) -> None:
-        super().__init__()
-        self._count = count
 
     @override
     def __torch_dispatch__(
@@ -311,11 +312,11 @@ class CountAllocations(TorchDispatchMode):
     ) -> Any:
         given = {
             leaf.untyped_storage()._cdata
-            for leaf in torch.utils._pytree.tree_leaves((args, kwargs))
+            for leaf in tree_leaves((args, kwargs))
             if isinstance(leaf, Tensor)
         }
         result = func(*args, **(kwargs or {}))
-        for leaf in torch.utils._pytree.tree_leaves(result):
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
-                self._count.hold(leaf)
+                self.hold(leaf)
         return result

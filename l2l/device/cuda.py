@@ -34,11 +34,10 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from l2l.device.random_numbers import RandomNumbers, current
-from l2l.device.seam import PAGE_BYTES, Device, Event, Work, anonymous_pages
-from l2l.device.worker import WAITING, Worker, WorkerEvent, worker_spans
+from l2l.device.pages import PAGE_BYTES, anonymous_pages
+from l2l.device.random_numbers import Drawing, RandomNumbers, current
+from l2l.device.worker import WAITING, Event, Work, Worker, WorkerEvent
 from l2l.schedule import Lane, Span, Trace
 
 COPIES_AHEAD = 16
@@ -49,27 +48,20 @@ LITTLE_CACHE = 4 << 20
 MARKED_LAUNCHES = 128  # between two marks, by which it is known how many are done
 SWITCH_SECONDS = 0.0002
 NOTHING_TO_DO: Final = contextlib.nullcontext()
-LAUNCHES: Final[Mapping[str, int]] = {
-    "prologue": 24,
-    "forward": 40,
-    "backward": 80,
-    "regress": 40,
-    "epilogue": MAX_LAUNCHES,
-    "score": MAX_LAUNCHES,
-}
+LAUNCHES: Final[Mapping[str, int]] = {"forward": 40, "backward": 80, "loss": MAX_LAUNCHES}
 """Kernels that compiled lines launch, at most: a layer makes about 15 and 50; other lines: 8."""
 
 
 @final
-class CudaEvent(Event):
+class CudaEvent:
     """An event on a stream."""
 
     def __init__(self, *, after: WorkerEvent | None) -> None:
         self.event = torch.cuda.Event(blocking=True)  # who waits on the host, sleeps
         self.after = after  # the last host work that its lane has waited for
 
-    @override
     def synchronize(self) -> None:
+        """Sleep until the stream has come so far."""
         self.event.synchronize()
 
 
@@ -104,7 +96,10 @@ class StreamCounter:
         cudart = torch.cuda.cudart()
         self._registered = not int(cudart.cudaHostRegister(self._memory.data_ptr(), PAGE_BYTES, 0))
         self._word = ctypes.c_uint32.from_address(self._memory.data_ptr())
-        self._wait_value = _driver_function("cuStreamWaitValue32_v2") if self._registered else None
+        self._wait_value: Any = None
+        if self._registered:
+            with contextlib.suppress(OSError, AttributeError):
+                self._wait_value = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
 
     def advance(self, number: int) -> None:
         """All events up to this number are complete."""
@@ -182,16 +177,10 @@ def _redirect_states() -> None:
 
     def _manual_seed(seed: int) -> None:
         own = _own_generator("cuda")
-        if own is None:
-            seed_one(seed)
-        else:
-            own.manual_seed(int(seed))
+        (seed_one if own is None else own.manual_seed)(int(seed))
 
     def _manual_seed_all(seed: int) -> None:
-        if current() is None:
-            seed_all(seed)
-        else:
-            _manual_seed(seed)
+        (seed_all if current() is None else _manual_seed)(int(seed))
 
     for module in (torch.cuda, torch.cuda.random):
         vars(module).update(get_rng_state=_get_rng_state, set_rng_state=_set_rng_state)
@@ -204,36 +193,24 @@ def _own_generator(device: int | str | torch.device) -> torch.Generator | None:
     if numbers is None:
         return None
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    index: int | None = found.index  # None for plain "cuda"
-    number = torch.cuda.current_device() if index is None else index
-    return numbers.generator(torch.device("cuda", number))
+    return numbers.generator(torch.device("cuda", _number_of(found)))
 
 
-def _choose_kernels_frugally() -> None:
-    """Let the compiler compare kernels without a tensor as large as the device's cache."""
-    from torch._inductor.runtime.benchmarking import benchmarker
-
-    vars(benchmarker)["L2_cache_size"] = LITTLE_CACHE
-
-
-def _driver_function(name: str) -> Any:
-    try:
-        return getattr(ctypes.CDLL("libcuda.so.1"), name)
-    except (OSError, AttributeError):
-        return None
+def _number_of(device: torch.device) -> int:
+    index: int | None = device.index  # None for plain "cuda"
+    return torch.cuda.current_device() if index is None else index
 
 
 @final
-class CudaDevice(Device):
+class CudaDevice(Drawing):
     """Streams of one CUDA device."""
 
     growth_bytes = SEGMENT_GROWTH
     sums_products = True
 
     def __init__(self, torch_device: torch.device) -> None:
-        index: int | None = torch_device.index  # None for plain "cuda"
         torch.cuda.init()  # before it there are no generators
-        number = torch.cuda.current_device() if index is None else index
+        number = _number_of(torch_device)
         super().__init__(
             torch.device("cuda", number),
             RandomNumbers([torch.default_generator, torch.cuda.default_generators[number]]),
@@ -256,8 +233,8 @@ class CudaDevice(Device):
         self._num_launches = dict.fromkeys(Lane, 0)  # queued since then
         self._launched: deque[torch.cuda.Event] = deque()  # marks on the compute lane
         self._num_unmarked = 0  # launches there since the last mark
-        self._switch_seconds: float | None = None  # Python's own, during a step
-        self._callers: torch.cuda.Stream | None = None  # current before the step, during one
+        # During a step: the stream that was the current one, and Python's own switch interval.
+        self._callers: tuple[torch.cuda.Stream, float] | None = None
         self._waited: Event | None = None  # what the host thread has waited for, or will, last
         self._marks: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] | None = None
         self._before_compiling = partial(_finish_before_compiling, weakref.ref(self._worker))
@@ -277,8 +254,8 @@ class CudaDevice(Device):
         if self._before_compiling not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(self._before_compiling)
 
-    @override
     def submit(self, lane: Lane, text: str, work: Work) -> None:
+        """Launch work on the stream of its lane, once few enough launches are queued."""
         if lane is Lane.UPDATE:
             self._worker.submit(text, work)
             return
@@ -287,7 +264,9 @@ class CudaDevice(Device):
         stream = self._streams[lane]
         if lane is Lane.COMPUTE:
             self._keep_short(stream, num_launches)
-        with self._named(text), self._on(stream):
+        looks = torch._C._autograd._profiler_enabled()  # torch's profiler
+        named = torch.profiler.record_function(text) if looks else NOTHING_TO_DO
+        with named, self._on(stream):
             if self._marks is None:
                 work()
                 return
@@ -297,13 +276,6 @@ class CudaDevice(Device):
             end.record(stream)
             self._marks.append((lane, text, start, end))
 
-    @staticmethod
-    def _named(text: str) -> contextlib.AbstractContextManager[object]:
-        """Names what is submitted, if torch's profiler looks."""
-        if torch._C._autograd._profiler_enabled():
-            return torch.profiler.record_function(text)
-        return NOTHING_TO_DO
-
     def _on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[object]:
         """Makes a stream the current one; within a step that is the compute lane's already."""
         if self._callers is None:
@@ -311,14 +283,12 @@ class CudaDevice(Device):
         compute = self._streams[Lane.COMPUTE]
         return NOTHING_TO_DO if stream is compute else _Turn(stream, compute)
 
-    def _enter(self) -> None:
-        if self._callers is None:
-            self._callers = torch.cuda.current_stream(self.torch_device)
-            torch.cuda.set_stream(self._streams[Lane.COMPUTE])
-
     def _leave(self) -> None:
+        """Let stream and switch interval be those from before the step."""
         if self._callers is not None:
-            torch.cuda.set_stream(self._callers)
+            stream, switch_seconds = self._callers
+            torch.cuda.set_stream(stream)
+            sys.setswitchinterval(switch_seconds)
             self._callers = None
 
     def _hold_back(self, lane: Lane, num_launches: int) -> None:
@@ -351,9 +321,9 @@ class CudaDevice(Device):
             self._num_launches[lane] = 0
         self._after[lane] = event
 
-    @override
     @contextlib.contextmanager
     def tracing(self) -> Iterator[Trace]:
+        """Measure what streams and the host thread do inside the block."""
         trace = Trace()
         torch.cuda.synchronize(self.torch_device)
         origin, began = torch.cuda.Event(enable_timing=True), time.perf_counter()
@@ -369,18 +339,19 @@ class CudaDevice(Device):
         for lane, text, *events in marks:
             start, end = (origin.elapsed_time(event) / 1e3 for event in events)
             trace.spans.append(Span(lane.value, text, start, end))
-        trace.spans += worker_spans(times, began)
+        updates = [one for one in times if one[0] != WAITING]
+        trace.spans += [Span(Lane.UPDATE.value, t, a - began, b - began) for t, a, b in updates]
 
-    @override
     def record(self, lane: Lane) -> Event:
+        """An event on the stream of a lane, or on the host thread."""
         if lane is Lane.UPDATE:
             return self._worker.record()
         event = CudaEvent(after=self._after.get(lane))
         event.event.record(self._streams[lane])
         return event
 
-    @override
     def wait(self, lane: Lane, event: Event) -> None:
+        """Hold a stream, or the host thread."""
         if lane is Lane.UPDATE:
             if event is not self._waited:
                 self._worker.submit(WAITING, event.synchronize)
@@ -393,39 +364,31 @@ class CudaDevice(Device):
             self._comes_after(lane, event)
             self._counter.wait(self._streams[lane], event)
 
-    @override
     def begin(self) -> None:
+        """Let all streams follow the current one, and the compute lane be that."""
         self._worker.raise_failure()
         self._watch_compilation()  # again, if torch was reset
-        if self._switch_seconds is None:
-            self._switch_seconds = sys.getswitchinterval()
-            sys.setswitchinterval(min(SWITCH_SECONDS, self._switch_seconds))
         current = torch.cuda.current_stream(self.torch_device)
         for lane, stream in self._streams.items():
             self._comes_after(lane, self._after.get(Lane.COMPUTE))
             stream.wait_stream(current)
-        self._enter()
+        if self._callers is None:
+            self._callers = current, sys.getswitchinterval()
+            sys.setswitchinterval(min(SWITCH_SECONDS, self._callers[1]))
+            torch.cuda.set_stream(self._streams[Lane.COMPUTE])
 
-    @override
     def finish(self) -> None:
+        """Let the caller's stream follow all others."""
         self._leave()
         current = torch.cuda.current_stream(self.torch_device)
         for lane, stream in self._streams.items():
             self._comes_after(Lane.COMPUTE, self._after.get(lane))
             current.wait_stream(stream)
-        self._restore_switching()
 
-    def _restore_switching(self) -> None:
-        if self._switch_seconds is not None:
-            sys.setswitchinterval(self._switch_seconds)
-            self._switch_seconds = None
-
-    @override
     def empty(self, nbytes: int) -> Tensor:
-        # From the pool of the stream that asks, which is the first to write the memory.
+        """Memory from the pool of the stream that asks, which is the first to write it."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
-    @override
     def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
         """Anonymous memory with huge pages, touched by all cores.
 
@@ -437,14 +400,14 @@ class CudaDevice(Device):
             self._register(buffer, pages)
         return buffer[:nbytes]
 
-    @override
     def register(self, buffer: Tensor) -> None:
+        """Register memory, if that was not done."""
         known = {address for address, _ in self._host_buffers}
         if buffer.nbytes and buffer.data_ptr() not in known:
             self._register(buffer, buffer)
 
-    @override
     def forget(self, buffer: Tensor) -> None:
+        """Undo that."""
         kept = [one for one in self._host_buffers if one[0] != buffer.data_ptr()]
         if len(kept) < len(self._host_buffers):
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
@@ -459,60 +422,57 @@ class CudaDevice(Device):
             )
         self._host_buffers.append((buffer.data_ptr(), owner))
 
-    @override
     def host_record(self, *shape: int) -> Tensor:
+        """Pinned memory, NaN."""
         return torch.full(shape, torch.nan, pin_memory=True)
 
-    @override
     def pinned(self, tensor: Tensor) -> Tensor:
+        """A pinned copy, also of what is pinned: the caller may fill that anew too early."""
         if tensor.is_cuda:
             return tensor
-        # The step may still read it when the caller fills a pinned batch anew.
         return tensor.clone().pin_memory() if tensor.is_pinned() else tensor.pin_memory()
 
     @property
-    @override
     def has_failed(self) -> bool:
+        """Whether the host thread has failed."""
         return self._worker.has_failed
 
-    @override
     def recover(self) -> None:
+        """Forget what has failed on the host thread."""
         self._worker.recover()
         self._waited = None  # or what was dropped
 
-    @override
     def abort(self) -> None:
+        """Wait for all streams and for the host thread."""
         self._leave()
-        self._restore_switching()
         torch.cuda.synchronize(self.torch_device)
         self._worker.finish()
         self._waited = None
 
-    @override
     def poison(self, buffer: Tensor) -> None:
-        pass
+        """Memory is left as it is."""
 
     @property
-    @override
     def name(self) -> str:
+        """The driver's."""
         return torch.cuda.get_device_name(self.torch_device)
 
-    @override
     def total_bytes(self) -> int:
+        """Memory that the driver sees."""
         return torch.cuda.mem_get_info(self.torch_device)[1]
 
-    @override
     def free_bytes(self) -> int:
+        """What the driver has left, and what torch keeps unused."""
         free = torch.cuda.mem_get_info(self.torch_device)[0]
         reserved = torch.cuda.memory_reserved(self.torch_device)
         return free + reserved - torch.cuda.memory_allocated(self.torch_device)
 
-    @override
     def give_back(self) -> None:
+        """Empty the cache of the allocator."""
         torch.cuda.empty_cache()
 
-    @override
     def limit_memory(self, nbytes: int) -> None:
+        """Limit the allocator, and let its segments grow."""
         # Segments that grow leave no holes between them that a larger tensor does not fit into.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         # And they grow by so much at a time, which torch does not count when it looks at the limit.
@@ -520,19 +480,21 @@ class CudaDevice(Device):
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.torch_device)
         self._is_limited = True
-        if nbytes < LITTLE_MEMORY:
-            _choose_kernels_frugally()
+        if nbytes < LITTLE_MEMORY:  # compare kernels without a tensor as large as the cache
+            from torch._inductor.runtime.benchmarking import benchmarker
 
-    @override
+            vars(benchmarker)["L2_cache_size"] = LITTLE_CACHE
+
     def reset_peak(self) -> None:
+        """Begin a new peak of the allocator's."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
-    @override
     def peak_bytes(self) -> int:
+        """Most bytes that the allocator has reserved."""
         return torch.cuda.max_memory_reserved(self.torch_device)
 
-    @override
     def close(self) -> None:
+        """Wait for everything, and give back thread, limit and registered memory."""
         _forget_callback(self._before_compiling)
         self._worker.close()
         torch.cuda.synchronize(self.torch_device)
@@ -549,23 +511,22 @@ def busy_link(nbytes: int = 256 << 20) -> Iterator[bool]:
         yield False
         return
     device = CudaDevice(torch.device("cuda"))
-    lanes = {Lane.FETCH: True, Lane.DRAIN: False}
-    buffers = {
-        lane: (device.host_empty(nbytes, registered=True), device.empty(nbytes)) for lane in lanes
-    }
-    stop = threading.Event()
+    stop, copies = threading.Event(), list[tuple[Lane, Work]]()
+    for lane in (Lane.FETCH, Lane.DRAIN):
+        source, target = device.host_empty(nbytes, registered=True), device.empty(nbytes)
+        if lane is Lane.DRAIN:
+            source, target = target, source
+        copies.append((lane, partial(target.copy_, source, non_blocking=True)))
 
     def copy() -> None:
         # Many copies are queued ahead, so that the link stays busy while this thread cannot run.
         queued: deque[Event] = deque()
         while not stop.is_set():
-            for lane, inwards in lanes.items():
-                host, on_device = buffers[lane]
-                target, source = (on_device, host) if inwards else (host, on_device)
+            for lane, work in copies:
                 for _ in range(COPIES_AHEAD):
-                    device.submit(lane, "copy", partial(target.copy_, source, non_blocking=True))
+                    device.submit(lane, "copy", work)
                 queued.append(device.record(lane))
-            while len(queued) > 2 * len(lanes):
+            while len(queued) > 2 * len(copies):
                 queued.popleft().synchronize()
 
     thread = threading.Thread(target=copy, daemon=True)
@@ -581,11 +542,3 @@ def busy_link(nbytes: int = 256 << 20) -> Iterator[bool]:
 def num_devices() -> int:
     """How many CUDA devices this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def plain_peak(work: Work, device: Device) -> int:
-    """Most device memory in use at once while a piece of plain PyTorch runs."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device.torch_device)
-    work()
-    return torch.cuda.max_memory_reserved(device.torch_device)

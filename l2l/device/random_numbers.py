@@ -18,7 +18,7 @@ tensors with code of their own, so that an operator is redirected before these s
 operators draw is torch's own knowledge (the tag `nondeterministic_seeded`):
 
     redirected    has an argument for a generator, and gets one
-    rewritten     has none, but is equal to operators that have
+    rewritten     has none, but is equal to operators, or has an overload, that have
     borrowing     has none, and is one fused kernel (attention with dropout on an accelerator)
     left alone    consists of others that come by themselves, or draws nothing
 
@@ -57,6 +57,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final, final
 
@@ -64,6 +65,7 @@ import torch
 from torch import Tensor
 
 KEY: Final = "Fake"  # [Note: redirection]
+_KEY: Final[Any] = torch._C._parse_dispatch_key(KEY)
 _THREADS_OWN: Final = "l2l random numbers"
 _TRACING: Final = (
     torch._C._TorchDispatchModeKey.FAKE,
@@ -113,12 +115,12 @@ class RandomNumbers:
         outer = current()
         _hold_for_thread(self)
         try:
-            with torch._C._IncludeDispatchKeyGuard(_key()):
+            with torch._C._IncludeDispatchKeyGuard(_KEY):
                 yield
         finally:
             _hold_for_thread(outer)
             if self._before is not None and outer is not self:
-                self._set(self._defaults, self._before)
+                _set_states(self._defaults, self._before)
                 self._before = None
 
     def seed(self, seed: int) -> None:
@@ -127,30 +129,21 @@ class RandomNumbers:
             own.manual_seed(seed)
         if self.seeds_defaults:
             if self._before is None:
-                self._before = self._get(self._defaults)
+                self._before = [default.get_state() for default in self._defaults.values()]
             for default in self._defaults.values():
                 default.manual_seed(seed)
 
     def state(self) -> list[Tensor]:
         """Where the sequences are."""
-        return self._get(self._own)
+        return [own.get_state() for own in self._own.values()]
 
     def set_state(self, state: Sequence[Tensor]) -> None:
         """Go on from there."""
-        self._set(self._own, state)
+        _set_states(self._own, state)
 
     def generator(self, device: torch.device) -> torch.Generator | None:
         """The generator of a device; None if it is another than these are of."""
         return self._own.get(device)
-
-    @staticmethod
-    def _get(generators: Mapping[torch.device, torch.Generator]) -> list[Tensor]:
-        return [one.get_state() for one in generators.values()]
-
-    @staticmethod
-    def _set(generators: Mapping[torch.device, torch.Generator], state: Sequence[Tensor]) -> None:
-        for one, its in zip(generators.values(), state, strict=True):
-            one.set_state(its)
 
     def borrow(self, device: torch.device, run: Callable[[], Any], *key: object) -> Any:
         """Run what draws from the default generator, from the own state ([Note: borrowing]).
@@ -161,30 +154,28 @@ class RandomNumbers:
             key: what is alike for all that move the generator as far.
         """
         own, default = self._own[device], self._defaults[device]
-        pauses, keys = itertools.cycle(PAUSES), torch._C.DispatchKeySet(_key())
+        pauses, keys = itertools.cycle(PAUSES), torch._C.DispatchKeySet(_KEY)
 
-        def run_from_start() -> tuple[Any, Tensor, int | None]:
+        def attempt(*, pauses_first: bool = True) -> tuple[Any, Tensor, int | None]:
+            if pauses_first:
+                time.sleep(next(pauses))
             default.set_state(start)
             with torch._C._ExcludeDispatchKeyGuard(keys):  # parts of the operator do not borrow
                 result = run()
             after = default.get_state()
             return result, after, 0 if device.type == "cpu" else _moved(start, after)
 
-        def run_after_pause() -> tuple[Any, Tensor, int | None]:
-            time.sleep(next(pauses))
-            return run_from_start()
-
         with _borrowing:
             before, start = default.get_state(), own.get_state()
             try:
-                result, after, moved = run_from_start()
+                result, after, moved = attempt(pauses_first=False)
                 if key not in self._moves:
                     trials = TRIALS if device.type != "cpu" else 0
-                    moves = [moved, *(run_after_pause()[2] for _ in range(trials))]
+                    moves = [moved, *(attempt()[2] for _ in range(trials))]
                     self._moves[key] = min((one for one in moves if one is not None), default=0)
                 last, times = moved, 1
                 while (moved is None or moved > self._moves[key]) and times < OFTEN:
-                    result, after, moved = run_after_pause()
+                    result, after, moved = attempt()
                     times = times + 1 if moved == last else 1
                     last = moved
                 if moved is not None:
@@ -193,6 +184,29 @@ class RandomNumbers:
             finally:
                 default.set_state(before)
         return result
+
+
+class Drawing:
+    """What devices have in common: random numbers of their own."""
+
+    def __init__(self, torch_device: torch.device, random_numbers: RandomNumbers) -> None:
+        self.torch_device = torch_device
+        self.random_numbers = random_numbers
+
+    def private_random_state(self) -> contextlib.AbstractContextManager[None]:
+        """Draw from generators of this device's own, and leave the caller's as they are."""
+        return self.random_numbers.scope()
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators that the layers' own code draws from."""
+        self.random_numbers.seed(seed)
+
+
+def _set_states(
+    generators: Mapping[torch.device, torch.Generator], states: Sequence[Tensor]
+) -> None:
+    for generator, state in zip(generators.values(), states, strict=True):
+        generator.set_state(state)
 
 
 def _moved(start: Tensor, after: Tensor) -> int | None:
@@ -236,11 +250,6 @@ def current() -> RandomNumbers | None:
 # Kernels
 
 
-@cache
-def _key() -> Any:
-    return torch._C._parse_dispatch_key(KEY)
-
-
 def random_operators() -> list[torch._ops.OpOverload]:
     """The operators of torch that draw random numbers, as torch has tagged them."""
     found = []
@@ -254,19 +263,39 @@ def random_operators() -> list[torch._ops.OpOverload]:
     return found
 
 
-def kernel_of(operator: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """What runs instead of an operator inside a scope; None: it is left alone.
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of an operator inside a scope."""
 
-    It is called with the operator, the call below it, the scope's random numbers and generator, and
-    the operator's arguments.
-    """
+    operator: torch._ops.OpOverload
+    below: Callable[..., Any]  # the operator as it is
+    numbers: RandomNumbers  # of the scope
+    own: torch.Generator  # among these, that of the operator's device
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def as_it_is(self) -> Any:
+        """What the operator does by itself."""
+        return self.below(*self.args, **self.kwargs)
+
+    def named(self) -> dict[str, Any]:
+        """All arguments by name, also those that the operator has by itself."""
+        names, missing = _arguments(self.operator)
+        return missing | dict(zip(names, self.args, strict=False)) | dict(self.kwargs)
+
+
+def kernel_of(operator: torch._ops.OpOverload) -> Callable[[_Call], Any] | None:
+    """What runs instead of an operator inside a scope; None: it is left alone."""
     if operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return None  # its parts come by
     if any(argument.name == "generator" for argument in operator._schema.arguments):
         return _redirected
-    if operator._schema.name.removeprefix("aten::") in LEFT_ALONE:
+    packet, _, overload = str(operator).removeprefix("aten.").partition(".")
+    if packet in LEFT_ALONE:
         return None
-    rewritten = _REWRITTEN.get(str(operator).removeprefix("aten."))
+    if packet in FACTORIES and overload in WITH_GENERATOR:
+        return _with_generator
+    rewritten = _REWRITTEN.get(packet) if overload == "default" else None
     return _borrowing_kernel if rewritten is None else rewritten
 
 
@@ -292,75 +321,48 @@ def _register() -> None:
 
 def _perform(
     operator: torch._ops.OpOverload,
-    kernel: Callable[..., Any],
+    kernel: Callable[[_Call], Any],
     keys: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Run an operator's kernel, or the operator itself where it is not to be redirected."""
-    below = partial(operator.redispatch, keys & torch._C._dispatch_keyset_full_after(_key()))
-    numbers, tensor = current(), _first_tensor(args, kwargs)
+    below = partial(operator.redispatch, keys & torch._C._dispatch_keyset_full_after(_KEY))
+    numbers, own = current(), None
     traced = any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
-    own = None
     if numbers is not None and not traced:
-        device = (
-            tensor.device if tensor is not None else torch.device(kwargs.get("device") or "cpu")
-        )
-        own = numbers.generator(device)
+        tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        elsewhere = torch.device(kwargs.get("device") or "cpu")
+        own = numbers.generator(next((one.device for one in tensors), elsewhere))
     if numbers is None or own is None:
         return below(*args, **kwargs)
-    return kernel(operator, below, numbers, own, *args, **kwargs)
+    return kernel(_Call(operator, below, numbers, own, args, kwargs))
 
 
-def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    return next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
-
-
-def _redirected(
-    operator: torch._ops.OpOverload,
-    below: Callable[..., Any],
-    numbers: RandomNumbers,
-    own: torch.Generator,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _redirected(call: _Call) -> Any:
     """The operator with the scope's generator, unless the caller gave one."""
-    position = _arguments(operator)[0].index("generator")
-    if kwargs.get("generator") is not None or (len(args) > position and args[position] is not None):
-        return below(*args, **kwargs)
-    numbers.num_draws += 1
+    position, args = _arguments(call.operator)[0].index("generator"), list(call.args)
+    given = args[position] if len(args) > position else call.kwargs.get("generator")
+    if given is not None:
+        return call.as_it_is()
+    call.numbers.num_draws += 1
     if len(args) > position:
-        return below(*args[:position], own, *args[position + 1 :], **kwargs)
-    return below(*args, **{**kwargs, "generator": own})
+        args[position] = call.own
+        return call.below(*args, **call.kwargs)
+    return call.below(*args, **{**call.kwargs, "generator": call.own})
 
 
-def _borrowing_kernel(
-    operator: torch._ops.OpOverload,
-    below: Callable[..., Any],
-    numbers: RandomNumbers,
-    own: torch.Generator,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _borrowing_kernel(call: _Call) -> Any:
     """The operator from the default generator ([Note: borrowing]), if it draws at all."""
-    given = _named(operator, args, kwargs)
+    given = call.named()
     if given.get("dropout_p", 1.0) == 0 or given.get("dropout", 1.0) == 0:
-        return below(*args, **kwargs)
-    numbers.num_draws += 1
+        return call.as_it_is()
+    call.numbers.num_draws += 1
     alike = [
         (one.dtype, tuple(one.shape)) if isinstance(one, Tensor) else repr(one)
         for one in given.values()
     ]
-    run = partial(below, *args, **kwargs)
-    return numbers.borrow(own.device, run, str(operator), *alike)
-
-
-def _named(
-    operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Arguments by name, as far as they are not those that an operator has by itself."""
-    names, missing = _arguments(operator)
-    return missing | dict(zip(names, args, strict=False)) | dict(kwargs)
+    return call.numbers.borrow(call.own.device, call.as_it_is, str(call.operator), *alike)
 
 
 @cache
@@ -371,113 +373,66 @@ def _arguments(operator: torch._ops.OpOverload) -> tuple[list[str], dict[str, An
     return [one.name for one in arguments], missing
 
 
-def _native_dropout(
-    operator: torch._ops.OpOverload,
-    below: Callable[..., Any],
-    numbers: RandomNumbers,
-    own: torch.Generator,
-    tensor: Tensor,
-    p: float,
-    train: bool | None,  # noqa: FBT001
-) -> Any:
+def _native_dropout(call: _Call) -> Any:
+    tensor, p, train = call.args
     if train is False or p == 1:
-        return below(tensor, p, train)
+        return call.as_it_is()
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_nested:
-        return _borrowing_kernel(operator, below, numbers, own, tensor, p, train)
-    numbers.num_draws += 1
-    if own.device.type != "cpu":
-        output, mask = torch.ops.aten._fused_dropout(tensor, 1 - p, own)
+        return _borrowing_kernel(call)
+    call.numbers.num_draws += 1
+    if call.own.device.type != "cpu":
+        output, mask = torch.ops.aten._fused_dropout(tensor, 1 - p, call.own)
         return output, mask.view(torch.bool)
-    mask = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(1 - p, generator=own)
+    mask = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(1 - p, generator=call.own)
     return tensor.mul(mask).mul_(1 / (1 - p)), mask
 
 
-def _cudnn_rnn(
-    operator: torch._ops.OpOverload,
-    below: Callable[..., Any],
-    numbers: RandomNumbers,
-    own: torch.Generator,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _cudnn_rnn(call: _Call) -> Any:
     """Recurrent layers with dropout: their library goes on from a state that all of them share."""
-    given = _named(operator, args, kwargs)
+    given = call.named()
     if given["dropout"] == 0 or not given["train"]:
-        return below(*args, **kwargs)
-    numbers.num_draws += 1
-    host = numbers.generator(torch.device("cpu"))
+        return call.as_it_is()
+    call.numbers.num_draws += 1
+    host = call.numbers.generator(torch.device("cpu"))
     seed = int(torch.empty((), dtype=torch.int64).random_(generator=host))
     given["dropout_state"] = torch.ops.aten._cudnn_init_dropout_state(
-        given["dropout"], True, seed, dtype=torch.uint8, device=own.device
+        given["dropout"], True, seed, dtype=torch.uint8, device=call.own.device
     )
-    return below(**given)
+    return call.below(**given)
 
 
-def _of_shape(overload: str) -> Callable[..., Any]:
+def _with_generator(call: _Call) -> Any:
     """Another overload of the same operator, which takes a generator."""
-
-    def kernel(
-        operator: torch._ops.OpOverload,
-        below: Callable[..., Any],
-        numbers: RandomNumbers,
-        own: torch.Generator,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        numbers.num_draws += 1
-        packet = getattr(torch.ops.aten, operator._schema.name.removeprefix("aten::"))
-        return getattr(packet, overload)(*args, **kwargs, generator=own)
-
-    return kernel
+    own, device = call.numbers.generator(call.own.device), call.kwargs.get("device")
+    if device is not None and isinstance(call.args[0], Tensor):  # like one on another device
+        own = call.numbers.generator(torch.empty(0, device=device).device)
+    if own is None:
+        return call.as_it_is()
+    call.numbers.num_draws += 1
+    packet, _, overload = str(call.operator).removeprefix("aten.").partition(".")
+    other = getattr(getattr(torch.ops.aten, packet), WITH_GENERATOR[overload])
+    return other(*call.args, **call.kwargs, generator=own)
 
 
-def _like(fill: str, *before: object) -> Callable[..., Any]:
-    """An empty tensor like another, and filled: as torch does it, without a generator to give."""
-
-    def kernel(
-        operator: torch._ops.OpOverload,
-        below: Callable[..., Any],
-        numbers: RandomNumbers,
-        own: torch.Generator,
-        tensor: Tensor,
-        *limits: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        result = torch.ops.aten.empty_like(tensor, **kwargs)
-        generator = numbers.generator(result.device)
-        if generator is None:
-            found: Tensor = below(tensor, *limits, **kwargs)
-            return found
-        numbers.num_draws += 1
-        filled = getattr(result, fill)(*before, *map(_number, limits), generator=generator)
-        assert isinstance(filled, Tensor)
-        return filled
-
-    return kernel
-
-
-def _number(limit: Any) -> Any:
-    return limit.item() if isinstance(limit, Tensor) else limit
-
-
-_REWRITTEN: Final[Mapping[str, Callable[..., Any]]] = {
-    "native_dropout.default": _native_dropout,
-    "_cudnn_rnn.default": _cudnn_rnn,
-    "rand.default": _of_shape("generator"),
-    "rand.out": _of_shape("generator_out"),
-    "randn.default": _of_shape("generator"),
-    "randint.default": _of_shape("generator"),
-    "randint.out": _of_shape("generator_out"),
-    "randint.low": _of_shape("low_generator"),
-    "randint.low_out": _of_shape("low_generator_out"),
-    "randperm.default": _of_shape("generator"),
-    "randperm.out": _of_shape("generator_out"),
-    "rand_like.default": _like("uniform_", 0, 1),
-    "randn_like.default": _like("normal_", 0, 1),
-    "randint_like.default": _like("random_", 0),
-    "randint_like.Tensor": _like("random_", 0),
-    "randint_like.low_dtype": _like("random_"),
+FACTORIES: Final = {
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "rand_like",
+    "randn_like",
+    "randint_like",
 }
+WITH_GENERATOR: Final[Mapping[str, str]] = {
+    "default": "generator",
+    "out": "generator_out",
+    "low": "low_generator",
+    "low_out": "low_generator_out",
+    "low_dtype": "low_generator_dtype",
+    "Tensor": "Tensor_generator",
+}
+"""Overloads of `FACTORIES`, and those that take a generator besides."""
+_REWRITTEN: Final = {"native_dropout": _native_dropout, "_cudnn_rnn": _cudnn_rnn}
 
 
 @final

@@ -8,20 +8,28 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import final
+from typing import Protocol, final
 
-from typing_extensions import override
-
-from l2l.device.seam import Event, UpdateFailedError, Work
-from l2l.schedule import Lane, Span
+Work = Callable[[], object]
 
 WAITING = "wait"  # what the thread does between updates
 LOOKING_SECONDS = 0.05  # between two looks at work that takes long
 ENDING_SECONDS = 60.0  # that a process waits for an update under way, when it ends
 
 
+class UpdateFailedError(RuntimeError):
+    """Work on the update lane failed; what it was to change is not as it should be."""
+
+
+class Event(Protocol):
+    """The end of some submitted work."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the work is done."""
+
+
 @final
-class WorkerEvent(Event):
+class WorkerEvent:
     """Completion of work on the worker thread."""
 
     def __init__(self, worker: Worker, number: int) -> None:
@@ -43,8 +51,8 @@ class WorkerEvent(Event):
             if self._gate.acquire(timeout=LOOKING_SECONDS):
                 self._gate.release()  # for others; if this is interrupted, they look themselves
 
-    @override
     def synchronize(self) -> None:
+        """Wait until the work is done; raises what broke."""
         self.wait()
         self._worker.raise_failure()
 
@@ -84,12 +92,11 @@ class Worker:
 
     def raise_failure(self) -> None:
         """Raise what broke on the thread, if anything did."""
-        if isinstance(self._failure, UpdateFailedError):  # says all there is to say
-            raise UpdateFailedError(str(self._failure)) from self._failure
-        if self._failure is not None:
-            raise UpdateFailedError(
-                f"an update on the host failed: {self._failure!r}"
-            ) from self._failure
+        failure = self._failure
+        if isinstance(failure, UpdateFailedError):  # says all there is to say
+            raise UpdateFailedError(str(failure)) from failure
+        if failure is not None:
+            raise UpdateFailedError(f"an update on the host failed: {failure!r}") from failure
 
     @property
     def has_failed(self) -> bool:
@@ -148,12 +155,3 @@ _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 def _end_all() -> None:
     for worker in list(_workers):
         worker.end()
-
-
-def worker_spans(times: list[tuple[str, float, float]], began: float) -> list[Span]:
-    """What the thread did, as spans since a trace began."""
-    return [
-        Span(Lane.UPDATE.value, text, start - began, end - began)
-        for text, start, end in times
-        if text != WAITING
-    ]

@@ -1,9 +1,8 @@
 """Files of tensors, and one way to replace files and folders that survives a power cut."""
 
 from l2l.files.replacing import (
-    DELETED,
-    PARTIAL,
     REPLACED,
+    SUFFIXES,
     beside,
     empty_folder,
     recover,
@@ -14,12 +13,13 @@ from l2l.files.replacing import (
     write_file,
 )
 from l2l.files.tensor_file import (
-    Entry,
-    TensorFile,
     TensorFileError,
+    TensorKind,
+    TensorReader,
     Written,
     check_file,
     check_size,
+    kinds_of,
     open_to_read,
     write_tensors,
 )

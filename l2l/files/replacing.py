@@ -19,14 +19,12 @@ import shutil
 import threading
 from pathlib import Path
 
-PARTIAL = ".partial"
-REPLACED = ".replaced"
-DELETED = ".deleted"
+SUFFIXES = PARTIAL, REPLACED, DELETED = ".partial", ".replaced", ".deleted"
 
 
-def beside(path: Path) -> Path:
-    """What a file or folder is called while it is being written."""
-    return path.with_name(path.name + PARTIAL)
+def beside(path: Path, suffix: str = PARTIAL) -> Path:
+    """What a file or folder is called while it is being written, or goes."""
+    return path.with_name(path.name + suffix)
 
 
 def write_file(path: Path, text: str, *, shared: bool = False) -> None:
@@ -41,7 +39,7 @@ def write_file(path: Path, text: str, *, shared: bool = False) -> None:
         OSError: it cannot be written; what was there is still there.
     """
     own = f".{os.getpid()}-{threading.get_ident()}" if shared else ""
-    made = path.with_name(f"{path.name}{own}{PARTIAL}")
+    made = beside(path, own + PARTIAL)
     try:
         with made.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -75,8 +73,10 @@ def replace_folder(folder: Path) -> None:
     Raises:
         OSError: that is not possible; all is as it was.
     """
-    made, old = beside(folder), _named(folder, REPLACED)
-    _sync_all(made)
+    made, old = beside(folder), beside(folder, REPLACED)
+    for path in (*made.rglob("*"), made):
+        if path.is_file() or path.is_dir():
+            sync(path)
     with contextlib.ExitStack() as undo:
         if folder.exists():
             _remove(old, folder)
@@ -91,7 +91,7 @@ def replace_folder(folder: Path) -> None:
 
 def whole_folder(folder: Path) -> Path:
     """Where the folder of this name is, also if a process was killed when it replaced it."""
-    old = _named(folder, REPLACED)
+    old = beside(folder, REPLACED)
     return old if not folder.exists() and old.is_dir() else folder
 
 
@@ -104,9 +104,9 @@ def recover(folder: Path) -> None:
         old = whole_folder(folder)
         if old != folder:
             old.rename(folder)
-    if folder.exists() or not _named(folder, REPLACED).exists():
-        for suffix in (PARTIAL, REPLACED, DELETED):
-            shutil.rmtree(_named(folder, suffix), ignore_errors=True)
+    if folder.exists() or not beside(folder, REPLACED).exists():
+        for suffix in SUFFIXES:
+            shutil.rmtree(beside(folder, suffix), ignore_errors=True)
 
 
 def remove_folder(folder: Path) -> None:
@@ -123,23 +123,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _named(folder: Path, suffix: str) -> Path:
-    return folder.with_name(folder.name + suffix)
-
-
 def _remove(path: Path, folder: Path) -> None:
     """Remove a folder under the name of those that go; what cannot be removed now goes later."""
-    goes = _named(folder, DELETED)
+    goes = beside(folder, DELETED)
     with contextlib.suppress(OSError):
         if path.exists():
             shutil.rmtree(goes, ignore_errors=True)
             path.rename(goes)
             shutil.rmtree(goes, ignore_errors=True)
-
-
-def _sync_all(folder: Path) -> None:
-    """Make a folder and all that is in it last."""
-    for path in folder.rglob("*"):
-        if path.is_file() or path.is_dir():
-            sync(path)
-    sync(folder)

@@ -15,8 +15,8 @@ import mmap
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, final
@@ -46,29 +46,17 @@ DTYPES = {
 ALIGNMENT = 8  # of the first byte after the header
 PIECE_BYTES = 4 << 20
 BLOCK_BYTES = 4096  # writes past the page cache are whole blocks
+MAPPED_BYTES = 256 << 20  # of a file that are read before its memory is given back
+DIRECT = getattr(os, "O_DIRECT", 0)
+AT_ONCE = getattr(os, "O_NONBLOCK", 0)
+OTHERS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+TensorKind = tuple[torch.dtype | None, tuple[int, ...]]
+"""Dtype and shape; None is a dtype that is not among `DTYPES`."""
 
 
 class TensorFileError(ValueError):
     """A file is missing, broken, or cannot be written; the message names it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A tensor to write."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
-    """Called when its turn comes; gives a contiguous tensor on the CPU."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,37 +68,46 @@ class Written:
 
 
 def write_tensors(
-    path: Path, entries: Sequence[Entry], *, metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    read: Callable[[str], Tensor] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> Written:
     """Write a file, through to the disk.
+
+    Args:
+        path: of the file.
+        tensors: by name, in their order; perhaps without values, on the meta device.
+        read: gives a tensor's value by its name, when its turn comes. None: they have their values.
+        metadata: texts for the header.
 
     Raises:
         TensorFileError: the file cannot be written: with its name and the reason.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
-    for entry in entries:
-        if entry.dtype not in DTYPES:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
             raise TensorFileError(
-                f"cannot write {path}: {entry.name!r} is of {entry.dtype}, which the format lacks."
+                f"cannot write {path}: {name!r} is of {tensor.dtype}, which the format lacks."
             )
-        header[entry.name] = {
-            "dtype": DTYPES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + entry.nbytes],
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
         }
-        offset += entry.nbytes
+        offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     head = bytearray(len(text).to_bytes(8, "little") + text)
     try:
-        with _Output.opened(path) as output:
+        with closing(_Output(path)) as output:
             output.write(torch.frombuffer(head, dtype=torch.uint8))
-            for entry in entries:
-                tensor = entry.read()
-                assert tensor.dtype is entry.dtype, entry.name
-                assert tuple(tensor.shape) == entry.shape, entry.name
-                output.write(tensor)
+            for name, tensor in tensors.items():
+                value = tensor.cpu() if read is None else read(name)
+                assert (value.dtype, value.shape) == (tensor.dtype, tensor.shape), name
+                output.write(value)
             output.finish()
     except OSError as error:
         raise TensorFileError(f"cannot write {path}: {error.strerror or error}") from error
@@ -124,14 +121,10 @@ def check_file(path: Path, expected: Written) -> None:
         TensorFileError: it is not there, has another size, or other contents.
     """
     check_size(path, expected)
-    checksum = 0
-    try:
-        with open_to_read(path) as file:
-            piece = bytearray(PIECE_BYTES)
-            while number := file.readinto(piece):  # type: ignore[attr-defined]
-                checksum = zlib.crc32(memoryview(piece)[:number], checksum)
-    except OSError as error:
-        raise TensorFileError(f"cannot read {path}: {error.strerror or error}") from error
+    checksum, piece = 0, bytearray(PIECE_BYTES)
+    with open_to_read(path) as file:
+        while number := file.readinto(piece):  # type: ignore[attr-defined]
+            checksum = zlib.crc32(memoryview(piece)[:number], checksum)
     if checksum != expected.checksum:
         raise TensorFileError(
             f"{path} is damaged: found checksum {checksum:08x}, expected {expected.checksum:08x}."
@@ -144,98 +137,75 @@ def check_size(path: Path, expected: Written) -> None:
     Raises:
         TensorFileError: it is not there, or has another size.
     """
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise TensorFileError(f"cannot read {path}: {error.strerror or error}") from error
-    _refuse_other_kinds(path, status)
-    found = status.st_size
+    with open_to_read(path) as file:
+        found = os.fstat(file.fileno()).st_size
     if found != expected.nbytes:
         raise TensorFileError(
             f"{path} is not whole: found {found:,} bytes, expected {expected.nbytes:,}."
         )
 
 
-def open_to_read(path: Path) -> BinaryIO:
+@contextmanager
+def open_to_read(path: Path) -> Iterator[BinaryIO]:
     """A file to read from, not buffered; nobody waits for who writes to a pipe.
 
     Raises:
-        OSError: it cannot be opened.
-        TensorFileError: it is a pipe, a device, or the like.
+        TensorFileError: it, or what is read of it in the block, cannot be read: with its name.
     """
-    file = open(path, "rb", buffering=0, opener=_open_at_once)  # noqa: SIM115 (for the caller)
     try:
-        _refuse_other_kinds(path, os.fstat(file.fileno()))
-    except BaseException:
-        file.close()
-        raise
-    return file
+        with open(
+            path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | AT_ONCE)
+        ) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                found = OTHERS.get(stat.S_IFMT(mode), "a device")
+                raise TensorFileError(f"cannot read {path}: it is {found}, expected a file")
+            yield file
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise TensorFileError(f"cannot read {path}: {reason}") from error
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+def kinds_of(path: Path) -> dict[str, TensorKind]:
+    """Names, dtypes and shapes of a file's tensors.
+
+    Raises:
+        TensorFileError: it cannot be read.
+    """
+    known = {word: dtype for dtype, word in DTYPES.items()}
+    with open_to_read(path), safe_open(path, framework="pt") as file:
+        pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        return {k: (known.get(v.get_dtype()), tuple(v.get_shape())) for k, v in pieces.items()}
 
 
-def _refuse_other_kinds(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        kinds = {
-            stat.S_IFDIR: "a folder",
-            stat.S_IFIFO: "a pipe",
-            stat.S_IFSOCK: "a socket",
-        }
-        found = kinds.get(stat.S_IFMT(status.st_mode), "a device")
-        raise TensorFileError(f"cannot read {path}: it is {found}. Expected a file.")
+@final
+class TensorReader:
+    """Reads tensors, each as pages of its file, which belong to this process while it is mapped.
 
+    So a file is opened anew after some bytes: what has been read and dropped takes no memory.
+    """
 
-@dataclass(frozen=True, slots=True)
-class TensorFile:
-    """A safetensors file to read from, tensor by tensor."""
+    def __init__(self, file_of: Mapping[str, Path]) -> None:
+        """Read tensors of these names, each in the file that has it."""
+        self._file_of = file_of
+        self._path: Path | None = None
+        self._file: Any = None
+        self._num_bytes = 0
 
-    path: Path
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of its tensors.
-
-        Raises:
-            TensorFileError: it cannot be read.
-        """
-        return {name: shape for name, (_, shape) in self._described().items()}
-
-    def kinds(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Names, dtypes and shapes of its tensors.
-
-        Raises:
-            TensorFileError: it cannot be read, or has a dtype that is not among `DTYPES`.
-        """
-        known, found = {word: dtype for dtype, word in DTYPES.items()}, self._described()
-        for name, (word, _) in found.items():
-            if word not in known:
-                raise TensorFileError(f"cannot read {self.path}: {name!r} is of dtype {word!r}.")
-        return {name: (known[word], shape) for name, (word, shape) in found.items()}
-
-    def _described(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        with self._opened() as file:
-            pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            return {k: (one.get_dtype(), tuple(one.get_shape())) for k, one in pieces.items()}
-
-    def read(self, names: Sequence[str], receive: Callable[[str, Tensor], None]) -> None:
-        """Hand over tensors one by one; each may be gone when the next one comes.
+    def __call__(self, name: str) -> Tensor:
+        """The tensor of a name.
 
         Raises:
-            TensorFileError: it cannot be read, or has no such tensor.
+            TensorFileError: its file cannot be read, or has no such tensor.
         """
-        with self._opened() as file:
-            for name in names:
-                receive(name, file.get_tensor(name))
-
-    @contextmanager
-    def _opened(self) -> Iterator[Any]:
-        try:
-            _refuse_other_kinds(self.path, self.path.stat())
-            with safe_open(self.path, framework="pt") as file:
-                yield file
-        except (OSError, SafetensorError) as error:
-            raise TensorFileError(f"cannot read {self.path}: {error}") from error
+        path = self._file_of[name]
+        with open_to_read(path):
+            if path != self._path or self._num_bytes > MAPPED_BYTES:
+                self._file = safe_open(path, framework="pt")
+                self._path, self._num_bytes = path, 0
+            tensor: Tensor = self._file.get_tensor(name)
+        self._num_bytes += tensor.nbytes
+        return tensor
 
 
 @final
@@ -248,28 +218,21 @@ class _Output:
     the processor's cache.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, path: Path) -> None:
         self._memory = mmap.mmap(-1, PIECE_BYTES)
         self._piece = torch.frombuffer(self._memory, dtype=torch.uint8).numpy()
         self._num_filled = 0
         self.checksum = 0
-
-    @classmethod
-    @contextmanager
-    def opened(cls, path: Path) -> Iterator[_Output]:
-        """The file, empty; closed in the end."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
-            descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
+            self._descriptor = os.open(path, flags | DIRECT, 0o666)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            descriptor = os.open(path, flags, 0o666)
-        try:
-            yield cls(descriptor)
-        finally:
-            os.close(descriptor)
+            self._descriptor = os.open(path, flags, 0o666)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
     def write(self, tensor: Tensor) -> None:
         """Write a tensor's bytes."""
@@ -307,7 +270,6 @@ class _Output:
 
     def _go_through_the_cache(self) -> bool:
         """From now on; False if it did so before."""
-        direct = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~direct)
-        return bool(flags & direct)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~DIRECT)
+        return bool(flags & DIRECT)

@@ -4,9 +4,10 @@ from l2l.hugging_face.export import SHARD_BYTES, export_model
 from l2l.hugging_face.folder import (
     class_names,
     empty_model,
+    first_line,
+    library,
     read_config,
     read_json,
     tokenizer_of,
 )
-from l2l.hugging_face.libraries import first_line, library
 from l2l.hugging_face.weights import Incoming, RandomInit

@@ -1,7 +1,12 @@
-"""What a model folder holds, without its weights: configuration, empty model, tokenizer."""
+"""Models of transformers and peft, and what a folder holds of one besides its weights.
+
+Both libraries are looked for when they are needed. The base of a `peft.PeftModel` is loaded as if
+there were no adapter.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -10,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2l.hugging_face.libraries import described, first_line, library
-
+WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 TASKS = {
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
@@ -36,6 +40,70 @@ TOKENIZER_TABLES = (  # that are JSON objects
 )
 
 
+def _is_of(model: nn.Module, library: str, name: str) -> bool:
+    kinds = type(model).__mro__
+    return any(one.__name__ == name and one.__module__.startswith(library) for one in kinds)
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of transformers'."""
+    return _is_of(model, "transformers.", "PreTrainedModel")
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether a model is a `peft.PeftModel`."""
+    return _is_of(model, "peft.", "PeftModel")
+
+
+def base_of(model: nn.Module) -> Any:
+    """The model without its adapter; it has the adapter's modules in it nevertheless."""
+    base: Any = model
+    return base.get_base_model() if is_adapted(model) else base
+
+
+def base_name(model: nn.Module, name: str) -> str | None:
+    """What a tensor is called in the model without its adapter; None if it is the adapter's."""
+    if not is_adapted(model):
+        return name
+    adapted: Any = model
+    inside = name.removeprefix("base_model.model.")
+    prefix = getattr(adapted.base_model, "prefix", "lora_")
+    if any(part.startswith(prefix) for part in inside.split(".")):
+        return None
+    return WRAPPED.sub("", inside)
+
+
+def library() -> Any:
+    """The transformers library.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ValueError(
+            f"reading models and tokenizers needs transformers, which cannot be imported "
+            f"({error}). Install it with: pip install 'transformers>=5'"
+        ) from error
+
+
+def described(error: BaseException) -> str:
+    """What an error of transformers says, with its kind if that is needed to understand it."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_line(error)
+    return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in short."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+# --------------------------------------------------------------------------------------------------
+# Folders
+
+
 def read_config(folder: Path | str, **settings: Any) -> Any:
     """The configuration in a folder, or in a config.json.
 
@@ -45,9 +113,8 @@ def read_config(folder: Path | str, **settings: Any) -> Any:
     path = _config_file(folder)
     if not path.is_file():
         raise ValueError(
-            f"{path} does not exist. Expected a folder with the config.json of a model, or such a "
-            "file. Nothing is downloaded: to get a model from the Hugging Face Hub, run "
-            "'hf download NAME --local-dir FOLDER'."
+            f"{path} does not exist. Expected a folder with the config.json of a model, or that "
+            "file. Nothing is downloaded: run 'hf download NAME --local-dir FOLDER' before."
         )
     transformers = library()
     try:
@@ -91,8 +158,7 @@ def empty_model(
         )
     if num_labels is not None and (num_labels < 1 or task in ("causal", "masked")):
         raise ValueError(
-            f"num_labels={num_labels} with task={task!r}: expected at least one label, of "
-            "'classification' or 'regression'."
+            f"num_labels={num_labels} with task={task!r}: expected 1 or more, of another task."
         )
     config = read_config(folder, **_label_settings(task, num_labels))
     refuse_quantized(Path(folder).expanduser())
@@ -149,17 +215,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+        raise ValueError(f"it holds {type(found).__name__} {str(found)[:40]!r}")
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} cannot be read: {first_line(error)}. Expected a JSON object: download the "
-            "folder again."
-        ) from error
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"{path} holds {type(found).__name__} {str(found)[:40]!r}. Expected a JSON object: "
-            "download the folder again."
-        )
-    return found
+        reason = f"{path} cannot be read: {first_line(error)}."
+        raise ValueError(f"{reason} Expected a JSON object: download the folder again.") from error
 
 
 def refuse_quantized(folder: Path) -> None:

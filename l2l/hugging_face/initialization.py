@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -24,47 +24,44 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from l2l.hugging_face.libraries import is_adapted, is_transformers
+from l2l.hugging_face.folder import is_adapted, is_transformers
 from l2l.model import copy_tree
 
 PLAIN_ADAPTER = (True, False, "gaussian")  # beginnings of an adapter that do not need the weights
 FAILURES = (RuntimeError, NotImplementedError, TypeError, AttributeError)  # of code without values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Filling:
     """A way to fill some of a model's tensors, in place."""
 
-    path: str  # of the module that it is for
     run: Callable[[], Any]
     is_last_resort: bool = False  # for what has no other way
 
 
-def fillings(tree: nn.Module) -> list[Filling]:
-    """A model's own ways to fill its tensors, in the order in which they are to be taken.
+def fillings(tree: nn.Module) -> Mapping[str, list[Filling]]:
+    """A model's own ways to fill its tensors, by module, in the order in which they are taken.
 
     A module is filled after those inside it, and may fill these once more. Inside a transformers
     model that is `_init_weights` of the nearest model around a module; elsewhere, and for what that
     leaves alone, it is the module's own way. Adapters of a PEFT model have theirs.
     """
-    found: list[Filling] = []
+    found: dict[str, list[Filling]] = defaultdict(list)
     adapters: Mapping[str, Any] = getattr(tree, "peft_config", {}) if is_adapted(tree) else {}
 
     def visit(path: str, module: Any, fill: Callable[[nn.Module], Any] | None) -> None:
         fill = module._init_weights if is_transformers(module) else fill
         for name, child in module.named_children():
             visit(f"{path}.{name}" if path else name, child, fill)
-        for own in ("reset_parameters", "_reset_parameters"):
-            if callable(getattr(module, own, None)):
-                run = getattr(module, own)
-                found.append(Filling(path=path, run=run, is_last_resort=fill is not None))
-                break
+        own = [getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")]
+        run = next((one for one in own if callable(one)), None)
+        if run is not None:
+            found[path].append(Filling(run, is_last_resort=fill is not None))
         if fill is not None:
-            found.append(Filling(path=path, run=partial(fill, module)))
+            found[path].append(Filling(partial(fill, module)))
         if callable(getattr(module, "reset_lora_parameters", None)):
             for adapter, config in adapters.items():
-                run = partial(_reset_adapter, path, module, adapter, config)
-                found.append(Filling(path=path, run=run))
+                found[path].append(Filling(partial(_reset_adapter, path, module, adapter, config)))
 
     visit("", tree, None)
     return found
@@ -74,8 +71,7 @@ def _reset_adapter(path: str, module: Any, adapter: str, config: Any) -> None:
     if config.init_lora_weights not in PLAIN_ADAPTER:
         raise ValueError(
             f"the adapter of {path!r} begins with init_lora_weights={config.init_lora_weights!r}, "
-            "which needs the model's weights. Expected True, False or 'gaussian' for a model on "
-            "the meta device."
+            "which needs the model's weights. On the meta device True, False or 'gaussian' do not."
         )
     module.reset_lora_parameters(adapter, config.init_lora_weights)
 
@@ -86,12 +82,14 @@ class Initialization:
 
     def __init__(self, model: nn.Module, *, seed: int) -> None:
         self._seed = seed
-        self._tree = _tree_on_meta(model)
-        self._fillings: dict[str, list[Filling]] = defaultdict(list)
-        for filling in fillings(self._tree):
-            self._fillings[filling.path].append(filling)
+        self._tree = copy_tree(model, {})
+        for module in self._tree.modules():
+            for local, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    _empty(module, local, torch.device("meta"))
+        self._fillings = fillings(self._tree)
 
-    def make(self, path: str, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+    def make(self, path: str, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
         """Make some of a module's own tensors.
 
         Args:
@@ -103,37 +101,26 @@ class Initialization:
             ValueError: nothing fills one of them, or the model's own code failed.
         """
         module = self._tree.get_submodule(path)
-        places: dict[str, tuple[dict[str, Any], str, Any]] = {}
-        for name in names:
-            local = name.rpartition(".")[2]
-            is_parameter = local in module._parameters
-            registry: dict[str, Any] = module._parameters if is_parameter else module._buffers
-            empty = torch.empty_like(registry[local], device=device)
-            places[name] = registry, local, registry[local]
-            registry[local] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
-        made: dict[str, Tensor] = {
-            name: registry[local].detach() for name, (registry, local, _) in places.items()
-        }
+        parameters, buffers = dict(module._parameters), dict(module._buffers)
+        made = {name: _empty(module, name.rpartition(".")[2], device) for name in names}
         try:
             self._fill(path, made, device)
         finally:
-            for registry, local, before in places.values():
-                registry[local] = before
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
         return made
 
     def _fill(self, path: str, made: dict[str, Tensor], device: torch.device) -> None:
         parts = path.split(".") if path else []
         around = [".".join(parts[:number]) for number in range(len(parts), -1, -1)]
-        found = [filling for one in around for filling in self._fillings[one]]
+        found = [filling for one in around for filling in self._fillings.get(one, ())]
         unfilled = self._run(path, [one for one in found if not one.is_last_resort], made, device)
-        if unfilled:
-            unfilled = self._run(path, found, made, device)
+        unfilled = unfilled and self._run(path, found, made, device)
         if unfilled:
             kind = type(self._tree.get_submodule(path)).__name__
             raise ValueError(
-                f"nothing initializes {', '.join(map(repr, unfilled))}, which no file has. "
-                f"Expected _init_weights of a transformers model, or reset_parameters of {kind}, "
-                "to fill it. Add that method, or build the model on the CPU."
+                f"nothing initializes {', '.join(map(repr, unfilled))}, which no file has. Add "
+                f"_init_weights, or reset_parameters of {kind}, or build the model on the CPU."
             )
 
     def _run(
@@ -142,14 +129,10 @@ class Initialization:
         """Fill tensors; returns those that were not written into."""
         digest = hashlib.sha256(f"{self._seed} {path}".encode()).digest()
         seed = int.from_bytes(digest[:7], "little")
-        is_accelerator = device.type != "cpu"
-        forked = (
-            torch.random.fork_rng([device], device_type=device.type)
-            if is_accelerator
-            else torch.random.fork_rng([])
-        )
+        devices = [] if device.type == "cpu" else [device]
+        forked = torch.random.fork_rng(devices, device_type=device.type)
         with forked, torch.device(device), torch.no_grad(), _Watching() as watching:
-            if is_accelerator:
+            if devices:
                 torch.manual_seed(seed)
             else:  # that of other devices is left alone
                 torch.default_generator.manual_seed(seed)
@@ -164,18 +147,13 @@ class Initialization:
         return [name for name, one in made.items() if _storage(one) not in watching.written]
 
 
-def _tree_on_meta(model: nn.Module) -> nn.Module:
-    """A copy of the module tree whose tensors are all on the meta device."""
-    tree = copy_tree(model, {})
-    for module in tree.modules():
-        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for registry in registries:
-            for local, tensor in registry.items():
-                if tensor is not None:
-                    empty = torch.empty_like(tensor, device="meta")
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    registry[local] = nn.Parameter(empty, False) if is_parameter else empty
-    return tree
+def _empty(module: nn.Module, local: str, device: torch.device) -> Tensor:
+    """Let a module have an empty tensor, on a device, in the place of one of its own."""
+    is_parameter = local in module._parameters
+    registry: dict[str, Any] = module._parameters if is_parameter else module._buffers
+    empty = torch.empty_like(registry[local], device=device)
+    registry[local] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+    return empty
 
 
 def _storage(tensor: Tensor) -> int:

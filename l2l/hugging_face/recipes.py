@@ -19,24 +19,22 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from l2l.hugging_face.folder import read_json
-from l2l.hugging_face.libraries import base_name, base_of, first_line, is_transformers
+from l2l.hugging_face.folder import base_name, base_of, is_transformers, read_json
 
 POOLERS = ("pooler",)  # parts of a head that are in the model without it
+
+UNKNOWN_MAPPING = (ImportError, AttributeError, TypeError)
+"""What `recipes_for_loading` raises if this transformers does not say how it maps names."""
 
 Read = Callable[[str], Tensor]
 
 
-class UnknownMappingError(Exception):
-    """This transformers does not say how it maps names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """How tensors become others: of a checkpoint those of a model, or the other way round."""
 
@@ -47,7 +45,24 @@ class Recipe:
 
 def plain_recipe(source: str, *targets: str) -> Recipe:
     """A tensor under other names."""
-    return Recipe(sources=(source,), make=lambda read: dict.fromkeys(targets, read(source)))
+    return Recipe((source,), lambda read: dict.fromkeys(targets, read(source)))
+
+
+@final
+class Tensors:
+    """The tensors of a model, by name; one that is tied is known by its first name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = dict(model.named_parameters())
+        self.buffers = dict(model.named_buffers())
+        self.all: dict[str, Tensor] = {**self.parameters, **self.buffers}
+        self.saved = set(model.state_dict())
+        first = {id(tensor): name for name, tensor in self.all.items()}
+        self.owner = {
+            name: first[id(tensor)]
+            for named in (model.named_parameters, model.named_buffers)
+            for name, tensor in named(remove_duplicate=False)
+        }
 
 
 def recipes_for_loading(
@@ -56,17 +71,8 @@ def recipes_for_loading(
     """How the tensors of a checkpoint become those of a model, and which of them do not.
 
     Raises:
-        UnknownMappingError: ask for the `whole_model` instead.
+        UNKNOWN_MAPPING: ask for the `whole_model` instead.
     """
-    try:
-        return _recipes_for_loading(model, names)
-    except (ImportError, AttributeError, TypeError) as error:
-        raise UnknownMappingError(first_line(error)) from error
-
-
-def _recipes_for_loading(
-    model: nn.Module, names: Iterable[str]
-) -> tuple[list[Recipe], tuple[str, ...]]:
     loading = importlib.import_module("transformers.core_model_loading")
     conversion = importlib.import_module("transformers.conversion_mapping")
     base = base_of(model)
@@ -87,21 +93,22 @@ def _recipes_for_loading(
             groups[target].append((source, pattern))
         elif not is_ignored(source) and not is_ignored(target):
             unexpected.append(source)
-    recipes = []
-    for target, parts in groups.items():
-        pattern = parts[0][1]
-        if pattern is None:
-            recipes.append(plain_recipe(parts[0][0], *places[target]))
-            continue
+
+    def recipe_of(target: str, parts: list[tuple[str, str | None]]) -> Recipe:
+        first = parts[0][1]
+        if first is None:
+            return plain_recipe(parts[0][0], *places[target])
         sources = {source: pattern for source, pattern in parts if pattern is not None}
-        convert = partial(_convert, by_pattern[pattern], target, base)
-        recipes.append(
-            Recipe(
-                sources=tuple(sources),
-                make=partial(_placed, places, partial(_convert_all, convert, sources)),
-            )
-        )
-    return recipes, tuple(unexpected)
+        convert = partial(_convert, by_pattern[first], target, base)
+        rows = _stacked_rows(by_pattern[first], sources)
+
+        def make(read: Read) -> dict[str, Tensor]:
+            made = convert(sources, read) if rows is None else _stack(convert, rows, read)
+            return {place: one for name, one in made.items() for place in places.get(name, ())}
+
+        return Recipe(tuple(sources), make)
+
+    return [recipe_of(*one) for one in groups.items()], tuple(unexpected)
 
 
 def _places(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -162,14 +169,6 @@ def _ignored(base: Any) -> Callable[[str], bool]:
     return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
-def _placed(
-    places: Mapping[str, tuple[str, ...]],
-    make: Callable[[Read], dict[str, Tensor]],
-    read: Read,
-) -> dict[str, Tensor]:
-    return {place: one for name, one in make(read).items() for place in places.get(name, ())}
-
-
 def _convert(
     template: Any, target: str, base: Any, sources: Mapping[str, str], read: Read
 ) -> dict[str, Tensor]:
@@ -181,38 +180,38 @@ def _convert(
     return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
 
-def _convert_all(convert: Any, sources: Mapping[str, str], read: Read) -> dict[str, Tensor]:
-    """The same; what is stacked is made one by one, so that it is in memory once, not three times.
+def _stacked_rows(template: Any, sources: Mapping[str, str]) -> list[dict[str, str]] | None:
+    """What of the sources makes each row of a stack.
+
+    None: the conversion does not stack them along a new first dimension and leave that alone.
+    """
+    first, *rest = template.operations
+    grouped: dict[str, list[str]] = defaultdict(list)
+    for source, pattern in sources.items():
+        grouped[pattern].append(source)
+    if (
+        type(first).__name__ != "MergeModulelist"
+        or first.dim != 0
+        or any(type(one).__name__ != "Concatenate" or one.dim < 1 for one in rest)
+        or len({len(found) for found in grouped.values()}) != 1
+    ):
+        return None
+    rows = zip(*grouped.values(), strict=True)
+    return [dict(zip(row, grouped, strict=True)) for row in rows]
+
+
+def _stack(convert: Any, rows: list[dict[str, str]], read: Read) -> dict[str, Tensor]:
+    """What is stacked is made one by one, so that it is in memory once, not three times.
 
     Transformers' own way holds the experts, their stacks and what is made of these together.
     """
-    template = convert.args[0]
-    by_pattern: dict[str, list[str]] = defaultdict(list)
-    for source, pattern in sources.items():
-        by_pattern[pattern].append(source)
-    numbers = {len(found) for found in by_pattern.values()}
-    if not _stacks(template) or len(numbers) != 1:
-        made: dict[str, Tensor] = convert(sources, read)
-        return made
-    number = numbers.pop()
     whole: dict[str, Tensor] = {}
-    for index in range(number):
-        part = {found[index]: pattern for pattern, found in by_pattern.items()}
-        for name, one in convert(part, read).items():
+    for index, row in enumerate(rows):
+        for name, one in convert(row, read).items():
             if index == 0:
-                whole[name] = one.new_empty((number, *one.shape[1:]))
+                whole[name] = one.new_empty((len(rows), *one.shape[1:]))
             whole[name][index] = one[0]
     return whole
-
-
-def _stacks(template: Any) -> bool:
-    """Whether a conversion stacks tensors along a new first dimension and leaves that alone."""
-    first, *rest = template.operations
-    return (
-        type(first).__name__ == "MergeModulelist"
-        and first.dim == 0
-        and all(type(one).__name__ == "Concatenate" and one.dim >= 1 for one in rest)
-    )
 
 
 def whole_model(model: nn.Module, folder: Path) -> tuple[list[Recipe], Read]:
@@ -261,8 +260,7 @@ def recipes_for_saving(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[
         if not _agrees(revert, group, shapes):
             raise ValueError(
                 f"transformers makes {sorted(shapes)[0]!r} and others of tensors that are not all "
-                "in one layer. Expected conversions within a layer. Close the engine and call "
-                "model.save_pretrained."
+                "in one layer. Close the engine and call model.save_pretrained."
             )
         recipes.append(_reverting(revert, tuple(group)))
     order = {name: index for index, name in enumerate(tensors)}
@@ -279,6 +277,4 @@ def _agrees(revert: Any, part: dict[str, Tensor], shapes: Mapping[str, torch.Siz
 
 
 def _reverting(revert: Any, names: tuple[str, ...]) -> Recipe:
-    return Recipe(
-        sources=names, make=lambda read: dict(revert({name: read(name) for name in names}))
-    )
+    return Recipe(names, lambda read: dict(revert({name: read(name) for name in names})))

@@ -17,23 +17,22 @@ import json
 import logging
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from l2l.files import TensorFile, TensorFileError
-from l2l.hugging_face.folder import refuse_quantized
+from l2l.files import TensorFileError, TensorReader, kinds_of
+from l2l.hugging_face.folder import base_of, first_line, is_transformers, refuse_quantized
 from l2l.hugging_face.initialization import Initialization
-from l2l.hugging_face.libraries import base_of, is_transformers
 from l2l.hugging_face.recipes import (
+    UNKNOWN_MAPPING,
     Read,
     Recipe,
-    UnknownMappingError,
+    Tensors,
     may_be_missing,
     new_head,
     plain_recipe,
@@ -46,7 +45,6 @@ logger = logging.getLogger("l2l")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAPPED_BYTES = 256 << 20  # of a file that are read before its memory is given back
 MAX_NAMES = 20  # in a message
 READABLE = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
@@ -75,58 +73,21 @@ class WeightFiles:
             ValueError: there are none, or they are broken; the message names the file.
         """
         self.folder = path if path.is_dir() else path.parent
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of all tensors, file by file
         self.place_of: dict[str, Path] = {}  # the file that has a tensor
         for file, names in sorted(_files(path).items()):
-            shapes = TensorFile(file).shapes()
-            lost = [name for name in names or () if name not in shapes]
+            kinds = kinds_of(file)
+            lost = [name for name in names or () if name not in kinds]
             if lost:
                 raise TensorFileError(
-                    f"{file} does not have {_listed(lost)}, which {INDEX} says it has. Expected "
-                    "files that belong together: get the folder again."
+                    f"{file} does not have {_listed(lost)}, which {INDEX} names. Get it again."
                 )
-            for name in names or shapes:
-                self._shapes[name] = shapes[name]
-                self.place_of[name] = file
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All tensors, file by file."""
-        return tuple(self._shapes)
-
-    def reader(self) -> Read:
-        """Reads tensors by name."""
-        return _Reader(self.place_of)
+            for name in names or kinds:
+                self.shapes[name], self.place_of[name] = kinds[name][1], file
 
     def empty(self, name: str) -> Tensor:
         """A tensor's shape, without values."""
-        return torch.empty(self._shapes[name], device="meta")
-
-
-@final
-class _Reader:
-    """Reads tensors, each as pages of its file, which belong to this process while it is mapped.
-
-    So a file is opened anew after some bytes: what has been read and dropped takes no memory.
-    """
-
-    def __init__(self, file_of: dict[str, Path]) -> None:
-        self._file_of = file_of
-        self._path: Path | None = None
-        self._file: Any = None
-        self._num_bytes = 0
-
-    def __call__(self, name: str) -> Tensor:
-        path = self._file_of[name]
-        try:
-            if path != self._path or self._num_bytes > MAPPED_BYTES:
-                self._file = safe_open(path, framework="pt")
-                self._path, self._num_bytes = path, 0
-            tensor: Tensor = self._file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise TensorFileError(f"cannot read {name!r} in {path}: {error}") from error
-        self._num_bytes += tensor.nbytes
-        return tensor
+        return torch.empty(self.shapes[name], device="meta")
 
 
 def _files(path: Path) -> dict[Path, list[str] | None]:
@@ -139,9 +100,8 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
             return _indexed(index)
         found = _joined(sorted(child.name for child in path.iterdir())) or "nothing"
         raise TensorFileError(
-            f"{path} has no weights: expected {SINGLE} or {INDEX}, found {found}. Weights in other "
-            "formats (such as pytorch_model.bin) are not read: load them with transformers and "
-            "save them with model.save_pretrained."
+            f"{path} has no weights: expected {SINGLE} or {INDEX}, found {found}. Others such "
+            "as pytorch_model.bin are not read: load them and call model.save_pretrained."
         )
     if not path.is_file():
         raise TensorFileError(
@@ -151,6 +111,7 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
 
 
 def _indexed(index: Path) -> dict[Path, list[str] | None]:
+    files: dict[Path, list[str]] = defaultdict(list)
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         names = {str(name): str(file) for name, file in weight_map.items()}
@@ -159,10 +120,7 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
             f"{index} cannot be read: {error!r}. Expected a JSON object with a weight_map."
         ) from error
     if not names:
-        raise TensorFileError(
-            f"{index} names no tensor. Expected a weight_map: get the file again."
-        )
-    files: dict[Path, list[str]] = defaultdict(list)
+        raise TensorFileError(f"{index} names no tensor. Expected a weight_map: get it again.")
     for name, file in names.items():
         if Path(file).name != file:
             raise TensorFileError(f"{index} names the file {file!r}. Expected a file beside it.")
@@ -170,68 +128,13 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
     lost = [file.name for file in files if not file.is_file()]
     if lost:
         raise TensorFileError(
-            f"{index.parent} is not whole: {INDEX} names {_listed(lost)}, not found. Get the "
-            "folder again."
+            f"{index.parent} is not whole: {INDEX} names {_listed(lost)}, not found. Get it again."
         )
     return dict(files)
 
 
 # --------------------------------------------------------------------------------------------------
 # The model
-
-
-@final
-class _Tensors:
-    """The tensors of a model, by name; a parameter that is tied is known by its first name."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = dict(model.named_parameters())
-        self.buffers = dict(model.named_buffers())
-        self.all: dict[str, Tensor] = {**self.parameters, **self.buffers}
-        first = {id(tensor): name for name, tensor in self.all.items()}
-        self.owner = {
-            name: first[id(tensor)]
-            for named in (model.named_parameters, model.named_buffers)
-            for name, tensor in named(remove_duplicate=False)
-        }
-        saved = set(model.state_dict())
-        self.saved_buffers = [name for name in self.buffers if name in saved]
-
-    def refuse_values(self) -> None:
-        """Refuse a model that has weights.
-
-        Raises:
-            ValueError: not all parameters are on the meta device.
-        """
-        present = [name for name, one in self.parameters.items() if not one.is_meta]
-        if present:
-            raise ValueError(
-                f"weights= was given, but {len(present)} of {len(self.parameters)} parameters have "
-                f"values already, the first {present[0]!r}. Expected a model on the meta device "
-                "(with torch.device('meta'): ..., or l2l.hugging_face.empty_model), or no weights=."
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Delivery:
-    """A recipe, and which of its results are wanted: the recipe's name -> the model's."""
-
-    recipe: Recipe
-    owners: dict[str, str]
-    place: str  # the file that its first source is in
-
-    def run(self, read: Read, tensors: _Tensors, receive: SetWeight) -> None:
-        """Make the tensors and hand them over one by one."""
-        made = self.recipe.make(read)
-        for name, owner in self.owners.items():
-            wanted = tensors.all[owner]
-            value = made.pop(name)
-            if wanted.is_floating_point() and value.dtype not in READABLE:
-                raise ValueError(
-                    f"{self.place}: {owner!r} is stored as {value.dtype}. Expected float32, "
-                    "bfloat16 or float16: quantised weights cannot be trained."
-                )
-            receive(owner, value.to(wanted.dtype))
 
 
 @final
@@ -258,33 +161,32 @@ class Incoming:
             ValueError: something is missing or does not fit, by name.
         """
         self._model = model
-        self._tensors = _Tensors(model)
-        self._tensors.refuse_values()
-        self._deliveries: list[_Delivery] = []
-        self._read: Read = _read_nothing
+        self._tensors = Tensors(model)
+        present = [name for name, one in self._tensors.parameters.items() if not one.is_meta]
+        if present:
+            number = f"{len(present)} of {len(self._tensors.parameters)} parameters"
+            raise ValueError(
+                f"weights= was given, but {number} have values already, the first {present[0]!r}. "
+                "Expected a model on the meta device (l2l.hugging_face.empty_model), or no weights="
+            )
+        self._deliveries: list[tuple[Recipe, dict[str, str]]] = []
+        """Recipes, and which of their results are wanted: the recipe's name -> the model's."""
         self._swapped: list[tuple[Tensor, Tensor]] = []
-        self._place_of: dict[str, Path] = {}
         if isinstance(weights, RandomInit):
             seed = weights.seed
         else:
-            self._find(Path(weights).expanduser())
-        found = {owner for one in self._deliveries for owner in one.owners.values()}
+            self._path = Path(weights).expanduser()
+            self._find()
+        found = {owner for _, owners in self._deliveries for owner in owners.values()}
         self._missing = [
             name for name, one in self._tensors.all.items() if one.is_meta and name not in found
         ]
         if not isinstance(weights, RandomInit):
-            self._report_missing(Path(weights).expanduser(), allow_missing=allow_missing)
+            self._report_missing(allow_missing=allow_missing)
         self._initialization = Initialization(model, seed=seed)
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        weights: Path | str | RandomInit | None,
-        *,
-        seed: int = 0,
-        allow_missing: bool = False,
-    ) -> Incoming | None:
+    def of(cls, model: nn.Module, weights: object, **options: Any) -> Incoming | None:
         """What is still to come; None if the model has its weights.
 
         Raises:
@@ -298,7 +200,7 @@ class Incoming:
                 f"weights={weights!r} is not known. Expected a folder or file with safetensors, "
                 "or l2l.RandomInit(seed=0)."
             )
-        return cls(model, weights, seed=seed, allow_missing=allow_missing)
+        return cls(model, weights, **options)
 
     def fill_buffers(self) -> None:
         """Give the model's buffers their values: they are small, and stay in the model.
@@ -312,11 +214,8 @@ class Incoming:
             torch.utils.swap_tensors(buffer, own)  # type: ignore[no-untyped-call]
             self._swapped.append((buffer, own))
 
-        buffers = self._tensors.buffers
-        for delivery in self._deliveries:
-            if not buffers.keys().isdisjoint(delivery.owners.values()):
-                self._only(delivery, buffers).run(self._read, self._tensors, receive)
-        self._fill(buffers, torch.device("cpu"), receive)
+        self._hand_over(self._tensors.buffers, receive)
+        self._fill(self._tensors.buffers, torch.device("cpu"), receive)
 
     def deliver(self, set_weight: SetWeight, device: torch.device) -> None:
         """Hand over the parameters one by one.
@@ -330,11 +229,9 @@ class Incoming:
             ValueError: a file cannot be read, has numbers of a kind that cannot be trained, or
                 nothing fills a parameter that no file has.
         """
-        parameters = self._tensors.parameters
-        self._fill(parameters, device, set_weight)  # first, because it may not be possible
-        for delivery in self._deliveries:
-            if not parameters.keys().isdisjoint(delivery.owners.values()):
-                self._only(delivery, parameters).run(self._read, self._tensors, set_weight)
+        # What no file has comes first, because it may not be possible.
+        self._fill(self._tensors.parameters, device, set_weight)
+        self._hand_over(self._tensors.parameters, set_weight)
 
     def undo(self) -> None:
         """Leave the model on the meta device, as it was."""
@@ -343,49 +240,43 @@ class Incoming:
         self._swapped.clear()
         for parameter in self._tensors.parameters.values():
             if not parameter.is_meta:
-                exchange(
-                    parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                )
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                exchange(parameter, empty)
 
     # ----------------------------------------------------------------------------------------------
 
-    def _find(self, path: Path) -> None:
+    def _find(self) -> None:
         """Find out what the files have for the model."""
-        files = WeightFiles(path)
-        self._place_of = files.place_of
+        files = self._files = WeightFiles(self._path)
         refuse_quantized(files.folder)
-        self._read = files.reader()
-        recipes, unexpected, empty = self._recipes(files)
-        order = {name: index for index, name in enumerate(files.names)}
+        self._read: Read = TensorReader(files.place_of)
+        recipes, unexpected, empty = self._recipes()
+        order = {name: index for index, name in enumerate(files.shapes)}
         recipes.sort(key=lambda recipe: order.get(recipe.sources[0], 0))
-        self._match(recipes, empty, path)
+        self._match(recipes, empty)
         if unexpected:
-            warnings.warn(
-                f"{path} has {len(unexpected)} tensors for which {type(self._model).__name__} has "
-                f"no place, not used: {_listed(unexpected)}",
-                stacklevel=5,
-            )
+            found = f"{self._path} has {len(unexpected)} tensors for which "
+            found += f"{type(self._model).__name__} has no place, not used: {_listed(unexpected)}"
+            warnings.warn(found, stacklevel=5)
 
-    def _recipes(self, files: WeightFiles) -> tuple[list[Recipe], Sequence[str], Read]:
+    def _recipes(self) -> tuple[list[Recipe], Sequence[str], Read]:
         """What the files' tensors make, which of them make nothing, and a reader of shapes."""
-        names, known = files.names, self._tensors.owner
+        files, known = self._files, self._tensors.owner
         if not is_transformers(base_of(self._model)):
-            recipes = [plain_recipe(name, name) for name in names if name in known]
-            return recipes, [name for name in names if name not in known], files.empty
+            recipes = [plain_recipe(name, name) for name in files.shapes if name in known]
+            return recipes, [name for name in files.shapes if name not in known], files.empty
         try:
-            recipes, unexpected = recipes_for_loading(self._model, names)
-        except UnknownMappingError as error:
+            return *recipes_for_loading(self._model, files.shapes), files.empty
+        except UNKNOWN_MAPPING as error:
             logger.warning(
                 "this transformers does not say how it maps names (%s): from_pretrained loads the "
                 "whole model first, which needs its memory besides the server's",
-                error,
+                first_line(error),
             )
-            recipes, read = whole_model(self._model, files.folder)
-            self._read = read
-            return recipes, (), lambda name: read(name).to("meta")
-        return recipes, unexpected, files.empty
+        recipes, self._read = whole_model(self._model, files.folder)
+        return recipes, (), lambda name: self._read(name).to("meta")
 
-    def _match(self, recipes: Sequence[Recipe], empty: Read, path: Path) -> None:
+    def _match(self, recipes: Iterable[Recipe], empty: Read) -> None:
         """Say what is wanted of which recipe."""
         found: dict[str, tuple[Recipe, str]] = {}
         wrong: list[str] = []
@@ -397,70 +288,79 @@ class Incoming:
                 if tensor.shape != expected:
                     wrong.append(f"{name!r} is {list(tensor.shape)}, expected {list(expected)}")
                 elif owner in found:
-                    self._refuse_different(owner, found[owner], (recipe, name), path)
+                    self._refuse_different(owner, found[owner], (recipe, name))
                 else:
                     found[owner] = recipe, name
                     owners[name] = owner
-            if owners:
-                place = str(self._place_of.get(recipe.sources[0], path))
-                self._deliveries.append(_Delivery(recipe=recipe, owners=owners, place=place))
+            self._deliveries.append((recipe, owners))
         if wrong:
             raise ValueError(
-                f"{path} does not fit {type(self._model).__name__}: {_joined(wrong)}. Expected "
-                "the weights of a model with this configuration (config.json)."
+                f"{self._path} does not fit {type(self._model).__name__}: {_joined(wrong)}. "
+                "Expected the weights of a model with this configuration (config.json)."
             )
 
     def _refuse_different(
-        self, owner: str, one: tuple[Recipe, str], other: tuple[Recipe, str], path: Path
+        self, owner: str, one: tuple[Recipe, str], other: tuple[Recipe, str]
     ) -> None:
         """Refuse a tied parameter that is in the files twice, with different values."""
         first, second = (recipe.make(self._read)[name] for recipe, name in (one, other))
         if not torch.equal(first, second):
             raise ValueError(
-                f"{path} has different values for {one[1]!r} and {other[1]!r}, which are tied in "
-                f"this model (as {owner!r}). Expected equal ones, or a model that does not tie "
-                "them: set tie_word_embeddings to false in its configuration."
+                f"{self._path} has different values for {one[1]!r} and {other[1]!r}, which are "
+                f"tied in this model (as {owner!r}). Expected equal ones, or a model that does not "
+                "tie them: set tie_word_embeddings to false in its configuration."
             )
 
-    def _report_missing(self, weights: Path, *, allow_missing: bool) -> None:
+    def _report_missing(self, *, allow_missing: bool) -> None:
         """Say what begins with random values.
 
         Raises:
             ValueError: it is more than a new head, and that is not allowed.
         """
-        saved = [*self._tensors.parameters, *self._tensors.saved_buffers]
+        tensors, kind, path = self._tensors, type(self._model).__name__, self._path
+        saved = [
+            name for name in tensors.all if name in tensors.parameters or name in tensors.saved
+        ]
         expected = [name for name in saved if not may_be_missing(self._model, name)]
         missing = set(self._missing)
         lost = [name for name in expected if name in missing]
-        kind = type(self._model).__name__
         if not allow_missing and 2 * len(lost) > len(expected):
             raise ValueError(
-                f"{weights} has {len(expected) - len(lost)} of the {len(expected)} tensors of "
-                f"{kind}. Missing: {_listed(lost)}. Expected the weights of "
-                "this model (config.json), or of one that it adds a head to."
+                f"{path} has {len(expected) - len(lost)} of the {len(expected)} tensors of {kind}. "
+                f"Missing: {_listed(lost)}. Expected the weights of this model (config.json), or "
+                "of one that it adds a head to."
             )
-        new = new_head(self._model, expected, missing, folder=weights)
-        trained = {*self._tensors.parameters, *(name for name in lost if _is_statistic(name))}
-        damage = [name for name in lost if name in trained and name not in new]
+        new = new_head(self._model, expected, missing, folder=path)
+        # Buffers that were not learnt are computed, so that those of a new model are right.
+        learnt = ("running_mean", "running_var")
+        trained = [one for one in lost if one in tensors.parameters or one.endswith(learnt)]
+        damage = [name for name in trained if name not in new]
         if damage and not allow_missing:
-            files = sorted({path.name for path in self._place_of.values()})
+            files = sorted({file.name for file in self._files.place_of.values()})
             raise ValueError(
-                f"{weights} does not have {len(damage)} tensors of {kind}, which are no new head: "
+                f"{path} does not have {len(damage)} tensors of {kind}, which are no new head: "
                 f"{_listed(damage)}. Expected all that config.json asks for in the safetensors "
-                f"files ({_joined(files)}): get the folder again. To begin "
-                "with random values instead, say allow_missing_weights=True (l2l train: "
-                "--allow-missing-weights)."
+                f"files ({_joined(files)}): get the folder again. To begin with random values "
+                "instead, say allow_missing_weights=True (l2l train: --allow-missing-weights)."
             )
         if lost:
-            warnings.warn(
-                f"{weights} does not have {len(lost)} tensors of {kind}, "
-                f"which begin with random values and must be trained: {_listed(lost)}",
-                stacklevel=5,
-            )
+            found = f"{path} does not have {len(lost)} tensors of {kind}, which begin with random "
+            warnings.warn(f"{found}values and must be trained: {_listed(lost)}", stacklevel=5)
 
-    def _only(self, delivery: _Delivery, wanted: Container[str]) -> _Delivery:
-        owners = {name: owner for name, owner in delivery.owners.items() if owner in wanted}
-        return replace(delivery, owners=owners)
+    def _hand_over(self, wanted: Container[str], receive: SetWeight) -> None:
+        """Make what files have, and hand it over one by one."""
+        for recipe, owners in self._deliveries:
+            chosen = {name: owner for name, owner in owners.items() if owner in wanted}
+            made = recipe.make(self._read) if chosen else {}
+            for name, owner in chosen.items():
+                like, value = self._tensors.all[owner], made.pop(name)
+                if like.is_floating_point() and value.dtype not in READABLE:
+                    place = self._files.place_of.get(recipe.sources[0], self._path)
+                    raise ValueError(
+                        f"{place}: {owner!r} is stored as {value.dtype}. Expected float32, "
+                        "bfloat16 or float16: quantised weights cannot be trained."
+                    )
+                receive(owner, value.to(like.dtype))
 
     def _fill(self, wanted: Container[str], device: torch.device, receive: SetWeight) -> None:
         """Make what no file has, module by module."""
@@ -472,15 +372,6 @@ class Incoming:
             made = self._initialization.make(path, names, device)
             for name in names:
                 receive(name, made.pop(name))
-
-
-def _is_statistic(name: str) -> bool:
-    """Whether a buffer was learnt; others are computed, so that those of a new model are right."""
-    return name.endswith(("running_mean", "running_var"))
-
-
-def _read_nothing(name: str) -> Tensor:
-    raise AssertionError(name)
 
 
 def _listed(names: Sequence[str]) -> str:
