@@ -208,32 +208,36 @@ def test_optimizers_have_the_settings_and_defaults_of_torch() -> None:
 
 def test_kinds_of_lines_of_a_schedule() -> None:
     """What a line may say, without numbers, and the places it names then."""
-    assert {name: " ".join((kind.units, *kind.places)).strip() for name, kind in KINDS.items()} == {
+    described = {
+        name: " ".join((kind.units, *("".join(place) for place in kind.places))).strip()
+        for name, kind in KINDS.items()
+    }
+    assert described == {
         "take": "SGW>",
         "release": "SGW>",
-        "release U": "LTO S>",
-        "fetch U": "LTO S>",
-        "fetch U.state:p": "L W>",
-        "fetch U.all:p": "L H< W>",
-        "fetch v m": "CRK>",
-        "drain U": "LTO S<",
-        "drain U free": "LTO S>",
-        "drain U.grad": "LTO G< H>",
-        "drain U.norm": "LTO G<",
-        "drain U.all:p": "L W<",
-        "drain v m": "CRK<",
+        "release U": "LTO S!unit",
+        "fetch U": "LTO S>unit",
+        "fetch U.state:p": "L W>state",
+        "fetch U.all:p": "L H< W>state",
+        "fetch v m": "CRK>value",
+        "drain U": "LTO S<unit",
+        "drain U free": "LTO S!unit",
+        "drain U.grad": "LTO G<gradient H>gradient",
+        "drain U.norm": "LTO G<gradient",
+        "drain U.all:p": "L W<state",
+        "drain v m": "CRK<value",
         "drain loss": "",
-        "gather U": "LTO S>",
-        "reduce U": "LTO G>",
+        "gather U": "LTO S=unit",
+        "reduce U": "LTO G=gradient",
         "reduce loss": "",
-        "forward Pro m": "P S< R> C< C>",
-        "forward U m": "L S< R< C< C> K>",
-        "loss m": "S< G> R< C< C>",
-        "backward U m": "L S< G> R< C< K< C< C>",
-        "backward Pro m": "P S< G> R< C< K< C< C>",
+        "forward Pro m": "P S<own R>r C<e C>h+",
+        "forward U m": "L S<unit R<r C<h C>h+ K>k",
+        "loss m": "S<own G>sum R<r C<h C>g",
+        "backward U m": "L S<unit G>gradient R<r C<h K<k C<g+ C>g",
+        "backward Pro m": "P S<own G>sum R<r C<e K<k C<g+ C>x",
         "lookup m": "",
         "collect U m": "T H>",
-        "update U host": "LTO H<",
+        "update U host": "LTO H<gradient",
         "update U host late": "LTO H<",
         "update U host late weights": "LTO H<",
         "update U host late moments": "LTO H<",
@@ -241,10 +245,10 @@ def test_kinds_of_lines_of_a_schedule() -> None:
         "update U:m host late weights": "T H<",
         "order U": "L",
         "order U late": "LTO",
-        "update U device": "LTO S> G<",
-        "update U device late": "LTO S> G<",
-        "update U:p device": "L S< G< W>",
-        "update U:p device late": "L W>",
+        "update U device": "LTO S=unit G<gradient",
+        "update U device late": "LTO S=unit G<",
+        "update U:p device": "L S<unit G<gradient W=state",
+        "update U:p device late": "L W=state",
     }
 
 
