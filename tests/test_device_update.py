@@ -11,17 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from l2l.parameter_server import device_update
 from l2l.parameter_server.adafactor import Adafactor
-from l2l.parameter_server.device_update import NUM_NUMBERS, FlatUnit, working_bytes
-from l2l.parameter_server.eight_bit import encoded, num_blocks, rounding_seed
-from l2l.parameter_server.operands import EightBitMoments
-from l2l.parameter_server.optimizer import (
-    SGD,
-    AdamW,
-    HostOptimizer,
-    Lion,
-    RecordGradients,
-    Update,
-)
+from l2l.parameter_server.device_update import NUM_NUMBERS, working_bytes
+from l2l.parameter_server.eight_bit import encode, encoded, num_blocks, rounding_seed
+from l2l.parameter_server.optimizer import FlatUnit, HostOptimizer, Numbers, Update
+from l2l.parameter_server.optimizers import SGD, AdamW, Lion, RecordGradients
 from l2l.parameter_server.precision import join_master, split_master
 
 EIGHT_BIT = AdamW(lr=1e-2, weight_decay=0.1, moments="8bit")
@@ -238,8 +231,8 @@ def difficult(numel: int) -> tuple[Tensor, Tensor]:
 
 def check_codes(*, numel: int, position: int, seed: int, device: str) -> None:
     first, root = difficult(numel)
-    expected = EightBitMoments.zeros(numel, position=position)
-    expected.encode(first, root, seed=seed)
+    expected = make_unit(EIGHT_BIT, torch.float32, numel=numel).state
+    encode(expected, first, root, position=position, seed=seed)
     whole = numel // 128 * 128
     for start, stop in ((0, whole), (whole, numel)):
         if start == stop:
@@ -252,15 +245,11 @@ def check_codes(*, numel: int, position: int, seed: int, device: str) -> None:
             seed=torch.tensor(seed, device=device),
         )
         blocks = slice(start // 128, num_blocks(stop))
-        assert torch.equal(found["exp_avg"].flatten().cpu(), expected.first[start:stop])
-        assert torch.equal(found["exp_avg_sq"].flatten().cpu(), expected.second[start:stop])
-        for name, units in (
-            ("exp_avg_unit", expected.first_unit),
-            ("exp_avg_sq_unit", expected.second_unit),
-        ):
-            assert torch.allclose(
-                found[name].flatten().cpu(), units[blocks], rtol=0, atol=0, equal_nan=True
-            )
+        assert torch.equal(found["exp_avg"].flatten().cpu(), expected["exp_avg"][start:stop])
+        assert torch.equal(found["exp_avg_sq"].flatten().cpu(), expected["exp_avg_sq"][start:stop])
+        for name in ("exp_avg_unit", "exp_avg_sq_unit"):
+            units = found[name].flatten().cpu()
+            assert torch.allclose(units, expected[name][blocks], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 0xFFFFFFFF, rounding_seed(SEED, step=77)])
@@ -353,7 +342,7 @@ def test_numbers_are_exact_in_float32(optimizer: HostOptimizer):
     )
     assert len(given) == NUM_NUMBERS
     assert torch.tensor(given, dtype=torch.float32).tolist() == given
-    named = device_update._Numbers(*given)
+    named = Numbers(*given)
     assert named.apply == 1.0
     if isinstance(optimizer, AdamW):
         seed = (int(named.seed_high) << 16) + int(named.seed_low)

@@ -20,16 +20,16 @@ import torch
 
 from l2l.device import busy_link
 from l2l.parameter_server import (
-    AdamWUpdate,
-    EightBitMoments,
+    SGD,
+    AdamW,
     HostKernel,
-    LionUpdate,
-    Moments,
-    SGDUpdate,
-    SplitWeight,
+    HostOptimizer,
+    Lion,
+    Update,
+    num_blocks,
 )
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,17 +111,6 @@ def _rate(step: Step, num_parameters: int, rounds: int) -> float:
 def _contestants(
     kernel: HostKernel, numel: int, num_threads: int
 ) -> Iterator[tuple[str, float, Callable[[], Step | None]]]:
-    def weight() -> SplitWeight:
-        split = SplitWeight(
-            weight=torch.zeros(numel, dtype=torch.bfloat16),
-            remainder=torch.zeros(numel, dtype=torch.int16),
-        )
-        kernel.split(torch.randn(numel), weight=split, num_threads=num_threads)
-        return split
-
-    def gradient() -> torch.Tensor:
-        return torch.randn(numel).to(torch.bfloat16)
-
     def copy() -> Step:
         source, target = (
             torch.ones(numel * 8, dtype=torch.uint8),
@@ -134,35 +123,31 @@ def _contestants(
             num_threads=num_threads,
         )
 
-    def adamw(moments: Moments | EightBitMoments) -> Step:
-        held, given = weight(), gradient()
-        update = AdamWUpdate(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=5)
-        return lambda: kernel.adamw(
-            update, weight=held, gradient=given, moments=moments, num_threads=num_threads
+    def update(optimizer: HostOptimizer) -> Step:
+        kinds = optimizer.state_kinds(optimizer.defaults).items()
+        one = Update(
+            name="weight",
+            shape=(numel,),
+            weight=torch.randn(numel).to(torch.bfloat16),
+            companion=torch.zeros(numel, dtype=torch.int16),
+            gradient=torch.randn(numel).to(torch.bfloat16),
+            state={
+                name: torch.zeros(num_blocks(numel) if kind.per_block else numel, dtype=kind.dtype)
+                for name, kind in kinds
+            },
+            position=0,
+            step=5,
+            settings=optimizer.defaults,
+            factor=1.0,
+            seed=0,
         )
-
-    def sgd() -> Step:
-        held, given, momentum = weight(), gradient(), torch.zeros(numel)
-        update = SGDUpdate(lr=1e-4, momentum=0.9, step=5)
-        return lambda: kernel.sgd(
-            update, weight=held, gradient=given, momentum=momentum, num_threads=num_threads
-        )
-
-    def lion() -> Step:
-        held, given, momentum = weight(), gradient(), torch.zeros(numel)
-        update = LionUpdate(lr=1e-5, betas=(0.9, 0.99), weight_decay=0.01)
-        return lambda: kernel.lion(
-            update, weight=held, gradient=given, momentum=momentum, num_threads=num_threads
-        )
-
-    def exact() -> Step:
-        return adamw(Moments(first=torch.zeros(numel), second=torch.zeros(numel)))
+        return lambda: kernel.update(optimizer, one, num_threads=num_threads)
 
     yield "copy (8 bytes read, 8 written)", 16, copy
-    yield "AdamW, exact", 26, exact
-    yield "AdamW, 8-bit moments", 14.1, lambda: adamw(EightBitMoments.zeros(numel))
-    yield "SGD with momentum", 18, sgd
-    yield "Lion", 18, lion
+    yield "AdamW, exact", 26, lambda: update(AdamW(lr=1e-4))
+    yield "AdamW, 8-bit moments", 14.1, lambda: update(AdamW(lr=1e-4, moments="8bit"))
+    yield "SGD with momentum", 18, lambda: update(SGD(lr=1e-4, momentum=0.9))
+    yield "Lion", 18, lambda: update(Lion(lr=1e-5, weight_decay=0.01))
     yield "torch fused AdamW, float32", 28, lambda: _torch_fused(numel, casts=False)
     yield "torch fused AdamW, and its casts", 40, lambda: _torch_fused(numel, casts=True)
     yield "DeepSpeed CPUAdam, no master", 22, lambda: _deepspeed(numel)

@@ -43,11 +43,12 @@ from l2l.parameter_server import (
     ServerOptimizer,
     Snapshot,
     UnitForm,
+    kinds_in,
 )
 
 logger = logging.getLogger("l2l")
 
-TensorKind = tuple[torch.dtype | None, tuple[int, ...]]
+TensorKind = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +277,7 @@ class Persistence:
     ) -> None:
         """Compare a file with what it must have of a unit."""
         path = checkpoint.path(file)
-        wanted, found = form.kinds_in(share), checkpoint.kinds(file)
+        wanted, found = kinds_in(form, share), checkpoint.kinds(file)
         for name in dict.fromkeys((*wanted, *found)):
             if name not in found or name not in wanted:
                 has = "lacks" if name in wanted else "also has"

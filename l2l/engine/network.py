@@ -155,7 +155,7 @@ class Network:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and weights of all parameters, once all updates are done, unit by unit."""
         for name, tensors in units_of(self.partition):
-            value = self._server.weights_of(name)
+            value = self._server.whole(name).value
             for owner, parameter in tensors.parameters.items():
                 weight = value(owner).detach()
                 yield owner, weight.to(device="cpu", dtype=parameter.dtype, copy=True)

@@ -24,7 +24,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from l2l.parameter_server.optimizer import Optimizer, Settings, check
+from l2l.parameter_server.optimizer import Optimizer, Settings
 
 ROUNDING_PIECE = 1 << 24  # elements rounded at once, to bound the memory for random numbers
 REVISED_PIECE = 1 << 23  # elements updated at once
@@ -43,9 +43,9 @@ class Adafactor(Optimizer):
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        check(self.lr >= 0, f"Adafactor: lr must not be negative, found {self.lr}")
-        check(self.beta2_decay <= 0, f"Adafactor: beta2_decay must be <= 0: {self.beta2_decay}")
-        check(self.d >= 1, f"Adafactor: d must be at least 1, found {self.d}")
+        self.check("lr", "must not be negative", holds=self.lr >= 0)
+        self.check("beta2_decay", "must not be above 0", holds=self.beta2_decay <= 0)
+        self.check("d", "must be at least 1", holds=self.d >= 1)
 
     @staticmethod
     def state_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

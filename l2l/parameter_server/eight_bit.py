@@ -7,6 +7,8 @@ host_kernel.cpp has the reasons.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -28,12 +30,39 @@ def rounding_seed(seed: int, *, step: int) -> int:
     return (seed * 0x85EBCA6B + step * _GOLDEN_RATIO) & _MODULUS
 
 
-def decoded(
-    first_code: Tensor, root_code: Tensor, first_unit: Tensor, root_unit: Tensor
-) -> tuple[Tensor, Tensor]:
+def decoded(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """The first moment and the root of the second, in float32."""
-    first_code, root_code = first_code.float(), root_code.float()
-    return first_code * first_code.abs() * first_unit, root_code * root_code * root_unit
+    first_code, root_code = state["exp_avg"].float(), state["exp_avg_sq"].float()
+    first = first_code * first_code.abs() * state["exp_avg_unit"]
+    return first, root_code * root_code * state["exp_avg_sq_unit"]
+
+
+def decode(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The same of a flat run."""
+    numel, units = state["exp_avg"].numel(), ("exp_avg_unit", "exp_avg_sq_unit")
+    wide = {name: state[name].repeat_interleave(BLOCK_SIZE)[:numel] for name in units}
+    return decoded({**state, **wide})
+
+
+def encode(
+    state: Mapping[str, Tensor], first: Tensor, root: Tensor, *, position: int, seed: int
+) -> None:
+    """Let a flat run that begins at a position be this first moment and root of a second."""
+    numel = first.numel()
+    whole = numel // BLOCK_SIZE * BLOCK_SIZE
+    for start, stop in ((0, whole), (whole, numel)):  # rows of whole blocks, and what is left
+        if start == stop:
+            continue
+        span, blocks = slice(start, stop), slice(start // BLOCK_SIZE, num_blocks(stop))
+        width = min(stop - start, BLOCK_SIZE)
+        made = encoded(
+            first[span].view(-1, width),
+            root[span].view(-1, width),
+            first_block=torch.tensor(position // BLOCK_SIZE + blocks.start),
+            seed=torch.tensor(seed),
+        )
+        for name, value in made.items():
+            state[name][blocks if name.endswith("_unit") else span] = value.view(-1)
 
 
 def encoded(first: Tensor, root: Tensor, *, first_block: Tensor, seed: Tensor) -> dict[str, Tensor]:

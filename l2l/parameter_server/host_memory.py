@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -20,8 +20,12 @@ import torch
 from torch import Tensor
 
 from l2l.device import Device, format_bytes, parse_bytes, untouched_pages
+from l2l.parameter_server.host_kernel import HostKernel, working_threads
+from l2l.parameter_server.layout import round_up
 
 TOUCHED_AT_ONCE = 64 << 20  # bytes
+COPY_ALIGNMENT = 64
+COPYING_THREADS = 4  # that copy what nobody waits for
 CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (
@@ -111,6 +115,11 @@ class Arena:
         self.bytes_by_name[name] = self.bytes_by_name.get(name, 0) + nbytes
 
 
+def copy_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of a block for copies of tensors."""
+    return sum(round_up(tensor.nbytes, COPY_ALIGNMENT) for tensor in tensors.values())
+
+
 @final
 class SparePages:
     """Blocks of host memory that are taken once and used again; from any thread.
@@ -152,6 +161,30 @@ class SparePages:
         with self._lock:
             self._taken[block.data_ptr()] = block
         return block
+
+    def copies(
+        self, tensors: Mapping[str, Tensor], *, kernel: HostKernel | None, urgent: bool
+    ) -> dict[str, Tensor]:
+        """Copies in one block; urgent ones with all threads."""
+        nbytes = copy_bytes(tensors)
+        if not nbytes:  # ranks hold nothing of a unit that is smaller than their number
+            return {name: tensor.clone() for name, tensor in tensors.items()}
+        block, found, start = self.take(nbytes), dict[str, Tensor](), 0
+        num_threads = working_threads() if urgent else min(COPYING_THREADS, working_threads())
+        for name, tensor in tensors.items():
+            copy = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            if tensor.device.type != "cpu" or kernel is None or not tensor.is_contiguous():
+                copy.copy_(tensor.detach())
+            else:
+                kernel.copy(
+                    copy.data_ptr(),
+                    source=tensor.data_ptr(),
+                    num_bytes=tensor.nbytes,
+                    num_threads=num_threads,
+                )
+            found[name] = copy
+            start += round_up(tensor.nbytes, COPY_ALIGNMENT)
+        return found
 
     def give_back(self, address: int) -> None:
         """Nobody uses the block that begins here any more."""

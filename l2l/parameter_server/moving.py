@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from l2l.distributed import Share
+from l2l.parameter_server.forms import UnitForm
 from l2l.parameter_server.host_memory import Arena
 from l2l.parameter_server.layout import FlatLayout
-from l2l.parameter_server.unit import Unit, UnitForm
+from l2l.parameter_server.unit import Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,34 +29,9 @@ class Move:
     buffers: Mapping[str, Tensor]
 
 
-def empty_unit(form: UnitForm, share: Share, arena: Arena) -> Unit:
-    """Memory for a unit, zeros."""
-    held = form.held(share)
-    take, numel = arena.take, held.trained.padded_numel
-    unit = Unit(
-        form=form,
-        held=held,
-        share=share,
-        weights=take("weights", held.weight_layout.nbytes, torch.uint8, registered=True),
-        companion=None
-        if held.companion_dtype is None
-        else take(held.companion_name, numel, held.companion_dtype, registered=False),
-        state={
-            name: take(name, held.state_numel(kind), kind.dtype, registered=False)
-            for name, kind in held.state_kinds.items()
-        },
-        steps=dict.fromkeys(form.trained.names, 0),
-    )
-    unit.weights.zero_()
-    return unit
-
-
 def let_go(unit: Unit, arena: Arena) -> None:
     """Give a unit's memory back."""
-    arena.give_back("weights", unit.weights)
-    if unit.companion is not None:
-        arena.give_back(unit.held.companion_name, unit.companion)
-    for name, buffer in unit.state.items():
+    for name, buffer in {"weights": unit.weights, **unit.kept()}.items():
         arena.give_back(name, buffer)
 
 
@@ -72,15 +48,14 @@ def rearranged(
     try:
         for move in moves:
             source = None if move.source is None else units[move.source]
-            if source is not None and not move.is_copy and is_alike(source, move.form):
-                made[move.form.name] = renamed(source, move)
+            if source is not None and not move.is_copy and _alike(source.form, move.form):
+                made[move.form.name] = _renamed(source, move)
                 continue
-            if source is None:
-                unit = empty_unit(move.form, share, arena)
-            else:
-                unit = copied(source, move, arena)
+            unit = Unit.empty(move.form, share, arena.take)
             taken.append(unit)
             made[move.form.name] = unit
+            if source is not None:
+                _copy(source, unit, move)
     except BaseException:
         for unit in taken:
             let_go(unit, arena)
@@ -94,18 +69,19 @@ def rearranged(
     return made
 
 
-def is_alike(unit: Unit, form: UnitForm) -> bool:
-    """Whether a unit's memory is what a form needs, but for names."""
-    mine = unit.form
-    return (
-        _shapes(mine.weight_layout) == _shapes(form.weight_layout)
-        and _shapes(mine.trained) == _shapes(form.trained)
-        and dict(mine.state_kinds) == dict(form.state_kinds)
-        and mine.companion_dtype == form.companion_dtype
-    )
+def _alike(one: UnitForm, other: UnitForm) -> bool:
+    """Whether two forms need the same memory, but for names."""
+
+    def places(layout: FlatLayout) -> list[Any]:
+        return [
+            (s.dtype, s.numel, [(f.offset, f.numel) for f in s.fields]) for s in layout.segments
+        ]
+
+    layouts = ((one.weight_layout, other.weight_layout), (one.trained, other.trained))
+    return one.kept() == other.kept() and all(places(a) == places(b) for a, b in layouts)
 
 
-def renamed(unit: Unit, move: Move) -> Unit:
+def _renamed(unit: Unit, move: Move) -> Unit:
     """The same memory under other names."""
     return replace(
         unit,
@@ -116,46 +92,22 @@ def renamed(unit: Unit, move: Move) -> Unit:
     )
 
 
-def copied(unit: Unit, move: Move, arena: Arena) -> Unit:
-    """A unit of its own with the same weights and, if it is to keep it, the same state."""
-    made = empty_unit(move.form, unit.share, arena)
+def _copy(unit: Unit, made: Unit, move: Move) -> None:
+    """Let an empty unit have the same weights and, if it is to keep it, the same state."""
     for name in made.held.weight_layout.names:
         owner, bar, state = name.partition("|")
         source = f"{move.names[owner]}{bar}{state}"
         if source in unit.held.weight_layout.names and (not bar or move.keeps_state):
             made.weight_of(name).copy_(unit.weight_of(source))
-    known = unit.held.trained.names
     for owner in made.held.trained.names:
-        source = move.names[owner]
-        _complete(made, owner, unit.companion_of(source) if source in known else None)
-        if move.keeps_state and source in known:
-            theirs = unit.state_of(source)
+        source, companion = move.names[owner], made.companion_of(owner)
+        theirs = unit.companion_of(source)
+        if companion is not None and theirs is not None:
+            companion.copy_(theirs.view(companion.shape))
+        elif companion is not None and companion.dtype is torch.float32:
+            companion.copy_(made.weight_of(owner))  # whose remainder would be zero
+        if move.keeps_state and source in unit.held.trained.names:
             for kind, buffer in made.state_of(owner).items():
-                buffer.copy_(theirs[kind])
+                buffer.copy_(unit.state_of(source)[kind])
     if move.keeps_state:
         made.steps = {o: unit.steps.get(move.names[o], 0) for o in move.form.trained.names}
-    return made
-
-
-def _complete(unit: Unit, owner: str, other: Tensor | None) -> None:
-    """Write what completes a link weight: as another unit has it, or for exactly this weight."""
-    companion = unit.companion_of(owner)
-    if companion is None:
-        return
-    if other is not None:
-        companion.copy_(other.view(companion.shape))
-    elif companion.dtype is torch.int16:
-        companion.zero_()
-    else:
-        companion.copy_(unit.weight_of(owner))
-
-
-def _shapes(layout: FlatLayout) -> list[tuple[torch.dtype, int, tuple[tuple[int, int], ...]]]:
-    return [
-        (
-            segment.dtype,
-            segment.numel,
-            tuple((field.offset, math.prod(field.shape)) for field in segment.fields),
-        )
-        for segment in layout.segments
-    ]

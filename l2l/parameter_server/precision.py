@@ -118,6 +118,23 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
+def master_of(weight: Tensor, companion: Tensor | None) -> Tensor:
+    """The float32 master of a link weight and what completes it; in place, if one of them is it."""
+    if companion is None:
+        return weight
+    return companion if companion.dtype is torch.float32 else join_master(weight, companion)
+
+
+def store_master(master: Tensor, weight: Tensor, companion: Tensor | None) -> None:
+    """Write a master as a link weight and what completes it."""
+    if companion is not None and companion.dtype is torch.int16:
+        split_master(master, weight, companion)
+        return
+    weight.copy_(master)
+    if companion is not None:
+        companion.copy_(master)
+
+
 @final
 @dataclass(slots=True, kw_only=True)
 class LossScale:

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from l2l.parameter_server.adafactor import Adafactor
-from l2l.parameter_server.optimizer import SGD, AdamW, Optimizer, Settings
-from l2l.parameter_server.unit import Unit, state_name
+from l2l.parameter_server.forms import state_name
+from l2l.parameter_server.optimizer import Optimizer, Settings
+from l2l.parameter_server.optimizers import SGD, AdamW
+from l2l.parameter_server.unit import Unit
 
 _TORCH_OPTIMIZERS: Mapping[type, Callable[..., Optimizer]] = {
     torch.optim.AdamW: AdamW,
