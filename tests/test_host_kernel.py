@@ -789,7 +789,7 @@ def make_server(kernel: HostKernel | None, shapes: Shapes) -> ParameterServer:
         precision=PrecisionPolicy(link=torch.bfloat16),
         optimizer=optimizer,
     )
-    server.add(form, parameters=parameters, buffers={})
+    server.add(form, UnitTensors(parameters=parameters, buffers={}))
     return server
 
 
@@ -1055,7 +1055,7 @@ def test_several_updates_find_the_size_of_all_their_changes(kernel: HostKernel) 
     gradients = [torch.full((300,), 2.0), torch.full((70_001,), 3.0)]
     updates = [make_update(optimizer, torch.ones_like(one), one) for one in gradients]
     expected = 300 + 70_001 * 1.5**2
-    numbers = [optimizer.numbers(optimizer.defaults, step=1, factor=1.0, seed=0)] * 2
+    numbers = [optimizer.numbers(optimizer.defaults, 1, 1.0, 0)] * 2
     found = PreparedUpdates(kernel, optimizer, updates).perform(
         numbers, ranges=[None] * 2, num_threads=2
     )
@@ -1353,7 +1353,7 @@ def test_prepared_updates_are_performed_when_asked_with_the_numbers_given(
         settings = {**SGD.defaults, "lr": lr}
         for update in expected:
             perform(kernel, SGD, update, settings=settings)
-        numbers = SGD.numbers(settings, step=1, factor=1.0, seed=0)
+        numbers = SGD.numbers(settings, 1, 1.0, 0)
         prepared.perform([numbers] * 2, ranges=[None] * 2, num_threads=2)
         assert all(map(torch.equal, weights(found), weights(expected)))
     with pytest.raises(ValueError, match="shorter"):

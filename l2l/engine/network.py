@@ -98,7 +98,7 @@ class Network:
             if incoming is not None:
                 incoming.fill_buffers()
             for form, (name, tensors) in zip(forms, units_of(self.partition), strict=True):
-                self._server.add(form, parameters=tensors.parameters, buffers=tensors.buffers)
+                self._server.add(form, tensors)
                 moved.append((name, tensors))
             if incoming is not None:
                 incoming.deliver(self._server.set_weight, self._device.torch_device)

@@ -89,7 +89,7 @@ def numbers(
         ValueError: the optimizer is not supported, or the step is below 1.
     """
     _function_of(optimizer)
-    values = optimizer.numbers(settings, step=step, factor=factor, seed=seed)
+    values = optimizer.numbers(settings, step, factor, seed)
     rounding = int(values["seed"])
     values |= {"apply": apply, "seed_high": rounding >> 16, "seed_low": rounding & 0xFFFF}
     ordered = [float(values.get(name, 0.0)) for name in Numbers._fields]

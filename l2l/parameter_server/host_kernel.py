@@ -146,9 +146,7 @@ class HostKernel:
 
     def update(self, optimizer: HostOptimizer, update: Update, *, num_threads: int) -> float:
         """One update, in place; the result is that of `PreparedUpdates.perform`."""
-        numbers = optimizer.numbers(
-            update.settings, step=update.step, factor=update.factor, seed=update.seed
-        )
+        numbers = optimizer.numbers(update.settings, update.step, update.factor, update.seed)
         prepared = PreparedUpdates(self, optimizer, [update])
         return prepared.perform([numbers], ranges=[update.ranges], num_threads=num_threads)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from l2l.distributed import Share
+from l2l.model import UnitTensors
 from l2l.parameter_server.forms import UnitForm
 from l2l.parameter_server.host_memory import Arena
 from l2l.parameter_server.layout import FlatLayout
@@ -25,8 +25,7 @@ class Move:
     is_copy: bool
     keeps_state: bool
     names: Mapping[str, str]  # of its tensors, to those of the source
-    parameters: Mapping[str, nn.Parameter]
-    buffers: Mapping[str, Tensor]
+    tensors: UnitTensors
 
 
 def let_go(unit: Unit, arena: Arena) -> None:

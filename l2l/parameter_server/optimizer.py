@@ -175,6 +175,8 @@ DeviceFunction = Callable[[Tensor, Tensor, Tensors, Numbers], Tensors]
 class Optimizer:
     """What all optimizers have: settings by parameter group."""
 
+    has_halves: ClassVar[bool] = False
+    """Whether weights can be updated first, and moments later from the same gradient."""
     groups: Groups | None = None
     """(name, parameter) -> what differs for it, such as `{"weight_decay": 0.0}`; or None."""
 
@@ -200,9 +202,6 @@ class Optimizer:
 class HostOptimizer(Optimizer, ABC):
     """An optimizer whose state and arithmetic are on the host."""
 
-    has_halves: ClassVar[bool] = False
-    """Whether weights can be updated first, and moments later from the same gradient."""
-
     @abstractmethod
     def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
         """What is kept per parameter, under torch's names, in the order of the native kernel."""
@@ -223,9 +222,7 @@ class HostOptimizer(Optimizer, ABC):
         """What updates on the device; None: nothing does."""
         return None
 
-    def numbers(
-        self, settings: Settings, *, step: int, factor: float, seed: int
-    ) -> dict[str, float]:
+    def numbers(self, settings: Settings, step: int, factor: float, seed: int) -> dict[str, float]:
         """The coefficients of an update, with those that all optimizers have."""
         if step < 1:
             raise ValueError(f"step must be 1 at the first update, found {step}")

@@ -47,15 +47,14 @@ def parse_precision(precision: str | torch.dtype) -> torch.dtype:
     Raises:
         ValueError: the word or dtype is not one of `DTYPES`.
     """
-    if isinstance(precision, torch.dtype):
-        if precision in DTYPES.values():
-            return precision
-    elif precision in DTYPES:
-        return DTYPES[precision]
-    raise ValueError(
-        f"precision={precision!r} is not known. Expected one of "
-        f"{', '.join(repr(name) for name in DTYPES)}, or the torch dtype of that name."
-    )
+    found = DTYPES.get(precision) if isinstance(precision, str) else precision
+    if found is None or found not in DTYPES.values():
+        known = ", ".join(repr(name) for name in DTYPES)
+        raise ValueError(
+            f"precision={precision!r} is not known. Expected one of {known}, or the torch dtype of "
+            "that name."
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

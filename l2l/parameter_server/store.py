@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from l2l.device import Device
 from l2l.distributed import Alone, World
-from l2l.model import Reader, hold
-from l2l.parameter_server import moving, torch_optimizer
+from l2l.model import Reader, UnitTensors, hold
+from l2l.parameter_server import moving
 from l2l.parameter_server.forms import UnitForm
 from l2l.parameter_server.host_kernel import HostKernel, PreparedUpdates, working_threads
 from l2l.parameter_server.host_memory import Arena, SparePages, copy_bytes
@@ -80,18 +80,7 @@ class ParameterServer:
         self.waiting.clear()
         self.unfinished.clear()
 
-    @property
-    def has_halves(self) -> bool:
-        """Whether an update can be done in two: `advance`, then `perform`."""
-        return isinstance(self.optimizer, HostOptimizer) and self.optimizer.has_halves
-
-    def add(
-        self,
-        form: UnitForm,
-        *,
-        parameters: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, Tensor],
-    ) -> None:
+    def add(self, form: UnitForm, tensors: UnitTensors) -> None:
         """Move a unit in: copy its tensors to host memory and hollow out the parameters.
 
         A hollow parameter keeps its shape and holds NaN without memory, until `give_back`. One that
@@ -101,18 +90,16 @@ class ParameterServer:
         unit = Unit.empty(form, self.world.share, self._arena.take)
         # Nothing of the model has been touched so far; from here on nothing can fail for memory.
         self.units[form.name] = unit
-        self._unit_of.update(dict.fromkeys(parameters, unit))
-        self._fill(unit, parameters, buffers)
+        self._unit_of.update(dict.fromkeys(tensors.parameters, unit))
+        self._fill(unit, tensors)
 
-    def _fill(
-        self, unit: Unit, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]
-    ) -> None:
+    def _fill(self, unit: Unit, tensors: UnitTensors) -> None:
         """Copy tensors into a unit, and hollow out the parameters."""
-        unit.set_buffers(buffers)
-        for owner, parameter in parameters.items():
+        unit.set_buffers(tensors.buffers)
+        for owner, parameter in tensors.parameters.items():
             if not parameter.is_meta:
                 self.set_weight(owner, parameter.data)
-        for owner, parameter in parameters.items():
+        for owner, parameter in tensors.parameters.items():
             exchange(parameter, nothing_like(parameter))
             hold(parameter, owner, self.reader)
 
@@ -122,21 +109,19 @@ class ParameterServer:
         All updates must have been done, and nobody may read a unit meanwhile. A unit that only gets
         another name keeps its memory. If memory is short nothing has changed.
         """
-        old = self.units
-        self.units = moving.rearranged(old, moves, self.world.share, self._arena)
-        gone = {id(unit) for name, unit in old.items() if name.startswith("L")}
-        left = {o for o, u in self._unit_of.items() if id(u) in gone}
-        self._unit_of = {o: u for o, u in self._unit_of.items() if o not in left}
-        self.reader.places = {o: p for o, p in self.reader.places.items() if o not in left}
+        self.units = moving.rearranged(self.units, moves, self.world.share, self._arena)
+        self._unit_of = {o: u for o, u in self._unit_of.items() if not u.form.name.startswith("L")}
+        places = self.reader.places.items()
+        self.reader.places = {owner: one for owner, one in places if owner in self._unit_of}
         self.reader.forget()
         for move in moves:
             unit = self.units[move.form.name]
-            self._unit_of.update(dict.fromkeys(move.parameters, unit))
+            self._unit_of.update(dict.fromkeys(move.tensors.parameters, unit))
             if move.source is None:
-                self._fill(unit, move.parameters, move.buffers)
+                self._fill(unit, move.tensors)
                 continue
-            unit.set_buffers(move.buffers)
-            for owner, parameter in move.parameters.items():
+            unit.set_buffers(move.tensors.buffers)
+            for owner, parameter in move.tensors.parameters.items():
                 hold(parameter, owner, self.reader)
 
     def give_back(self, parameters: Mapping[str, nn.Parameter], name: str) -> None:
@@ -227,7 +212,7 @@ class ParameterServer:
                 "for any number of ranks to read."
             )
         self.settle_all()
-        return torch_optimizer.state_of(self._unit_of[owner], owner, self.optimizer)
+        return self._unit_of[owner].shown_state(owner)
 
     def update(
         self,
@@ -271,12 +256,7 @@ class ParameterServer:
                 made = PreparedUpdates(self._kernel, optimizer, list(updates))
                 unit.prepared = {**kept, key: made}
             numbers = [
-                optimizer.numbers(
-                    order.settings[owner],
-                    step=unit.steps[owner],
-                    factor=order.factor,
-                    seed=self.seed,
-                )
+                optimizer.numbers(order.settings[owner], unit.steps[owner], order.factor, self.seed)
                 for owner in owners
             ]
             num_threads = working_threads()
@@ -360,7 +340,7 @@ class ParameterServer:
         for name in [name for name in self.waiting if name in at_once]:
             self._settle(name)
         self.spare.reclaim()  # what an earlier one that failed has left
-        snapshot = Snapshot(
+        self.snapshot = Snapshot(
             order,
             image_of=self.image,
             copy_of=self._copy,
@@ -370,8 +350,7 @@ class ParameterServer:
             copies_ahead=copies_ahead,
             release=self._release,
         )
-        self.snapshot = snapshot
-        return snapshot
+        return self.snapshot
 
     def units_on_device(self) -> list[str]:
         """Units whose optimizer state is on the device."""

@@ -138,10 +138,7 @@ class Unit:
         """The updates of single parameters on the host."""
         for owner in owners:
             weight, companion = self.weight_of(owner), self.companion_of(owner)
-            span, piece = (
-                self.form.trained.span(owner),
-                self.form.trained.piece(owner, self.share),
-            )
+            whole = self.form.trained
             yield Update(
                 name=owner,
                 shape=tuple(weight.shape),
@@ -149,7 +146,7 @@ class Unit:
                 companion=None if companion is None else companion.view(-1),
                 gradient=self.held.staging_layout.view(gradient, owner).view(-1),
                 state=self.state_of(owner),
-                position=span.start + piece.start,
+                position=whole.span(owner).start + whole.piece(owner, self.share).start,
                 step=self.steps[owner],
                 settings=order.settings[owner],
                 factor=order.factor,
@@ -198,6 +195,22 @@ class Unit:
     def state_of(self, owner: str) -> dict[str, Tensor]:
         """A parameter's state, flat."""
         return cut(self.state, self.held.trained.span(owner))
+
+    def shown_state(self, owner: str) -> dict[str, Any]:
+        """A parameter's optimizer state as views, torch's names; empty before its first step."""
+        prefix = state_name(owner, "")
+        names = [name for name in self.form.weight_layout.names if name.startswith(prefix)]
+        if names:  # it rides with the weights
+            found = {name.removeprefix(prefix): self.weight_of(name) for name in names}
+            return found if float(found["step"]) else {}
+        if not self.steps.get(owner):
+            return {}
+        shape = self.weight_of(owner).shape
+        views = {
+            name: flat.view(shape) if flat.numel() == shape.numel() else flat
+            for name, flat in self.state_of(owner).items()
+        }
+        return {"step": torch.tensor(float(self.steps[owner])), **views}
 
     def _companion(self, span: slice, weight: Tensor) -> Tensor | None:
         if self.companion is None or weight.dtype not in COMPANION:
