@@ -30,23 +30,14 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.utils import dlpack
 
-from l2l.parameter_server import eight_bit
-from l2l.parameter_server.eight_bit import BLOCK_SIZE
-from l2l.parameter_server.optimizer import (
-    DeviceFunction,
-    FlatUnit,
-    HostOptimizer,
-    Numbers,
-    Settings,
-    Tensors,
-    cut,
-)
+from l2l.parameter_server.eight_bit import BLOCK_SIZE, cuts, decoded, encoded, in_rows
+from l2l.parameter_server.optimizer import NUMBERS, FlatUnit, HostOptimizer, Settings, Tensors
 from l2l.parameter_server.precision import master_of
 
 PIECE = 1 << 22  # elements updated at once eagerly, to bound the memory for what lies between
@@ -56,22 +47,17 @@ COMPILED_PIECE = 1 << 30  # elements updated at once when compiled: positions fi
 _NAN_BITS = 0x7FC00000
 _EXAMPLE_ROWS = 2048  # what a function is compiled with
 
-NUM_NUMBERS = len(Numbers._fields)
-APPLY = Numbers._fields.index("apply")  # of a step that does not count, 0
+NUM_NUMBERS = len(NUMBERS)
+APPLY = NUMBERS.index("apply")  # of a step that does not count, 0
 
+OnDevice = Callable[[Tensor, Tensor, Tensors, Tensors], Tensors]  # `HostOptimizer.on_device`
 Function = Callable[[Tensors, Tensor], None]  # of a unit's tensors, in rows, and numbers
 
 
 def supports(optimizer: object) -> bool:
     """Whether `update` can do what this optimizer does."""
-    return isinstance(optimizer, HostOptimizer) and optimizer.device_function() is not None
-
-
-def _function_of(optimizer: HostOptimizer) -> DeviceFunction:
-    function = optimizer.device_function()
-    if function is None:
-        raise ValueError(f"{type(optimizer).__name__} cannot update on the device")
-    return function
+    kind = type(optimizer)
+    return issubclass(kind, HostOptimizer) and kind.on_device is not HostOptimizer.on_device
 
 
 def numbers(
@@ -88,11 +74,12 @@ def numbers(
     Raises:
         ValueError: the optimizer is not supported, or the step is below 1.
     """
-    _function_of(optimizer)
+    if not supports(optimizer):
+        raise ValueError(f"{type(optimizer).__name__} cannot update on the device")
     values = optimizer.numbers(settings, step, factor, seed)
     rounding = int(values["seed"])
     values |= {"apply": apply, "seed_high": rounding >> 16, "seed_low": rounding & 0xFFFF}
-    ordered = [float(values.get(name, 0.0)) for name in Numbers._fields]
+    ordered = [float(values.get(name, 0.0)) for name in NUMBERS]
     return [float(value) for value in torch.tensor(ordered, dtype=torch.float32).tolist()]
 
 
@@ -103,68 +90,37 @@ def update(
     numbers: Tensor,  # float32 [NUM_NUMBERS], on the device
     *,
     compiled: bool,
-    piece: int = PIECE,
 ) -> None:
     """One step of an optimizer, in place; without effect if the step does not count.
 
     Args:
         optimizer: One that is supported.
         unit: What is updated.
-        numbers: What the function of that name gives.
+        numbers: What the function of that name gives, which refuses other optimizers.
         compiled: Use `torch.compile`, and where that fails warn once and run eagerly.
-        piece: Elements to update at once if not compiled, a multiple of 128.
-
-    Raises:
-        ValueError: the optimizer is not supported, or `piece` or `numbers` has the wrong size.
     """
-    if piece < BLOCK_SIZE or piece % BLOCK_SIZE:
-        raise ValueError(f"piece must be a multiple of {BLOCK_SIZE}, found {piece}")
-    if numbers.shape != (NUM_NUMBERS,) or numbers.dtype is not torch.float32:
-        raise ValueError(
-            f"numbers must be float32 [{NUM_NUMBERS}], found {numbers.dtype} {list(numbers.shape)}"
-        )
-    function = _function_of(optimizer)
+    function, piece = type(optimizer).on_device, PIECE
     in_one_pass: Function | None = None
     if compiled:
-        in_one_pass = _compiled(function, _rows(unit, 0, 0))
+        in_one_pass = _compiled(function, _rows(unit, slice(0, 0)))
         piece = min(piece, FALLBACK_PIECE) if in_one_pass is None else COMPILED_PIECE
-    for start, stop in _cuts(unit.weight.numel(), piece):
-        rows = _rows(unit, start, stop)
+    for span in cuts(unit.weight.numel(), piece):
+        rows = _rows(unit, span)
         # A single row would be compiled apart: one is never a dynamic size.
-        if in_one_pass is None or stop - start < 2 * BLOCK_SIZE:
+        if in_one_pass is None or span.stop - span.start < 2 * BLOCK_SIZE:
             _update_rows(function, rows, numbers)
             continue
         with torch.accelerator.device_index(numbers.device.index):  # DLPack wants the current one
             in_one_pass({name: _alone(tensor) for name, tensor in rows.items()}, _alone(numbers))
 
 
-def working_bytes(optimizer: HostOptimizer, *, compiled: bool, piece: int = PIECE) -> int:
-    """An upper estimate of the device memory that an update takes for a while."""
-    kinds = optimizer.state_kinds(optimizer.defaults).values()
-    bytes_per_element = 56 if any(kind.per_block for kind in kinds) else 36
-    return bytes_per_element * (min(piece, FALLBACK_PIECE) if compiled else piece)
-
-
-def _cuts(numel: int, piece: int) -> Iterator[tuple[int, int]]:
-    """Cut a run into pieces of whole blocks and what is left over."""
-    whole = numel // BLOCK_SIZE * BLOCK_SIZE
-    for start in range(0, whole, piece):
-        yield start, min(start + piece, whole)
-    if whole < numel:
-        yield whole, numel
-
-
-def _rows(unit: FlatUnit, start: int, stop: int) -> Tensors:
+def _rows(unit: FlatUnit, span: slice) -> Tensors:
     """A piece of a unit as views ([Note: rows of blocks]), 16-bit weights as their bits."""
-    width = min(stop - start, BLOCK_SIZE) or BLOCK_SIZE
-    rows = {
-        name: tensor.view(-1, 1 if name.endswith("_unit") else width)
-        for name, tensor in cut(unit.named(), slice(start, stop)).items()
-    }
+    rows = in_rows(unit.named(), span)
     if unit.companion is not None:
         rows["weight"] = rows["weight"].view(torch.int16)
     if "exp_avg_unit" in rows:
-        first_block = (unit.position + start) // BLOCK_SIZE
+        first_block = (unit.position + span.start) // BLOCK_SIZE
         # A kernel that fills it: a copy from the host might wait for the device.
         rows["first_block"] = torch.full((1, 1), first_block, device=unit.weight.device)
     return rows
@@ -179,7 +135,7 @@ _lock = threading.Lock()
 _functions: dict[tuple[object, ...], Function | None] = {}
 
 
-def _compiled(function: DeviceFunction, rows: Tensors) -> Function | None:
+def _compiled(function: OnDevice, rows: Tensors) -> Function | None:
     """The function compiled for tensors of these dtypes; None if that failed once."""
     device = rows["weight"].device
     key = (function, device, *((name, tensor.dtype) for name, tensor in rows.items()))
@@ -189,7 +145,7 @@ def _compiled(function: DeviceFunction, rows: Tensors) -> Function | None:
         return _functions[key]
 
 
-def _compile(function: DeviceFunction, rows: Tensors) -> Function | None:
+def _compile(function: OnDevice, rows: Tensors) -> Function | None:
     """Compile by a call with an example, in which nothing of value is lost if it fails."""
     example = {}
     for name, tensor in rows.items():
@@ -220,30 +176,30 @@ def _compile(function: DeviceFunction, rows: Tensors) -> Function | None:
     return compiled
 
 
-def _update_rows(function: DeviceFunction, tensors: Tensors, numbers: Tensor) -> None:
+def _update_rows(function: OnDevice, tensors: Tensors, numbers: Tensor) -> None:
     """Overwrite rows with what the function makes of them, if the step counts."""
-    named = Numbers(*numbers.unbind())
+    named = dict(zip(NUMBERS, numbers.unbind(), strict=True))
 
     def write(values: Tensors) -> None:
         for name, value in values.items():
             target = tensors[name]
-            target.copy_(torch.where(named.apply != 0, value.to(target.dtype), target))
+            target.copy_(torch.where(named["apply"] != 0, value.to(target.dtype), target))
 
     made = _made(function, tensors, named)
     write(_halves(made.pop("master"), tensors.get("companion")))
     if "first_block" in tensors:  # 8-bit moments
-        seed = (named.seed_high.to(torch.int64) << 16) + named.seed_low.to(torch.int64)
+        seed = (named["seed_high"].to(torch.int64) << 16) + named["seed_low"].to(torch.int64)
         first, root = made.pop("exp_avg"), made.pop("exp_avg_sq").sqrt()
-        made = eight_bit.encoded(first, root, first_block=tensors["first_block"], seed=seed)
+        made = encoded(first, root, first_block=tensors["first_block"], seed=seed)
     write(made)
 
 
-def _made(function: DeviceFunction, tensors: Tensors, named: Numbers) -> Tensors:
+def _made(function: OnDevice, tensors: Tensors, named: Tensors) -> Tensors:
     """What a function makes of the master, the gradient as it counts, and exact state."""
-    gradient = tensors["gradient"].to(torch.float32) * named.factor
+    gradient = tensors["gradient"].to(torch.float32) * named["factor"]
     state = tensors
     if "first_block" in tensors:
-        first, root = eight_bit.decoded(tensors)
+        first, root = decoded(tensors)
         state = {"exp_avg": first, "exp_avg_sq": root.square()}
     return function(master_of(tensors["weight"], tensors.get("companion")), gradient, state, named)
 

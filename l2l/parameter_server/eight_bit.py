@@ -7,7 +7,7 @@ host_kernel.cpp has the reasons.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -23,6 +23,28 @@ _MODULUS = 0xFFFFFFFF
 def num_blocks(numel: int) -> int:
     """Number of units that 8-bit moments of `numel` elements need, for each moment."""
     return -(-numel // BLOCK_SIZE)
+
+
+def cut(tensors: Mapping[str, Tensor], span: slice) -> dict[str, Tensor]:
+    """Elements of flat tensors; `span` begins with a block. Names of units end in `_unit`."""
+    blocks = slice(span.start // BLOCK_SIZE, num_blocks(span.stop))
+    return {n: one[blocks if n.endswith("_unit") else span] for n, one in tensors.items()}
+
+
+def cuts(numel: int, piece: int) -> Iterator[slice]:
+    """Cut a flat run into pieces of whole blocks, and what is left over."""
+    whole = numel // BLOCK_SIZE * BLOCK_SIZE
+    for start in range(0, whole, piece):
+        yield slice(start, min(start + piece, whole))
+    if whole < numel:
+        yield slice(whole, numel)
+
+
+def in_rows(tensors: Mapping[str, Tensor], span: slice) -> dict[str, Tensor]:
+    """A piece of flat tensors as views, in rows of a block each; what is left over is one row."""
+    width = min(span.stop - span.start, BLOCK_SIZE) or BLOCK_SIZE
+    found = cut(tensors, span).items()
+    return {name: one.view(-1, 1 if name.endswith("_unit") else width) for name, one in found}
 
 
 def rounding_seed(seed: int, *, step: int) -> int:
@@ -48,21 +70,14 @@ def encode(
     state: Mapping[str, Tensor], first: Tensor, root: Tensor, *, position: int, seed: int
 ) -> None:
     """Let a flat run that begins at a position be this first moment and root of a second."""
-    numel = first.numel()
-    whole = numel // BLOCK_SIZE * BLOCK_SIZE
-    for start, stop in ((0, whole), (whole, numel)):  # rows of whole blocks, and what is left
-        if start == stop:
-            continue
-        span, blocks = slice(start, stop), slice(start // BLOCK_SIZE, num_blocks(stop))
-        width = min(stop - start, BLOCK_SIZE)
+    for span in cuts(first.numel(), max(BLOCK_SIZE, first.numel())):
+        rows = in_rows({**state, "first": first, "root": root}, span)
+        first_block = torch.tensor((position + span.start) // BLOCK_SIZE)
         made = encoded(
-            first[span].view(-1, width),
-            root[span].view(-1, width),
-            first_block=torch.tensor(position // BLOCK_SIZE + blocks.start),
-            seed=torch.tensor(seed),
+            rows["first"], rows["root"], first_block=first_block, seed=torch.tensor(seed)
         )
         for name, value in made.items():
-            state[name][blocks if name.endswith("_unit") else span] = value.view(-1)
+            rows[name].copy_(value)
 
 
 def encoded(first: Tensor, root: Tensor, *, first_block: Tensor, seed: Tensor) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -165,17 +166,10 @@ def forms_of(
     num_shares: int = 1,
 ) -> list[UnitForm]:
     """What every unit is made of with an optimizer; `settings` has those of what is trained."""
-    return [
-        form_of(
-            name,
-            tensors,
-            optimizer=optimizer,
-            settings=settings,
-            precision=precision,
-            num_shares=num_shares,
-        )
-        for name, tensors in units_of(partition)
-    ]
+    form = partial(
+        form_of, optimizer=optimizer, settings=settings, precision=precision, num_shares=num_shares
+    )
+    return [form(name, tensors) for name, tensors in units_of(partition)]
 
 
 def host_bytes(forms: list[UnitForm], policy: UpdatePolicy) -> int:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from l2l.parameter_server.eight_bit import BLOCK_SIZE
-from l2l.parameter_server.optimizer import HostOptimizer, Numbers, Update
+from l2l.parameter_server.optimizer import NUMBERS, HostOptimizer, Update
 from l2l.parameter_server.precision import COMPANION
 from l2l.parameter_server.table_rows import RowGroups, check_rows
 
@@ -53,10 +53,10 @@ def address_of(tensor: Tensor, name: str, dtypes: Collection[torch.dtype]) -> in
 
 
 class _Coefficients(ctypes.Structure):
-    """`struct Coefficients` of the library; what each means is said there, and in `Numbers`."""
+    """`struct Coefficients` of the library; what each means is said there, and in `NUMBERS`."""
 
     _fields_: ClassVar[Sequence[tuple[str, Any]]] = [
-        *((name, ctypes.c_float) for name in Numbers._fields[1:10]),
+        *((name, ctypes.c_float) for name in NUMBERS[1:10]),
         ("seed", ctypes.c_uint32),
         ("first_step", ctypes.c_int32),
         ("nesterov", ctypes.c_int32),

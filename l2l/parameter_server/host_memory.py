@@ -27,11 +27,8 @@ TOUCHED_AT_ONCE = 64 << 20  # bytes
 COPY_ALIGNMENT = 64
 COPYING_THREADS = 4  # that copy what nobody waits for
 CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 
 
@@ -42,7 +39,8 @@ def available_bytes() -> int:
         return 2**63
     found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
     available = int(found[1]) * 1024 if found else 2**63
-    for limit, used in CGROUPS:  # a container may have less than its machine
+    for names in CGROUPS:  # a container may have less than its machine
+        limit, used = (Path("/sys/fs/cgroup") / name for name in names)
         if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
             available = min(available, int(limit.read_text()) - int(used.read_text()))
     return available

@@ -7,7 +7,7 @@ work on the host (`HostOptimizer`) say what is kept per parameter and how it is 
   `foreach=False`, so it gives the same bits. It is the oracle of the native kernel, and the path
   taken when that was not built, or does not have the optimizer.
 - `native_number` says which of the native kernel's updates does the same in one pass over memory
-  (host_kernel.py), and `device_function` what does it on the device (device_update.py). Both take
+  (host_kernel.py), and `on_device` what does it on the device (device_update.py). Both take
   `coefficients`: reckoned in float64, and rounded to float32 once, there.
 
 Where a parameter's weight is bfloat16 on the link, all work on the float32 master that it and its
@@ -19,12 +19,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from l2l.parameter_server.eight_bit import BLOCK_SIZE, num_blocks, rounding_seed
+from l2l.parameter_server.eight_bit import BLOCK_SIZE, cut, num_blocks, rounding_seed
 from l2l.parameter_server.layout import ALIGNMENT_BYTES, round_up
 from l2l.parameter_server.precision import COMPANION, master_of, store_master
 
@@ -39,10 +39,9 @@ class StateKind:
     """A tensor that an optimizer keeps for every parameter."""
 
     dtype: torch.dtype = torch.float32
+    # Whether it has one entry for every block of `eight_bit.BLOCK_SIZE` elements; its name ends in
+    # `_unit` then.
     per_block: bool = False
-    """Whether it has one entry for every block of `eight_bit.BLOCK_SIZE` elements.
-
-    Its name ends in `_unit` then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +51,8 @@ class UpdateOrder:
     settings: Mapping[str, Settings]  # by parameter name
     received: frozenset[str]  # parameters that got a gradient in this step
     factor: float = 1.0  # what gradients are multiplied with
+    # By unit, the sum of squares of what updates have changed: they add to it.
     changes: dict[str, float] | None = None
-    """By unit, the sum of squares of what updates have changed: they add to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,12 +126,6 @@ class FlatUnit:
         )
 
 
-def cut(tensors: Mapping[str, Tensor], span: slice) -> Tensors:
-    """Elements of flat tensors; `span` begins with a block."""
-    blocks = slice(span.start // BLOCK_SIZE, num_blocks(span.stop))
-    return {n: one[blocks if n.endswith("_unit") else span] for n, one in tensors.items()}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(FlatUnit):
     """One parameter, flat, with everything that its update needs."""
@@ -143,42 +136,30 @@ class Update(FlatUnit):
     settings: Settings
     factor: float  # what the gradient is multiplied with
     seed: int  # of rounding
+    # The only elements to update: int64 [n, 2], begin and end of each, at blocks, none twice.
     ranges: Tensor | None = None
-    """The only elements to update: int64 [n, 2], begin and end of each, at blocks, none twice."""
     half: Half | None = None  # what alone changes, if the optimizer has halves
 
 
-class Numbers(NamedTuple):
-    """What a device function is given besides tensors: float32 scalars, 0 if unused."""
-
-    apply: Tensor  # 0: the step does not count, all stays as it was
-    factor: Tensor  # what the gradient is multiplied with
-    decay: Tensor  # AdamW, Lion: 1 - lr * weight_decay; SGD: weight_decay
-    rate: Tensor  # AdamW: lr / bias_correction1; SGD, Lion: lr
-    keep_first: Tensor  # Lion: beta1; SGD: momentum
-    blend_first: Tensor  # AdamW, Lion: 1 - beta1; SGD: 1 - dampening
-    keep_second: Tensor  # AdamW, Lion: beta2
-    blend_second: Tensor  # AdamW, Lion: 1 - beta2
-    root_correction: Tensor  # AdamW: sqrt(bias_correction2)
-    epsilon: Tensor  # AdamW
-    first_step: Tensor  # SGD: the momentum becomes this step's gradient
-    nesterov: Tensor  # SGD
-    seed_high: Tensor  # 8-bit AdamW: the upper 16 bits of the seed
-    seed_low: Tensor  # and the lower: whole numbers that float32 holds
-
-
-DeviceFunction = Callable[[Tensor, Tensor, Tensors, Numbers], Tensors]
-"""(master, gradient, state, numbers) -> what these become: the master as "master"."""
+NUMBERS = (
+    "apply",  # 0: the step does not count, all stays as it was
+    "factor",  # what the gradient is multiplied with
+    # From here on what an optimizer means by it: `HostOptimizer.coefficients`.
+    *("decay", "rate", "keep_first", "blend_first", "keep_second", "blend_second"),
+    *("root_correction", "epsilon", "first_step", "nesterov"),
+    *("seed_high", "seed_low"),  # 16 bits each of the seed of rounding: float32 holds them
+)
+"""What an update on the device is given besides tensors; the native kernel is given the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """What all optimizers have: settings by parameter group."""
 
+    # Whether weights can be updated first, and moments later from the same gradient.
     has_halves: ClassVar[bool] = False
-    """Whether weights can be updated first, and moments later from the same gradient."""
+    # (name, parameter) -> what differs for it, such as `{"weight_decay": 0.0}`; or None.
     groups: Groups | None = None
-    """(name, parameter) -> what differs for it, such as `{"weight_decay": 0.0}`; or None."""
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -211,16 +192,24 @@ class HostOptimizer(Optimizer, ABC):
         """Update a float32 weight in place from its float32 gradient, readably."""
 
     def coefficients(self, settings: Settings, step: int) -> dict[str, float]:
-        """What follows from settings and step, by the names of `Numbers`."""
+        """What follows from settings and step, by the names of `NUMBERS`."""
         return {}
 
     def native_number(self, settings: Settings) -> int | None:
         """Which update of the native kernel is this one; None: it has none."""
         return None
 
-    def device_function(self) -> DeviceFunction | None:
-        """What updates on the device; None: nothing does."""
-        return None
+    @staticmethod
+    def on_device(master: Tensor, gradient: Tensor, state: Tensors, numbers: Tensors) -> Tensors:
+        """What the device makes of a master ("master") and of exact state, in float32.
+
+        Args:
+            master: Of a weight.
+            gradient: As it counts.
+            state: By name.
+            numbers: Scalars that `coefficients` has given, or 0.
+        """
+        raise NotImplementedError
 
     def numbers(self, settings: Settings, step: int, factor: float, seed: int) -> dict[str, float]:
         """The coefficients of an update, with those that all optimizers have."""

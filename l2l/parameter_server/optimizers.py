@@ -18,9 +18,7 @@ from typing_extensions import override
 from l2l.parameter_server import eight_bit
 from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.optimizer import (
-    DeviceFunction,
     HostOptimizer,
-    Numbers,
     Optimizer,
     Settings,
     StateKind,
@@ -101,18 +99,15 @@ class AdamW(HostOptimizer):
     def native_number(self, settings: Settings) -> int:
         return 1 if self.moments == "8bit" else 0
 
+    @staticmethod
     @override
-    def device_function(self) -> DeviceFunction:
-        return _adamw
-
-
-def _adamw(master: Tensor, gradient: Tensor, state: Tensors, numbers: Numbers) -> Tensors:
-    first = torch.lerp(state["exp_avg"], gradient, numbers.blend_first)
-    kept = state["exp_avg_sq"] * numbers.keep_second
-    second = torch.addcmul(kept, gradient * numbers.blend_second, gradient)
-    denominator = second.sqrt() / numbers.root_correction + numbers.epsilon
-    stepped = torch.addcdiv(master * numbers.decay, first * -numbers.rate, denominator)
-    return {"master": stepped, "exp_avg": first, "exp_avg_sq": second}
+    def on_device(master: Tensor, gradient: Tensor, state: Tensors, numbers: Tensors) -> Tensors:
+        first = torch.lerp(state["exp_avg"], gradient, numbers["blend_first"])
+        kept = state["exp_avg_sq"] * numbers["keep_second"]
+        second = torch.addcmul(kept, gradient * numbers["blend_second"], gradient)
+        denominator = second.sqrt() / numbers["root_correction"] + numbers["epsilon"]
+        stepped = torch.addcdiv(master * numbers["decay"], first * -numbers["rate"], denominator)
+        return {"master": stepped, "exp_avg": first, "exp_avg_sq": second}
 
 
 @final
@@ -169,30 +164,27 @@ class SGD(HostOptimizer):
     def native_number(self, settings: Settings) -> int:
         return 3 if settings["momentum"] else 2
 
+    @staticmethod
     @override
-    def device_function(self) -> DeviceFunction:
-        return _sgd
-
-
-def _sgd(master: Tensor, gradient: Tensor, state: Tensors, numbers: Numbers) -> Tensors:
-    # Without decay the weight does not enter: zero times infinity is NaN.
-    decayed = torch.where(
-        numbers.decay != 0, torch.addcmul(gradient, master, numbers.decay), gradient
-    )
-    if "momentum_buffer" not in state:
-        return {"master": torch.addcmul(master, decayed, -numbers.rate)}
-    before = state["momentum_buffer"]
-    momentum = torch.addcmul(before * numbers.keep_first, decayed, numbers.blend_first)
-    momentum = torch.where(numbers.first_step != 0, decayed, momentum)
-    ahead = torch.addcmul(decayed, momentum, numbers.keep_first)
-    ahead = torch.where(numbers.nesterov != 0, ahead, momentum)
-    # A group without momentum may share its unit with one that has it.
-    has_momentum = numbers.keep_first != 0
-    direction = torch.where(has_momentum, ahead, decayed)
-    return {
-        "master": torch.addcmul(master, direction, -numbers.rate),
-        "momentum_buffer": torch.where(has_momentum, momentum, before),
-    }
+    def on_device(master: Tensor, gradient: Tensor, state: Tensors, numbers: Tensors) -> Tensors:
+        # Without decay the weight does not enter: zero times infinity is NaN.
+        decayed = torch.where(
+            numbers["decay"] != 0, torch.addcmul(gradient, master, numbers["decay"]), gradient
+        )
+        if "momentum_buffer" not in state:
+            return {"master": torch.addcmul(master, decayed, -numbers["rate"])}
+        before = state["momentum_buffer"]
+        momentum = torch.addcmul(before * numbers["keep_first"], decayed, numbers["blend_first"])
+        momentum = torch.where(numbers["first_step"] != 0, decayed, momentum)
+        ahead = torch.addcmul(decayed, momentum, numbers["keep_first"])
+        ahead = torch.where(numbers["nesterov"] != 0, ahead, momentum)
+        # A group without momentum may share its unit with one that has it.
+        has_momentum = numbers["keep_first"] != 0
+        direction = torch.where(has_momentum, ahead, decayed)
+        return {
+            "master": torch.addcmul(master, direction, -numbers["rate"]),
+            "momentum_buffer": torch.where(has_momentum, momentum, before),
+        }
 
 
 @final
@@ -237,17 +229,14 @@ class Lion(HostOptimizer):
     def native_number(self, settings: Settings) -> int:
         return 4
 
+    @staticmethod
     @override
-    def device_function(self) -> DeviceFunction:
-        return _lion
-
-
-def _lion(master: Tensor, gradient: Tensor, state: Tensors, numbers: Numbers) -> Tensors:
-    momentum = state["exp_avg"]
-    mixed = torch.addcmul(momentum * numbers.keep_first, gradient, numbers.blend_first)
-    later = torch.addcmul(momentum * numbers.keep_second, gradient, numbers.blend_second)
-    stepped = torch.addcmul(master * numbers.decay, mixed.sign(), -numbers.rate)
-    return {"master": stepped, "exp_avg": later}
+    def on_device(master: Tensor, gradient: Tensor, state: Tensors, numbers: Tensors) -> Tensors:
+        momentum = state["exp_avg"]
+        mixed = torch.addcmul(momentum * numbers["keep_first"], gradient, numbers["blend_first"])
+        later = torch.addcmul(momentum * numbers["keep_second"], gradient, numbers["blend_second"])
+        stepped = torch.addcmul(master * numbers["decay"], mixed.sign(), -numbers["rate"])
+        return {"master": stepped, "exp_avg": later}
 
 
 @final

@@ -65,8 +65,8 @@ class ParameterServer:
         self.waiting: dict[str, WaitingUpdate] = {}  # by unit
         self.snapshot: Snapshot | None = None  # one that is being written
         self.spare = SparePages()  # for its copies
+        # Units of which a part may be updated, by a thread that can be interrupted.
         self.unfinished: set[str] = set()
-        """Units of which a part may be updated, by a thread that can be interrupted."""
         self._unit_of: dict[str, Unit] = {}
         self.reader = Reader(self._read)  # for whoever reads the user's parameters
 

@@ -21,9 +21,6 @@ class TableRows:
     rows: Tensor
     ranges: Mapping[str, Tensor]  # by parameter, as `Update.ranges`
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     @classmethod
     def of(cls, trained: FlatLayout, rows: Tensor) -> TableRows:
         """Find the ranges of ascending rows."""
@@ -91,13 +88,9 @@ def check_rows(table: Tensor, ids: Tensor, rows: Tensor) -> None:
     expected = (*ids.shape, *table.shape[1:])
     if ids.dim() != 1 or table.dim() != 2 or rows.shape != expected:
         found = f"{tuple(table.shape)}, {tuple(ids.shape)}, {tuple(rows.shape)}"
-        raise ValueError(
-            f"expected shapes of a table [rows, width], ids [n], rows [n, width]: {found}"
-        )
+        raise ValueError(f"expected a table [rows, width], ids [n], rows [n, width]; found {found}")
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(table):
-        raise ValueError(
-            f"ids must lie in [0, {len(table)}), found {int(ids.min())} to {int(ids.max())}"
-        )
+        raise ValueError(f"ids must lie in [0, {len(table)}), found {ids.min()} to {ids.max()}")
 
 
 def gather(table: Tensor, ids: Tensor, out: Tensor) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,12 @@ from torch import Tensor, nn
 from l2l.device import Event
 from l2l.distributed import Share, World
 from l2l.model import is_held, reason_for, release
+from l2l.parameter_server.eight_bit import cut
 from l2l.parameter_server.forms import UnitForm, state_name
 from l2l.parameter_server.host_kernel import HostKernel, PreparedUpdates
 from l2l.parameter_server.layout import ALIGNMENT_BYTES, FlatLayout, round_up
-from l2l.parameter_server.optimizer import FlatUnit, Half, Update, UpdateOrder, cut
+from l2l.parameter_server.optimizer import FlatUnit, Half, Update, UpdateOrder
 from l2l.parameter_server.precision import COMPANION, master_of, store_master
-
-
-class Take(Protocol):
-    """`Arena.take`."""
-
-    def __call__(self, name: str, numel: int, dtype: torch.dtype, *, registered: bool) -> Tensor:
-        """Memory for so many elements, zeros."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,8 +35,8 @@ class Unit:
     prepared: dict[Any, PreparedUpdates] = field(default_factory=dict)  # see `addresses`
 
     @classmethod
-    def empty(cls, form: UnitForm, share: Share, take: Take) -> Unit:
-        """Memory for a unit, zeros."""
+    def empty(cls, form: UnitForm, share: Share, take: Callable[..., Tensor]) -> Unit:
+        """Memory for a unit, zeros; `take` is `Arena.take`."""
         held = form.held(share)
         weights = take("weights", held.weight_layout.nbytes, torch.uint8, registered=True).zero_()
         kept = {

@@ -63,24 +63,14 @@ class WaitingUpdate:
     order: Callable[[], UpdateOrder | None]  # None: the step is skipped
     drained: Event
     gradient: Tensor | None = None  # staging bytes; None: it is on the device
+    # Called when the update is done; for one on the device, does it.
     finish: Callable[[WaitingUpdate], None] | None = None
-    """Called when the update is done; for one on the device, does it."""
     step: Any = None  # whose update it is, where that is done on the device
     numbers: Tensor | None = None  # of an update on the device; zero until they are written
     renewed: bool = False  # whether that update is submitted, so that the host's weights are old
     progress: Progress = Progress.WAITING
     _rows: list[Tensor] = field(default_factory=list)  # of a table, that are done already
     _refresher: object = None  # whose rows these are: those of one step are distinct
-
-    @property
-    def performed(self) -> bool:
-        """Whether nothing is left to do."""
-        return self.progress is Progress.DONE
-
-    @property
-    def ordered(self) -> bool:
-        """Whether the numbers for the device are written, and the step is counted."""
-        return self.progress is Progress.ORDERED
 
     def become(self, later: Progress) -> None:
         """Note how much is done now."""

@@ -98,7 +98,7 @@ class DeviceUpdates:
         return self._numbers(waiting)
 
     def _write_numbers(self, waiting: WaitingUpdate, record: Tensor) -> None:
-        if waiting.ordered:  # a step that failed has ordered it
+        if waiting.progress is Progress.ORDERED:  # a step that failed has ordered it
             return
         self._server.before_change(waiting.unit)  # numbers of steps now, the rest soon
         unit, order = self._server.units[waiting.unit], waiting.order()

@@ -12,7 +12,7 @@ from functools import partial
 from typing import final
 
 from l2l.device import Device, Work
-from l2l.parameter_server import ParameterServer, WaitingUpdate
+from l2l.parameter_server import ParameterServer, Progress, WaitingUpdate
 from l2l.run.device_updates import DeviceUpdates
 from l2l.run.gradients import Gradients
 from l2l.run.lookup import HostRows, RowSet
@@ -126,7 +126,7 @@ class Updates:
         Not if the update lane has failed: a part of one may be done, and nobody may do it again.
         """
         for waiting in self.taken:
-            if not (waiting.performed or self._device.has_failed):
+            if not (waiting.progress is Progress.DONE or self._device.has_failed):
                 self._server.waiting[waiting.unit] = waiting
         self.taken = []
 
