@@ -241,8 +241,8 @@ def check_codes(*, numel: int, position: int, seed: int, device: str) -> None:
         found = encoded(
             first[start:stop].view(-1, width).to(device),
             root[start:stop].view(-1, width).to(device),
-            first_block=torch.full((1, 1), (position + start) // 128, device=device),
-            seed=torch.tensor(seed, device=device),
+            torch.full((1, 1), (position + start) // 128, device=device),
+            torch.tensor(seed, device=device),
         )
         blocks = slice(start // 128, num_blocks(stop))
         assert torch.equal(found["exp_avg"].flatten().cpu(), expected["exp_avg"][start:stop])

@@ -842,7 +842,9 @@ Part = Callable[[WaitingUpdate, ParameterServer], None]
 def refreshing(*rows: int, halves: bool) -> Part:
     def refresh(waiting: WaitingUpdate, server: ParameterServer) -> None:
         trained = server.units[waiting.unit].form.trained
-        waiting.refresh(server, TableRows.of(trained, torch.tensor(rows)), halves=halves)
+        waiting.refresh(
+            server, TableRows.of(trained, torch.tensor(rows)), halves=halves, refresher=None
+        )
 
     return refresh
 

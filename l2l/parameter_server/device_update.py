@@ -190,7 +190,7 @@ def _update_rows(function: OnDevice, tensors: Tensors, numbers: Tensor) -> None:
     if "first_block" in tensors:  # 8-bit moments
         seed = (named["seed_high"].to(torch.int64) << 16) + named["seed_low"].to(torch.int64)
         first, root = made.pop("exp_avg"), made.pop("exp_avg_sq").sqrt()
-        made = encoded(first, root, first_block=tensors["first_block"], seed=seed)
+        made = encoded(first, root, tensors["first_block"], seed)
     write(made)
 
 

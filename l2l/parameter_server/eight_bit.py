@@ -70,22 +70,20 @@ def encode(
     state: Mapping[str, Tensor], first: Tensor, root: Tensor, *, position: int, seed: int
 ) -> None:
     """Let a flat run that begins at a position be this first moment and root of a second."""
+    tensors = {**state, "first": first, "root": root}
     for span in cuts(first.numel(), max(BLOCK_SIZE, first.numel())):
-        rows = in_rows({**state, "first": first, "root": root}, span)
-        first_block = torch.tensor((position + span.start) // BLOCK_SIZE)
-        made = encoded(
-            rows["first"], rows["root"], first_block=first_block, seed=torch.tensor(seed)
-        )
+        rows, first_block = in_rows(tensors, span), (position + span.start) // BLOCK_SIZE
+        made = encoded(rows["first"], rows["root"], torch.tensor(first_block), torch.tensor(seed))
         for name, value in made.items():
             rows[name].copy_(value)
 
 
-def encoded(first: Tensor, root: Tensor, *, first_block: Tensor, seed: Tensor) -> dict[str, Tensor]:
+def encoded(first: Tensor, root: Tensor, first_block: Tensor, seed: Tensor) -> dict[str, Tensor]:
     """A first moment and the root of a second, in rows of a block each, in 8 bits.
 
     Compiled on CUDA, a code in ten million may round the other way.
     """
-    random, others = _random_numbers(first, first_block=first_block, seed=seed)
+    random, others = _random_numbers(first, first_block, seed)
     magnitude = first.abs()
     first_unit = _units(magnitude, largest_code=_LARGEST_FIRST_CODE)
     root_unit = _units(root, largest_code=_LARGEST_SECOND_CODE)
@@ -99,10 +97,8 @@ def encoded(first: Tensor, root: Tensor, *, first_block: Tensor, seed: Tensor) -
     }
 
 
-def _random_numbers(
-    like: Tensor, *, first_block: Tensor, seed: Tensor
-) -> tuple[Tensor, Tensor]:  # int32, in rows
-    """16 uniform bits per element, and those of the element half a block away."""
+def _random_numbers(like: Tensor, first_block: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """In rows of int32, 16 uniform bits per element, and those of the element half a block away."""
     rows, width = like.shape
     block = torch.arange(rows, device=like.device).view(-1, 1) + first_block
     x = ((block & _MODULUS) ^ seed) * _GOLDEN_RATIO & _MODULUS

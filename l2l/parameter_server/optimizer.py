@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from l2l.parameter_server import eight_bit
 from l2l.parameter_server.eight_bit import BLOCK_SIZE, cut, num_blocks, rounding_seed
 from l2l.parameter_server.layout import ALIGNMENT_BYTES, round_up
 from l2l.parameter_server.precision import COMPANION, master_of, store_master
@@ -233,9 +234,16 @@ class HostOptimizer(Optimizer, ABC):
         gradient = update.gradient.to(torch.float32)
         if update.factor != 1.0:
             gradient = gradient * update.factor
-        master = master_of(update.weight, update.companion)
-        self.arithmetic(master, gradient, update)
+        master, exact = master_of(update.weight, update.companion), update
+        if "exp_avg_unit" in update.state:
+            first, root = eight_bit.decode(update.state)
+            exact = replace(update, state={"exp_avg": first, "exp_avg_sq": root.square()})
+        self.arithmetic(master, gradient, exact)
         store_master(master, update.weight, update.companion)
+        if exact is not update:
+            seed = rounding_seed(update.seed, step=update.step)
+            first, root = exact.state["exp_avg"], exact.state["exp_avg_sq"].sqrt()
+            eight_bit.encode(update.state, first, root, position=update.position, seed=seed)
 
     def _update_part(self, update: Update) -> None:
         """Update a copy of everything and keep what lies in the ranges, and in the half.

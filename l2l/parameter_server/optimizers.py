@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from l2l.parameter_server import eight_bit
 from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.optimizer import (
     HostOptimizer,
@@ -65,11 +64,7 @@ class AdamW(HostOptimizer):
     def arithmetic(self, weight: Tensor, gradient: Tensor, update: Update) -> None:
         settings, step = update.settings, update.step
         learning_rate, (beta1, beta2) = settings["lr"], settings["betas"]
-        if self.moments == "8bit":
-            first_moment, root = eight_bit.decode(update.state)
-            second_moment = root.square()
-        else:
-            first_moment, second_moment = update.state["exp_avg"], update.state["exp_avg_sq"]
+        first_moment, second_moment = update.state["exp_avg"], update.state["exp_avg_sq"]
         weight.mul_(1 - learning_rate * settings["weight_decay"])
         first_moment.lerp_(gradient, 1 - beta1)
         second_moment.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -77,10 +72,6 @@ class AdamW(HostOptimizer):
         bias_correction2 = 1 - beta2**step
         denominator = (second_moment.sqrt() / bias_correction2**0.5).add_(settings["eps"])
         weight.addcdiv_(first_moment, denominator, value=-(learning_rate / bias_correction1))
-        if self.moments == "8bit":
-            seed = eight_bit.rounding_seed(update.seed, step=step)
-            root = second_moment.sqrt()
-            eight_bit.encode(update.state, first_moment, root, position=update.position, seed=seed)
 
     @override
     def coefficients(self, settings: Settings, step: int) -> dict[str, float]:

@@ -33,35 +33,29 @@ class UpdatePolicy(enum.Enum):
             ValueError: the wishes exclude each other, or the word is not known.
         """
         words = {"eager": cls.EAGER, "just in time": cls.JUST_IN_TIME}
-        on_device, skips = isinstance(optimizer, Adafactor), nonfinite == "skip"
-        needs_whole = {
-            "precision='float16'": link is torch.float16,
-            "nonfinite='skip'": skips,
+        on_device, is_half = isinstance(optimizer, Adafactor), link is torch.float16
+        norm = 1.0 if clip_norm is None else clip_norm
+        needing = {
+            "precision='float16'": is_half,
+            "nonfinite='skip'": nonfinite == "skip",
             "clip_norm": clip_norm is not None,
         }
-        whole = next((reason for reason, needed in needs_whole.items() if needed), None)
+        whole = next((reason for reason, is_there in needing.items() if is_there), None)
         problems = {
             f"update={word!r} is not known. Expected {sorted(words)} or None.": (
-                word not in (None, *words)
+                word is not None and word not in words
             ),
-            f"clip_norm={clip_norm}; expected a number above 0, or None.": (
-                clip_norm is not None and not clip_norm > 0
-            ),
+            f"clip_norm={clip_norm}; expected a number above 0, or None.": not norm > 0,
             f"nonfinite={nonfinite!r} is not known. Expected 'stop' or 'skip'.": (
                 nonfinite not in ("stop", "skip")
             ),
-            "nonfinite='skip' cannot be used with Adafactor: it updates each layer on the device "
-            "right after its backward, before the gradients of the others are known. Leave "
-            "nonfinite='stop'.": on_device and skips,
-            "clip_norm cannot be used with Adafactor: it updates each layer on the device right "
-            "after its backward, so the gradients are gone when their global norm is known. "
-            "Adafactor clips every tensor's update by itself (its argument d).": (
-                on_device and clip_norm is not None
-            ),
             "Adafactor updates on the device: it takes no update= policy, and precision 'bfloat16' "
-            "or 'float32'.": on_device and (word is not None or link is torch.float16),
+            "or 'float32'.": on_device and (word is not None or is_half),
+            f"{whole} cannot be used with Adafactor: it updates each layer on the device right "
+            "after its backward, before the gradients of the others are known, and then they are "
+            "gone. It clips every tensor's update by itself (its argument d).": on_device and whole,
             f"update='eager' and {whole} exclude each other: the whole gradient must be known "
-            "before the first update. Leave update=None.": word == "eager" and whole is not None,
+            "before the first update. Leave update=None.": word == "eager" and whole,
         }
         for problem, is_there in problems.items():
             if is_there:
@@ -70,4 +64,4 @@ class UpdatePolicy(enum.Enum):
             return cls.ON_DEVICE
         if word is not None:
             return words[word]
-        return cls.EAGER if whole is None else cls.JUST_IN_TIME
+        return cls.JUST_IN_TIME if whole else cls.EAGER

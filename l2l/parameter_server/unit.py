@@ -131,15 +131,15 @@ class Unit:
     ) -> Iterator[Update]:
         """The updates of single parameters on the host."""
         for owner in owners:
-            weight, companion = self.weight_of(owner), self.companion_of(owner)
-            whole = self.form.trained
+            weight, whole = self.weight_of(owner), self.form.trained
+            span = self.held.trained.span(owner)
             yield Update(
                 name=owner,
                 shape=tuple(weight.shape),
                 weight=weight.view(-1),
-                companion=None if companion is None else companion.view(-1),
+                companion=self._companion(span, weight),
                 gradient=self.held.staging_layout.view(gradient, owner).view(-1),
-                state=self.state_of(owner),
+                state=cut(self.state, span),
                 position=whole.span(owner).start + whole.piece(owner, self.share).start,
                 step=self.steps[owner],
                 settings=order.settings[owner],
@@ -159,12 +159,12 @@ class Unit:
         form = self.held
         first, last = form.trained.span(owners[0]), form.trained.span(owners[-1])
         span = slice(first.start, last.stop)
-        if len(owners) == 1:
-            weight = form.weight_layout.view(weights, owners[0]).view(-1)
-        else:
-            weight = form.weight_layout.segment_views(weights)[0][span]
-        gradient = form.gradient_layout.view(gradients, owners[0])
-        return self._run(span, weight, gradient.as_strided((span.stop - span.start,), (1,)))
+        of_first = (
+            form.weight_layout.view(weights, owners[0]),
+            form.gradient_layout.view(gradients, owners[0]),
+        )
+        numel = span.stop - span.start
+        return self._run(span, *(one.as_strided((numel,), (1,)) for one in of_first))
 
     def part(self, span: slice, gradients: Tensor | None = None) -> FlatUnit:
         """Some elements of a unit that is one row, here on the host; for copies to and fro.

@@ -78,12 +78,7 @@ class WaitingUpdate:
         self.progress = later
 
     def refresh(
-        self,
-        server: ParameterServer,
-        rows: TableRows,
-        *,
-        halves: bool = False,
-        refresher: object = None,
+        self, server: ParameterServer, rows: TableRows, *, halves: bool, refresher: object
     ) -> None:
         """Do the part of a table's update that changes these rows; `perform` does the rest.
 
