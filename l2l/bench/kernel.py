@@ -116,12 +116,7 @@ def _contestants(
             torch.ones(numel * 8, dtype=torch.uint8),
             torch.ones(numel * 8, dtype=torch.uint8),
         )
-        return lambda: kernel.copy(
-            target.data_ptr(),
-            source=source.data_ptr(),
-            num_bytes=target.numel(),
-            num_threads=num_threads,
-        )
+        return lambda: kernel.copy(target, source, num_threads=num_threads)
 
     def update(optimizer: HostOptimizer) -> Step:
         kinds = optimizer.state_kinds(optimizer.defaults).items()

@@ -16,7 +16,6 @@ from l2l.parameter_server.host_kernel import HostKernel, working_threads
 from l2l.parameter_server.host_kernel import load as load_kernel
 from l2l.parameter_server.host_memory import Arena, HostBudget, available_bytes
 from l2l.parameter_server.layout import ALIGNMENT_BYTES, ALIGNMENT_ELEMENTS, FlatLayout, round_up
-from l2l.parameter_server.moving import Move
 from l2l.parameter_server.optimizer import FlatUnit, HostOptimizer, Optimizer, Update, UpdateOrder
 from l2l.parameter_server.optimizers import OPTIMIZERS, SGD, AdamW, Lion, RecordGradients
 from l2l.parameter_server.policy import UpdatePolicy
@@ -26,6 +25,7 @@ from l2l.parameter_server.store import ParameterServer
 from l2l.parameter_server.table_rows import TableRows
 from l2l.parameter_server.torch_optimizer import Members, ServerOptimizer, groups_of
 from l2l.parameter_server.unit import (
+    Move,
     Unit,
     exchange,
     kinds_in,

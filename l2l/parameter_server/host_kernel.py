@@ -164,9 +164,11 @@ class HostKernel:
         """Try the split master on all 2^32 patterns; the number that fail."""
         return int(self._call("check_split", num_threads=num_threads))
 
-    def copy(self, address: int, *, source: int, num_bytes: int, num_threads: int) -> None:
-        """Copy memory to `address` from `source`, which must not overlap."""
-        self._call("copy", address, source, num_bytes, num_threads=num_threads)
+    def copy(self, target: Tensor, source: Tensor, *, num_threads: int) -> None:
+        """Copy memory: contiguous tensors of the same size, which must not overlap."""
+        assert target.nbytes == source.nbytes
+        addresses = (target.data_ptr(), source.data_ptr())
+        self._call("copy", *addresses, source.nbytes, num_threads=num_threads)
 
     def gather(self, table: Tensor, ids: Tensor, out: Tensor, *, num_threads: int) -> None:
         """Copy the rows `ids` of a table to `out`; as `table_rows.gather`."""

@@ -174,12 +174,7 @@ class SparePages:
             if tensor.device.type != "cpu" or kernel is None or not tensor.is_contiguous():
                 copy.copy_(tensor.detach())
             else:
-                kernel.copy(
-                    copy.data_ptr(),
-                    source=tensor.data_ptr(),
-                    num_bytes=tensor.nbytes,
-                    num_threads=num_threads,
-                )
+                kernel.copy(copy, tensor, num_threads=num_threads)
             found[name] = copy
             start += round_up(tensor.nbytes, COPY_ALIGNMENT)
         return found

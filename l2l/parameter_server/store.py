@@ -31,13 +31,12 @@ from torch import Tensor, nn
 from l2l.device import Device
 from l2l.distributed import Alone, World
 from l2l.model import Reader, UnitTensors, hold
-from l2l.parameter_server import moving
 from l2l.parameter_server.forms import UnitForm
 from l2l.parameter_server.host_kernel import HostKernel, PreparedUpdates, working_threads
 from l2l.parameter_server.host_memory import Arena, SparePages, copy_bytes
 from l2l.parameter_server.optimizer import Half, HostOptimizer, Optimizer, Settings, UpdateOrder
 from l2l.parameter_server.snapshot import WRITING_CORES, Image, Snapshot
-from l2l.parameter_server.unit import Unit, exchange, nothing_like
+from l2l.parameter_server.unit import Move, Unit, exchange, nothing_like, rearranged
 from l2l.parameter_server.waiting import WaitingUpdate
 
 MAX_PREPARED = 64  # ways to update a unit that are remembered
@@ -103,13 +102,13 @@ class ParameterServer:
             exchange(parameter, nothing_like(parameter))
             hold(parameter, owner, self.reader)
 
-    def rearrange(self, moves: Sequence[moving.Move]) -> None:
+    def rearrange(self, moves: Sequence[Move]) -> None:
         """Let the layers be these, in this order; units around them stay.
 
         All updates must have been done, and nobody may read a unit meanwhile. A unit that only gets
         another name keeps its memory. If memory is short nothing has changed.
         """
-        self.units = moving.rearranged(self.units, moves, self.world.share, self._arena)
+        self.units = rearranged(self.units, moves, self.world.share, self._arena)
         self._unit_of = {o: u for o, u in self._unit_of.items() if not u.form.name.startswith("L")}
         places = self.reader.places.items()
         self.reader.places = {owner: one for owner, one in places if owner in self._unit_of}
@@ -230,8 +229,8 @@ class ParameterServer:
             name: The unit.
             gradient: Staging bytes.
             order: The numbers of the step. The size of the change is added to its `changes`.
-            ranges: By parameter, the only elements to update (`operands.checked_ranges`). A
-                parameter that is not named is updated whole.
+            ranges: By parameter, the only elements to update (`Update.ranges`). A parameter that is
+                not named is updated whole.
             count_step: Whether this is a step of its own, not another part of the last one.
             half: What alone is to change.
         """

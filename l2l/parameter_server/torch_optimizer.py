@@ -21,10 +21,8 @@ from l2l.parameter_server.optimizers import SGD, AdamW
 
 Groups = list[dict[str, Any]]
 
-_TORCH_OPTIMIZERS: Mapping[type, type[Optimizer]] = {
-    torch.optim.AdamW: AdamW,
-    torch.optim.SGD: SGD,
-}
+_TORCH_OPTIMIZERS: Mapping[type, type[Optimizer]]
+_TORCH_OPTIMIZERS = {torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
 _NOT_ARITHMETIC = {"params", "foreach", "fused", "capturable", "differentiable"}
 _NOT_ARITHMETIC |= {"decoupled_weight_decay"}  # which AdamW is
 
