@@ -25,7 +25,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l
-from l2l.parameter_server import HostKernel, HostOptimizer
+from l2l.parameter_server import HostOptimizer
 from l2l.parameter_server.optimizer import Settings, StateKind, Update
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -51,8 +51,9 @@ class NoUpdate(HostOptimizer):
     def arithmetic(self, weight: torch.Tensor, gradient: torch.Tensor, update: Update) -> None:
         """Nothing."""
 
-    def native(self, kernel: HostKernel, update: Update, *, num_threads: int) -> None:
+    def readable(self, update: Update) -> float:
         """Nothing."""
+        return 0.0
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -780,7 +780,7 @@ def test_a_snapshot_that_ends_while_an_update_looks_for_it_is_no_error():
         kind = type("Forgetting", (), {"snapshot": Forgetful()})
         for call in (
             lambda it: ParameterServer.before_change(it, "L0"),
-            lambda it: ParameterServer._after_update(it, "L0"),
+            lambda it: ParameterServer.after_update(it, "L0"),
         ):
             call(kind())
         assert server.snapshot is None

@@ -281,11 +281,11 @@ def test_shares_make_up_the_whole(number: int):
         ends = [0, *(piece.stop for piece in pieces if piece.stop > piece.start)]
         starts = [piece.start for piece in pieces if piece.stop > piece.start]
         assert starts == ends[:-1]
-        assert ends[-1] == torch.Size(whole.shape_of(name)).numel()
+        assert ends[-1] == torch.Size(whole.shapes()[name]).numel()
         for piece, own in zip(pieces, held, strict=True):
             assert (name in own.names) == (piece.stop > piece.start)
             if name in own.names and number > 1:
-                assert own.shape_of(name) == (piece.stop - piece.start,)
+                assert own.shapes()[name] == (piece.stop - piece.start,)
     for segments in zip(whole.segments, *(own.segments for own in held), strict=True):
         assert {one.numel for one in segments[1:]} == {segments[0].numel // number}
         assert all(one.numel % 128 == 0 for one in segments)

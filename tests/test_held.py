@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from l2l.distributed import Share
 from l2l.engine import Engine
+from l2l.model import UnitTensors
 from l2l.model.held import KEY, is_held, lend, take_back
 from l2l.model.layer_list import CutError
 from l2l.parameter_server import ParameterServer, UnitForm
@@ -575,10 +576,10 @@ def test_an_engine_that_cannot_give_back_says_so(monkeypatch: pytest.MonkeyPatch
 def test_an_engine_that_could_not_be_made_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     add = ParameterServer.add
 
-    def fail(server: ParameterServer, form: UnitForm, **given: Any) -> None:
+    def fail(server: ParameterServer, form: UnitForm, tensors: UnitTensors) -> None:
         if form.name == "T0":
             raise RuntimeError("planted")
-        add(server, form, **given)
+        add(server, form, tensors)
 
     monkeypatch.setattr(ParameterServer, "add", fail)
     model = FAMILIES["hand_written"].build()

@@ -1,6 +1,5 @@
 """The native host kernel: as exact as torch, the same bits on every level and for any threads."""
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -10,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -20,28 +20,22 @@ from torch import Tensor, nn
 
 import l2l
 from l2l.device import Event, open_device
-from l2l.parameter_server import ParameterServer, eight_bit, host_kernel, operands
-from l2l.parameter_server.coefficients import AdamWUpdate, LionUpdate, SGDUpdate
-from l2l.parameter_server.division import form_of
-from l2l.parameter_server.host_kernel import Half, HostKernel
+from l2l.model import UnitTensors
+from l2l.parameter_server import ParameterServer, eight_bit, host_kernel, precision, table_rows
+from l2l.parameter_server.forms import form_of
+from l2l.parameter_server.host_kernel import HostKernel, PreparedUpdates
 from l2l.parameter_server.host_memory import Arena
-from l2l.parameter_server.operands import (
-    EightBitMoments,
-    Float16Weight,
-    Float32Weight,
-    Moments,
-    SplitWeight,
-    Weight,
-    correctly_rounded_root,
-)
-from l2l.parameter_server.optimizer import HostOptimizer, Update
+from l2l.parameter_server.optimizer import Half, HostOptimizer, Update, UpdateOrder
 from l2l.parameter_server.precision import PrecisionPolicy, join_master
-from l2l.parameter_server.waiting import UpdateOrder, WaitingUpdate
+from l2l.parameter_server.table_rows import RowGroups, TableRows
+from l2l.parameter_server.waiting import WaitingUpdate
 
 SIZES = [0, 1, 127, 129, 1025, 100_003]  # around blocks, tiles and chunks, and none a multiple
 GRADIENT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-FORMS = ["split", "float32", "float16"]
+FORMS = {"split": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 NUMBERS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW, EIGHT_BIT = l2l.AdamW(**NUMBERS), l2l.AdamW(moments="8bit", **NUMBERS)
+SGD = l2l.SGD(lr=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -65,40 +59,54 @@ def random(numel: int, *, seed: int, scale: float = 1.0) -> Tensor:
     return torch.randn(numel, generator=generator) * sizes * scale
 
 
-def make_weight(kernel: HostKernel, form: str, master: Tensor) -> Weight:
-    if form == "float32":
-        return Float32Weight(weight=master.clone())
-    if form == "float16":
-        return Float16Weight(weight=master.half(), master=master.clone())
-    weight = SplitWeight(
-        weight=torch.empty_like(master, dtype=torch.bfloat16),
-        remainder=torch.empty_like(master, dtype=torch.int16),
+def make_update(
+    optimizer: HostOptimizer, master: Tensor, gradient: Tensor, form: str = "float32", **numbers
+) -> Update:
+    """The first update of a weight, with fresh state."""
+    weight, companion = master.to(FORMS[form], copy=True), None
+    if form == "split":
+        companion = torch.empty_like(master, dtype=torch.int16)
+        precision.split_master(master, weight, companion)
+    elif form == "float16":
+        companion = master.clone()
+    numel = master.numel()
+    state = {
+        name: torch.zeros(eight_bit.num_blocks(numel) if kind.per_block else numel).to(kind.dtype)
+        for name, kind in optimizer.state_kinds(optimizer.defaults).items()
+    }
+    usual = {"position": 0, "step": 1, "settings": optimizer.defaults, "factor": 1.0, "seed": 0}
+    return Update(
+        name="weight",
+        shape=(numel,),
+        weight=weight,
+        companion=companion,
+        gradient=gradient,
+        state=state,
+        **{**usual, **numbers},
     )
-    kernel.split(master, weight=weight, num_threads=1)
-    return weight
 
 
-def master_of(kernel: HostKernel, weight: Weight) -> Tensor:
-    match weight:
-        case Float32Weight():
-            return weight.weight.clone()
-        case Float16Weight():
-            return weight.master.clone()
-        case SplitWeight():
-            master = torch.empty(weight.weight.numel())
-            kernel.join(weight, master=master, num_threads=1)
-            return master
+def perform(
+    kernel: HostKernel, optimizer: HostOptimizer, update: Update, num_threads: int = 1, **changes
+) -> float:
+    """An update with another gradient, step or settings."""
+    changed = dataclasses.replace(update, **changes)
+    return kernel.update(optimizer, changed, num_threads=num_threads)
 
 
-def tensors_of(*holders: object) -> list[Tensor]:
-    """Every tensor in weights and moments, as integers, so that equal means equal bits."""
-    found = []
-    for holder in holders:
-        names = getattr(type(holder), "__slots__", ())
-        values = [holder] if isinstance(holder, Tensor) else [getattr(holder, n) for n in names]
-        found += [value for value in values if isinstance(value, Tensor)]
+def master_of(update: Update) -> Tensor:
+    return precision.master_of(update.weight, update.companion).clone()
+
+
+def correctly_rounded_root(values: Tensor) -> Tensor:
+    """The float32 square root as the processor computes it; torch's may be off by one bit."""
+    return values.double().sqrt().float()
+
+
+def tensors_of(*tensors: Tensor | None) -> list[Tensor]:
+    """Tensors as integers, so that equal means equal bits."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    return [tensor.clone().view(integers[tensor.element_size()]) for tensor in found]
+    return [one.clone().view(integers[one.element_size()]) for one in tensors if one is not None]
 
 
 def sum_of_squares(values: Tensor) -> float:
@@ -124,43 +132,35 @@ def steps_of(
     def steps(
         kernel: HostKernel, form: str, dtype: torch.dtype, numel: int, num_threads: int
     ) -> list[Tensor]:
-        weight = make_weight(kernel, form, random(numel, seed=0))
-        moments = Moments(first=torch.zeros(numel), second=torch.zeros(numel))
-        eight_bit = EightBitMoments.zeros(numel)
-        momentum = torch.zeros(numel)
+        described, start = OPTIMIZERS[optimizer], random(numel, seed=0)
+        update = make_update(described, start, start, form, factor=0.7)
         for step, half, ranges in itertools.product((1, 2, 3), halves, parts):
-            common = {
-                "weight": weight,
-                "gradient": random(numel, seed=step).to(dtype),
-                "num_threads": num_threads,
-                "ranges": ranges,
-            }
-            adamw = AdamWUpdate(step=step, factor=0.7, **NUMBERS)
-            sgd = {"lr": 0.1, "weight_decay": 0.1, "step": step, "factor": 0.7}
-            lion = LionUpdate(lr=0.1, betas=(0.9, 0.99), weight_decay=0.1, factor=0.7)
-            before = master_of(kernel, weight)
-            with contextlib.nullcontext() if sizes is None else kernel.preparing() as prepared:
-                match optimizer:
-                    case "adamw":
-                        kernel.adamw(adamw, moments=moments, half=half, **common)
-                    case "8-bit adamw":
-                        kernel.adamw(adamw, moments=eight_bit, half=half, **common)
-                    case "sgd":
-                        kernel.sgd(SGDUpdate(**sgd), **common)
-                    case "momentum sgd":
-                        kernel.sgd(SGDUpdate(momentum=0.9, **sgd), momentum=momentum, **common)
-                    case "lion":
-                        kernel.lion(lion, momentum=momentum, **common)
-            if sizes is not None and prepared is not None:
-                found = prepared.perform(num_threads=num_threads)
-                sizes.append((found, sum_of_squares(master_of(kernel, weight) - before)))
-        return tensors_of(weight, moments, eight_bit, momentum)
+            before = master_of(update)
+            found = perform(
+                kernel,
+                described,
+                update,
+                num_threads,
+                gradient=random(numel, seed=step).to(dtype),
+                step=step,
+                half=half,
+                ranges=ranges,
+            )
+            if sizes is not None:
+                sizes.append((found, sum_of_squares(master_of(update) - before)))
+        return tensors_of(*update.changed)
 
     return steps
 
 
-OPTIMIZERS = ["adamw", "8-bit adamw", "sgd", "momentum sgd", "lion"]
-WITH_HALVES = OPTIMIZERS[:2]
+OPTIMIZERS = {
+    "adamw": ADAMW,
+    "8-bit adamw": EIGHT_BIT,
+    "sgd": l2l.SGD(lr=0.1, weight_decay=0.1),
+    "momentum sgd": l2l.SGD(lr=0.1, weight_decay=0.1, momentum=0.9),
+    "lion": l2l.Lion(lr=0.1, weight_decay=0.1),
+}
+WITH_HALVES = ["adamw", "8-bit adamw"]
 
 
 def assert_same_bits(first: list[Tensor], second: list[Tensor]) -> None:
@@ -197,25 +197,10 @@ def test_any_number_of_threads_gives_the_same_bits(kernel: HostKernel, optimizer
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_split_and_float32_weights_have_the_same_master(kernel: HostKernel, optimizer: str) -> None:
     def master(form: str) -> Tensor:
-        weight = make_weight(kernel, form, random(1025, seed=0))
-        gradient = random(1025, seed=1)
-        common = {"weight": weight, "gradient": gradient, "num_threads": 1}
-        if optimizer == "sgd":
-            kernel.sgd(SGDUpdate(lr=0.1, step=1), **common)
-        elif optimizer == "momentum sgd":
-            momentum = torch.zeros(1025)
-            kernel.sgd(SGDUpdate(lr=0.1, momentum=0.9, step=1), momentum=momentum, **common)
-        elif optimizer == "lion":
-            update = LionUpdate(lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
-            kernel.lion(update, momentum=torch.zeros(1025), **common)
-        else:
-            moments = (
-                Moments(first=torch.zeros(1025), second=torch.zeros(1025))
-                if optimizer == "adamw"
-                else EightBitMoments.zeros(1025)
-            )
-            kernel.adamw(AdamWUpdate(step=1, **NUMBERS), moments=moments, **common)
-        return master_of(kernel, weight)
+        start, gradient = random(1025, seed=0), random(1025, seed=1)
+        update = make_update(OPTIMIZERS[optimizer], start, gradient, form)
+        perform(kernel, OPTIMIZERS[optimizer], update)
+        return master_of(update)
 
     assert torch.equal(master("split"), master("float32"))
     assert torch.equal(master("split"), master("float16"))
@@ -244,15 +229,13 @@ def plain_adamw(
 def test_adamw_is_the_formula_bit_by_bit(kernel: HostKernel) -> None:
     master = random(1025, seed=0)
     expected = (master, torch.zeros(1025), torch.zeros(1025))
-    weight = make_weight(kernel, "split", master)
-    moments = Moments(first=torch.zeros(1025), second=torch.zeros(1025))
+    update = make_update(ADAMW, master, master, "split")
     for step in range(1, 6):
         gradient = random(1025, seed=step).bfloat16()
-        update = AdamWUpdate(step=step, **NUMBERS)
-        kernel.adamw(update, weight=weight, gradient=gradient, moments=moments, num_threads=2)
+        perform(kernel, ADAMW, update, 2, gradient=gradient, step=step)
         weight_before, first, second = expected
         expected = plain_adamw(weight_before, gradient.float(), first, second, step=step)
-    actual = (master_of(kernel, weight), moments.first, moments.second)
+    actual = (master_of(update), *update.state.values())
     assert_same_bits(tensors_of(*actual), tensors_of(*expected))
 
 
@@ -263,17 +246,15 @@ def test_adamw_is_as_near_to_float64_as_torch_is(kernel: HostKernel, form: str) 
     theirs = torch.nn.Parameter(master.clone())
     optimizer = torch.optim.AdamW([theirs], foreach=False, **NUMBERS)
     exact = (master.double(), torch.zeros(numel).double(), torch.zeros(numel).double())
-    weight = make_weight(kernel, form, master)
-    moments = Moments(first=torch.zeros(numel), second=torch.zeros(numel))
+    update = make_update(ADAMW, master, master, form)
     for step in range(1, 31):
         gradient = random(numel, seed=step, scale=10.0 ** (step % 3 - 3))
         theirs.grad = gradient
         optimizer.step()
         exact_weight, first, second = exact
         exact = plain_adamw(exact_weight, gradient.double(), first, second, step=step)
-        update = AdamWUpdate(step=step, **NUMBERS)
-        kernel.adamw(update, weight=weight, gradient=gradient, moments=moments, num_threads=2)
-    our_error = (master_of(kernel, weight) - exact[0]).double()
+        perform(kernel, ADAMW, update, 2, gradient=gradient, step=step)
+    our_error = (master_of(update) - exact[0]).double()
     their_error = (theirs.detach() - exact[0]).double()
     assert our_error.norm() <= 1.05 * their_error.norm()
     assert our_error.abs().max() <= 1.5 * their_error.abs().max()
@@ -286,10 +267,9 @@ def test_gradient_is_multiplied_by_the_factor_in_float32(
     gradient = random(1025, seed=1).to(dtype)
     masters = []
     for given, factor in ((gradient, 1 / 3), (gradient.float() * torch.tensor(1 / 3), 1.0)):
-        weight = make_weight(kernel, "float32", random(1025, seed=0))
-        update = SGDUpdate(lr=1.0, step=1, factor=factor)
-        kernel.sgd(update, weight=weight, gradient=given, num_threads=1)
-        masters.append(master_of(kernel, weight))
+        update = make_update(SGD, random(1025, seed=0), given, factor=factor)
+        perform(kernel, SGD, update)
+        masters.append(master_of(update))
     assert torch.equal(*masters)
 
 
@@ -297,10 +277,9 @@ def test_float16_gradients_are_read_exactly(kernel: HostKernel) -> None:
     patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     for level in kernel.available_levels:
         kernel.set_level(level)
-        weight = Float32Weight(weight=torch.zeros(2**16))
-        update = SGDUpdate(lr=-1.0, step=1)
-        kernel.sgd(update, weight=weight, gradient=patterns, num_threads=1)
-        assert torch.equal(weight.weight.nan_to_num(nan=7e9), patterns.float().nan_to_num(nan=7e9))
+        update = make_update(SGD, torch.zeros(2**16), patterns)
+        perform(kernel, SGD, update, settings={**SGD.defaults, "lr": -1.0})
+        assert torch.equal(update.weight.nan_to_num(nan=7e9), patterns.float().nan_to_num(nan=7e9))
 
 
 def test_float16_weights_are_rounded_as_torch_rounds(kernel: HostKernel) -> None:
@@ -312,23 +291,22 @@ def test_float16_weights_are_rounded_as_torch_rounds(kernel: HostKernel) -> None
     master = torch.cat([patterns, ties.int().flatten(), subnormals]).view(torch.float32)
     for level in kernel.available_levels:
         kernel.set_level(level)
-        weight = Float16Weight(weight=torch.zeros_like(master).half(), master=master.clone())
-        update = SGDUpdate(lr=0.0, step=1)
-        kernel.sgd(update, weight=weight, gradient=torch.zeros_like(master), num_threads=2)
+        update = make_update(SGD, master, torch.zeros_like(master), "float16")
+        update.weight.zero_()
+        perform(kernel, SGD, update, 2, settings={**SGD.defaults, "lr": 0.0})
         expected = master.half()
-        assert torch.equal(weight.weight.isnan(), expected.isnan())
+        assert torch.equal(update.weight.isnan(), expected.isnan())
         number = ~expected.isnan()
-        same = weight.weight.view(torch.int16)[number] == expected.view(torch.int16)[number]
+        same = update.weight.view(torch.int16)[number] == expected.view(torch.int16)[number]
         assert same.all()
 
 
 def test_moments_below_the_smallest_normal_number_become_zero(kernel: HostKernel) -> None:
-    weight = Float32Weight(weight=torch.ones(64))
-    moments = Moments(first=torch.full((64,), 1.2e-38), second=torch.full((64,), 1.17e-38))
-    update = AdamWUpdate(step=900, **NUMBERS)
-    kernel.adamw(update, weight=weight, gradient=torch.zeros(64), moments=moments, num_threads=1)
-    assert not moments.first.any()
-    assert not moments.second.any()
+    update = make_update(ADAMW, torch.ones(64), torch.zeros(64), step=900)
+    update.state["exp_avg"].fill_(1.2e-38)
+    update.state["exp_avg_sq"].fill_(1.17e-38)
+    perform(kernel, ADAMW, update)
+    assert not any(moment.any() for moment in update.state.values())
 
 
 # The split master
@@ -344,11 +322,12 @@ def test_split_is_a_bijection_on_all_patterns(kernel: HostKernel, level: str) ->
 
 def test_split_weight_is_the_nearest_bfloat16_and_joins_to_the_master(kernel: HostKernel) -> None:
     master = torch.cat([random(100_003, seed=0), torch.tensor([math.inf, -math.inf, 0.0, -0.0])])
-    weight = make_weight(kernel, "split", master)
-    assert isinstance(weight, SplitWeight)
+    weight = torch.empty_like(master, dtype=torch.bfloat16)
+    remainder = torch.empty_like(master, dtype=torch.int16)
+    kernel.split(master, weight, remainder, num_threads=2)
     is_tie = master.view(torch.int32) & 0xFFFF == 0x8000
-    assert torch.equal(weight.weight[~is_tie], master.bfloat16()[~is_tie])
-    assert_same_bits(tensors_of(master_of(kernel, weight)), tensors_of(master))
+    assert torch.equal(weight[~is_tie], master.bfloat16()[~is_tie])
+    assert_same_bits(tensors_of(join_master(weight, remainder)), tensors_of(master))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -356,53 +335,39 @@ def test_split_weight_is_the_nearest_bfloat16_and_joins_to_the_master(kernel: Ho
 def test_nan_stays_nan(kernel: HostKernel, optimizer: str, form: str) -> None:
     # The last is what CUDA computes; a plain split would turn it into minus zero.
     patterns = torch.tensor([0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1, -0x400000]).int()
-    weight = make_weight(kernel, form, torch.ones(300))
     gradient = torch.ones(300)
     gradient[100:105] = patterns.view(torch.float32)
-    common = {"weight": weight, "gradient": gradient, "num_threads": 1}
-    match optimizer:
-        case "adamw":
-            moments = Moments(first=torch.zeros(300), second=torch.zeros(300))
-            kernel.adamw(AdamWUpdate(step=1, **NUMBERS), moments=moments, **common)
-        case "8-bit adamw":
-            eight_bit = EightBitMoments.zeros(300)
-            kernel.adamw(AdamWUpdate(step=1, **NUMBERS), moments=eight_bit, **common)
-            assert eight_bit.first_unit.isnan().tolist() == [True, False, False]
-            assert eight_bit.second_unit.isnan().tolist() == [True, False, False]
-        case "sgd":
-            kernel.sgd(SGDUpdate(lr=0.1, step=1), **common)
-        case "momentum sgd":
-            update = SGDUpdate(lr=0.1, momentum=0.9, step=1)
-            kernel.sgd(update, momentum=torch.zeros(300), **common)
-        case "lion":
-            update = LionUpdate(lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
-            kernel.lion(update, momentum=torch.zeros(300), **common)
+    update = make_update(OPTIMIZERS[optimizer], torch.ones(300), gradient, form)
+    perform(kernel, OPTIMIZERS[optimizer], update)
+    if optimizer == "8-bit adamw":
+        for name in ("exp_avg_unit", "exp_avg_sq_unit"):
+            assert update.state[name].isnan().tolist() == [True, False, False]
     expected = gradient.isnan()
-    assert torch.equal(weight.weight.isnan(), expected)
-    assert torch.equal(master_of(kernel, weight).isnan(), expected)
+    assert torch.equal(update.weight.isnan(), expected)
+    assert torch.equal(master_of(update).isnan(), expected)
 
 
 # 8-bit moments
 
 
-def plain_8bit_adamw(
-    weight: Tensor, gradient: Tensor, moments: EightBitMoments, *, step: int
-) -> Tensor:
+def plain_8bit_adamw(weight: Tensor, update: Update) -> Tensor:
     """What the kernel does, as a formula: the moments are updated, the weight is returned."""
     lr, (beta1, beta2), eps, decay = NUMBERS.values()
+    step, state, gradient = update.step, update.state, update.gradient
     blend_first = torch.tensor(1 - beta1)
     correction = torch.tensor((1 - beta2**step) ** 0.5)
-    kept = dataclasses.replace(
-        moments,
-        first_unit=moments.first_unit * (1 - blend_first),
-        second_unit=moments.second_unit * correctly_rounded_root(torch.tensor(beta2)),
-    )
-    first, root = kept.decode()
+    kept = {
+        **state,
+        "exp_avg_unit": state["exp_avg_unit"] * (1 - blend_first),
+        "exp_avg_sq_unit": state["exp_avg_sq_unit"] * correctly_rounded_root(torch.tensor(beta2)),
+    }
+    first, root = eight_bit.decode(kept)
     first = first + gradient * blend_first
     new_root = gradient * correctly_rounded_root(torch.tensor(1 - beta2))
     root = correctly_rounded_root(root * root + new_root * new_root)
     rate = torch.tensor(lr / (1 - beta1**step)) * correction
-    moments.encode(first, root, seed=eight_bit.rounding_seed(3, step=step))
+    seed = eight_bit.rounding_seed(3, step=step)
+    eight_bit.encode(state, first, root, position=update.position, seed=seed)
     return weight * torch.tensor(1 - lr * decay) - rate * first / (
         root + torch.tensor(eps) * correction
     )
@@ -411,60 +376,45 @@ def plain_8bit_adamw(
 @pytest.mark.parametrize("numel", SIZES)
 def test_8bit_adamw_is_the_formula_bit_by_bit(kernel: HostKernel, numel: int) -> None:
     expected = random(numel, seed=0)
-    expected_moments = EightBitMoments.zeros(numel, position=640)
-    weight = Float32Weight(weight=expected.clone())
-    moments = EightBitMoments.zeros(numel, position=640)
+    update, readable = (
+        make_update(EIGHT_BIT, expected, expected, position=640, seed=3) for _ in range(2)
+    )
     for step in range(1, 6):
         gradient = random(numel, seed=step)
         gradient[256:512] = 0  # blocks that stay empty
         gradient[:100] *= 1e-4
-        expected = plain_8bit_adamw(expected, gradient, expected_moments, step=step)
-        update = AdamWUpdate(step=step, seed=3, **NUMBERS)
-        kernel.adamw(update, weight=weight, gradient=gradient, moments=moments, num_threads=2)
-    assert_same_bits(tensors_of(weight, moments), tensors_of(expected, expected_moments))
+        readable = dataclasses.replace(readable, gradient=gradient, step=step)
+        expected = plain_8bit_adamw(expected, readable)
+        perform(kernel, EIGHT_BIT, update, 2, gradient=gradient, step=step)
+    assert_same_bits(tensors_of(*update.changed), tensors_of(expected, *readable.state.values()))
 
 
 def test_the_x87_unit_is_left_as_it_was(kernel: HostKernel) -> None:
     """It shares registers with MMX; whoever forgets to empty these leaves NaN to others."""
     for level in kernel.available_levels:
         kernel.set_level(level)
-        weight, moments = Float32Weight(weight=torch.ones(1000)), EightBitMoments.zeros(1000)
-        update = AdamWUpdate(step=1, seed=3, **NUMBERS)
-        kernel.adamw(
-            update, weight=weight, gradient=torch.ones(1000), moments=moments, num_threads=1
-        )
+        update = make_update(EIGHT_BIT, torch.ones(1000), torch.ones(1000), seed=3)
+        perform(kernel, EIGHT_BIT, update)
         assert float(np.longdouble(2) * np.longdouble(3)) == 6.0
 
 
 def test_a_buffer_updated_in_pieces_gives_the_bits_of_the_whole(kernel: HostKernel) -> None:
     gradient = random(1000, seed=1)
-    update = AdamWUpdate(step=1, **NUMBERS)
-    whole_weight, pieces_weight = torch.ones(1000), torch.ones(1000)
-    whole, pieces = EightBitMoments.zeros(1000), EightBitMoments.zeros(1000)
-    for begin, end, moments, weight in (
-        (0, 1000, whole, whole_weight),
-        (0, 384, pieces, pieces_weight),
-        (384, 1000, pieces, pieces_weight),
-    ):
-        blocks = slice(begin // 128, -(-end // 128))
-        kernel.adamw(
-            update,
-            weight=Float32Weight(weight=weight[begin:end]),
-            gradient=gradient[begin:end],
-            moments=EightBitMoments(
-                first=moments.first[begin:end],
-                second=moments.second[begin:end],
-                first_unit=moments.first_unit[blocks],
-                second_unit=moments.second_unit[blocks],
-                position=begin,
-            ),
-            num_threads=1,
-        )
-    assert_same_bits(tensors_of(whole_weight, whole), tensors_of(pieces_weight, pieces))
+    whole, pieces = (make_update(EIGHT_BIT, torch.ones(1000), gradient) for _ in range(2))
+    perform(kernel, EIGHT_BIT, whole)
+    for begin, end in ((0, 384), (384, 1000)):
+        piece = pieces.cut(begin, end)
+        own = {field.name: getattr(piece, field.name) for field in dataclasses.fields(piece)}
+        perform(kernel, EIGHT_BIT, pieces, **own)
+    assert_same_bits(tensors_of(*pieces.changed), tensors_of(*whole.changed))
+
+
+def fresh_moments(numel: int) -> dict[str, Tensor]:
+    return make_update(EIGHT_BIT, torch.zeros(numel), torch.zeros(numel)).state
 
 
 def test_fresh_8bit_moments_decode_to_zero() -> None:
-    first, root = EightBitMoments.zeros(300).decode()
+    first, root = eight_bit.decode(fresh_moments(300))
     assert not first.any()
     assert not root.any()
 
@@ -472,17 +422,18 @@ def test_fresh_8bit_moments_decode_to_zero() -> None:
 def test_8bit_rounding_is_unbiased() -> None:
     numel = 128 * 8
     first, root = random(numel, seed=0), random(numel, seed=1).abs()
-    moments = EightBitMoments.zeros(numel)
+    moments = fresh_moments(numel)
     decoded_first, decoded_root = torch.zeros(numel).double(), torch.zeros(numel).double()
     num_seeds = 400
     for step in range(num_seeds):
-        moments.encode(first, root, seed=eight_bit.rounding_seed(0, step=step))
-        once_first, once_root = moments.decode()
+        seed = eight_bit.rounding_seed(0, step=step)
+        eight_bit.encode(moments, first, root, position=0, seed=seed)
+        once_first, once_root = eight_bit.decode(moments)
         decoded_first += once_first / num_seeds
         decoded_root += once_root / num_seeds
     # A code's step at value x is about 2 sqrt(x unit); a mean of 400 has a twentieth of its error.
-    first_unit = moments.first_unit.repeat_interleave(128)
-    root_unit = moments.second_unit.repeat_interleave(128)
+    first_unit = moments["exp_avg_unit"].repeat_interleave(128)
+    root_unit = moments["exp_avg_sq_unit"].repeat_interleave(128)
     first_step = 2 * (first.abs() * first_unit).sqrt() + first_unit
     root_step = 2 * (root * root_unit).sqrt() + root_unit
     resolved = root > 16 * root_unit  # below, the smallest code holds
@@ -536,24 +487,22 @@ def test_zeros_beside_others_stay_zero_and_the_largest_keeps_its_code(kernel: Ho
     gradient[::128] = torch.tensor([1e-12, 1e-3, 3.0, -7.0, 1e9, -1e-9, 0.1, 0.3, -1e4, 123.0])
     for level in kernel.available_levels:
         kernel.set_level(level)
-        for step in range(1, 51):
-            moments = EightBitMoments.zeros(1280)
-            weight = Float32Weight(weight=torch.zeros(1280))
-            update = AdamWUpdate(seed=step, step=1, **NUMBERS)
-            kernel.adamw(update, weight=weight, gradient=gradient, moments=moments, num_threads=1)
+        for seed in range(1, 51):
+            update = make_update(EIGHT_BIT, torch.zeros(1280), gradient, seed=seed)
+            perform(kernel, EIGHT_BIT, update)
+            first, second = update.state["exp_avg"], update.state["exp_avg_sq"]
             others = torch.arange(1280) % 128 != 0
-            assert not moments.first[others].any()
-            assert (moments.second[others] == 4).all()
-            assert (moments.first[::128].int().abs() >= 126).all()
-            assert (moments.second[::128] >= 254).all()
+            assert not first[others].any()
+            assert (second[others] == 4).all()
+            assert (first[::128].int().abs() >= 126).all()
+            assert (second[::128] >= 254).all()
 
 
 def test_a_second_moment_follows_gradients_that_shrink(kernel: HostKernel) -> None:
     """Where rounding to nearest would keep the old one for ever."""
     numel, num_steps = 1280, 6000
     shrinking = torch.arange(numel) % 4 != 0
-    weight = Float32Weight(weight=torch.zeros(numel))
-    moments = EightBitMoments.zeros(numel)
+    update = make_update(EIGHT_BIT, torch.zeros(numel), torch.zeros(numel))
     exact = torch.zeros(numel).double()
     generator = torch.Generator().manual_seed(0)
     for step in range(1, num_steps + 1):
@@ -561,9 +510,8 @@ def test_a_second_moment_follows_gradients_that_shrink(kernel: HostKernel) -> No
         if step > 1000:
             gradient[shrinking] *= 1 / 30
         exact = 0.999 * exact + 0.001 * gradient.double().square()
-        update = AdamWUpdate(step=step, **NUMBERS)
-        kernel.adamw(update, weight=weight, gradient=gradient, moments=moments, num_threads=1)
-    _, root = moments.decode()
+        perform(kernel, EIGHT_BIT, update, gradient=gradient, step=step)
+    _, root = eight_bit.decode(update.state)
     ratio = root / exact.sqrt()
     assert ratio[shrinking].median() == pytest.approx(1.0, rel=0.05)
     assert ratio[~shrinking].median() == pytest.approx(1.0, rel=0.05)
@@ -574,17 +522,16 @@ def test_one_huge_gradient_among_tiny_ones_blows_nothing_up(kernel: HostKernel) 
     numel = 128 * 64
     generator = torch.Generator().manual_seed(0)
     for huge, tiny in ((1.0, 1e-3), (1e3, 1e-6), (1e4, 1e-12)):
-        weight = Float32Weight(weight=torch.zeros(numel))
-        moments = EightBitMoments.zeros(numel)
+        optimizer = l2l.AdamW(lr=1.0, eps=0.0, weight_decay=0.0, moments="8bit")
+        update = make_update(optimizer, torch.zeros(numel), torch.zeros(numel))
         largest = 0.0
         for step in range(1, 301):
             gradient = torch.randn(numel, generator=generator) * tiny
             if step % 10 == 1 and step < 150:
                 gradient[5::128] = huge
-            before = weight.weight.clone()
-            update = AdamWUpdate(step=step, lr=1.0, betas=(0.9, 0.999), eps=0.0, weight_decay=0.0)
-            kernel.adamw(update, weight=weight, gradient=gradient, moments=moments, num_threads=2)
-            largest = max(largest, float((weight.weight - before).abs().max()))
+            before = update.weight.clone()
+            perform(kernel, optimizer, update, 2, gradient=gradient, step=step)
+            largest = max(largest, float((update.weight - before).abs().max()))
         assert largest < 3.5
 
 
@@ -599,19 +546,18 @@ def test_8bit_adamw_trains_like_exact_adamw(kernel: HostKernel) -> None:
         [torch.randn(rows * columns, generator=generator) / rows**0.5 for rows, columns in shapes]
     )
 
-    def train(moments: Moments | EightBitMoments) -> float:
-        weight = make_weight(kernel, "split", start)
+    def train(moments: str) -> float:
+        optimizer = l2l.AdamW(betas=(0.9, 0.99), weight_decay=0.0, moments=moments)
+        update = make_update(optimizer, start, start, "split")
         choose = torch.Generator().manual_seed(1)
         for step in range(1, 601):
             batch = torch.randint(512, (64,), generator=choose)
-            master = master_of(kernel, weight).requires_grad_()
+            master = master_of(update).requires_grad_()
             loss = loss_of(master, batch)
             (gradient,) = torch.autograd.grad(loss, master)
-            update = AdamWUpdate(
-                lr=3e-3 * (1 - step / 601), betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, step=step
-            )
-            kernel.adamw(update, weight=weight, gradient=gradient, moments=moments, num_threads=1)
-        return float(loss_of(master_of(kernel, weight), torch.arange(512)))
+            settings = {**optimizer.defaults, "lr": 3e-3 * (1 - step / 601)}
+            perform(kernel, optimizer, update, gradient=gradient, step=step, settings=settings)
+        return float(loss_of(master_of(update), torch.arange(512)))
 
     def loss_of(master: Tensor, batch: Tensor) -> Tensor:
         first, second, third = (
@@ -620,10 +566,9 @@ def test_8bit_adamw_trains_like_exact_adamw(kernel: HostKernel) -> None:
         hidden = ((inputs[batch] @ first).tanh() @ second).tanh()
         return ((hidden @ third - targets[batch]) ** 2).mean()
 
-    numel = start.numel()
-    exact = train(Moments(first=torch.zeros(numel), second=torch.zeros(numel)))
+    exact = train("float32")
     assert exact < 0.1  # it starts above 1
-    assert train(EightBitMoments.zeros(numel)) < 1.1 * exact
+    assert train("8bit") < 1.1 * exact
 
 
 # The other optimizers
@@ -644,31 +589,30 @@ def test_sgd_is_that_of_torch(kernel: HostKernel, numbers: dict[str, float]) -> 
     master = random(1025, seed=0)
     theirs = torch.nn.Parameter(master.clone())
     optimizer = torch.optim.SGD([theirs], lr=0.1, foreach=False, **numbers)
-    weight = make_weight(kernel, "split", master)
-    momentum = torch.full((1025,), math.nan) if "momentum" in numbers else None  # overwritten
+    described = l2l.SGD(lr=0.1, **numbers)
+    update = make_update(described, master, master, "split")
+    for momentum in update.state.values():
+        momentum.fill_(math.nan)  # overwritten
     for step in range(1, 11):
         theirs.grad = random(1025, seed=step)
         optimizer.step()
-        update = SGDUpdate(lr=0.1, step=step, **numbers)
-        gradient = random(1025, seed=step)
-        kernel.sgd(update, weight=weight, gradient=gradient, momentum=momentum, num_threads=2)
-    torch.testing.assert_close(master_of(kernel, weight), theirs.detach(), rtol=1e-6, atol=1e-5)
+        perform(kernel, described, update, 2, gradient=random(1025, seed=step), step=step)
+    torch.testing.assert_close(master_of(update), theirs.detach(), rtol=1e-6, atol=1e-5)
 
 
 def test_lion_is_its_formula(kernel: HostKernel) -> None:
     expected = random(1025, seed=0)
-    weight = make_weight(kernel, "split", expected)
-    momentum, expected_momentum = torch.zeros(1025), torch.zeros(1025)
+    optimizer, expected_momentum = l2l.Lion(lr=0.01, weight_decay=0.1), torch.zeros(1025)
+    update = make_update(optimizer, expected, expected, "split")
     for step in range(1, 6):
         gradient = random(1025, seed=step)
         gradient[::3] = 0
         direction = torch.tensor(0.9) * expected_momentum + torch.tensor(1 - 0.9) * gradient
         expected = expected * torch.tensor(1 - 0.01 * 0.1) - torch.tensor(0.01) * direction.sign()
         expected_momentum = torch.tensor(0.99) * expected_momentum + torch.tensor(0.01) * gradient
-        update = LionUpdate(lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
-        kernel.lion(update, weight=weight, gradient=gradient, momentum=momentum, num_threads=1)
-    torch.testing.assert_close(master_of(kernel, weight), expected, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(momentum, expected_momentum, rtol=1e-5, atol=1e-7)
+        perform(kernel, optimizer, update, gradient=gradient, step=step)
+    torch.testing.assert_close(master_of(update), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(update.state["exp_avg"], expected_momentum, rtol=1e-5, atol=1e-7)
 
 
 # Updates of ranges
@@ -794,7 +738,7 @@ def test_optimizers_honour_ranges(
         for ranges in parts:
             part = dataclasses.replace(update, ranges=ranges)
             if path == "native":
-                optimizer.native(kernel, part, num_threads=2)
+                kernel.update(optimizer, part, num_threads=2)
             else:
                 optimizer.readable(part)
         return tensors_of(update.weight, update.companion, *update.state.values())
@@ -806,17 +750,14 @@ def test_optimizers_honour_ranges(
         assert_same_bits(updated(step, others, chosen), whole)
 
 
-@pytest.mark.parametrize("path", ["readable", "native"])
-def test_recorded_gradients_are_whole_whatever_the_ranges(kernel: HostKernel, path: str) -> None:
+def test_recorded_gradients_are_whole_whatever_the_ranges() -> None:
     optimizer = l2l.RecordGradients()
+    assert optimizer.native_number(optimizer.defaults) is None
     ranges = torch.tensor([[128, 256]])
     update = update_of(optimizer, torch.float32, step=1, ranges=ranges)
     before = update.weight.clone()
     for part in (update, dataclasses.replace(update, ranges=ranges + 128)):
-        if path == "native":
-            optimizer.native(kernel, part, num_threads=1)
-        else:
-            optimizer.readable(part)
+        optimizer.readable(part)
         expected = update.gradient.view(275, 7) * 0.7
         assert torch.equal(optimizer.gradients["table"], expected)
     assert torch.equal(update.weight, before)
@@ -843,13 +784,12 @@ def make_server(kernel: HostKernel | None, shapes: Shapes) -> ParameterServer:
     }
     form = form_of(
         "outer",
-        parameters=parameters,
-        buffers={},
+        UnitTensors(parameters=parameters, buffers={}),
         settings=order_of(shapes).settings,
         precision=PrecisionPolicy(link=torch.bfloat16),
         optimizer=optimizer,
     )
-    server.add(form, parameters=parameters, buffers={})
+    server.add(form, UnitTensors(parameters=parameters, buffers={}))
     return server
 
 
@@ -896,10 +836,17 @@ def left_update(server: ParameterServer, order: UpdateOrder | None, *, seed: int
     )
 
 
-def refreshing(*rows: int, halves: bool) -> Callable[[ParameterServer, WaitingUpdate], None]:
-    return lambda server, waiting: server.refresh(
-        waiting, server.table_rows(waiting.unit, torch.tensor(rows)), halves=halves
-    )
+Part = Callable[[WaitingUpdate, ParameterServer], None]
+
+
+def refreshing(*rows: int, halves: bool) -> Part:
+    def refresh(waiting: WaitingUpdate, server: ParameterServer) -> None:
+        trained = server.units[waiting.unit].form.trained
+        waiting.refresh(
+            server, TableRows.of(trained, torch.tensor(rows)), halves=halves, refresher=None
+        )
+
+    return refresh
 
 
 @pytest.mark.parametrize("path", ["readable", "native"])
@@ -907,17 +854,17 @@ def refreshing(*rows: int, halves: bool) -> Callable[[ParameterServer, WaitingUp
 @pytest.mark.parametrize(
     "parts",
     [
-        [ParameterServer.advance],
-        [ParameterServer.advance, ParameterServer.advance],  # a step failed between them
-        [ParameterServer.advance, refreshing(3, 8, halves=True)],
-        [refreshing(3, halves=True), ParameterServer.advance, refreshing(3, 8, halves=True)],
+        [WaitingUpdate.advance],
+        [WaitingUpdate.advance, WaitingUpdate.advance],  # a step failed between them
+        [WaitingUpdate.advance, refreshing(3, 8, halves=True)],
+        [refreshing(3, halves=True), WaitingUpdate.advance, refreshing(3, 8, halves=True)],
         [refreshing(3, 8, 9, halves=True)],
-        [refreshing(3, 8, 9, halves=True), ParameterServer.advance],
-        [refreshing(8, 9, halves=True), refreshing(0, 3, halves=True), ParameterServer.advance],
+        [refreshing(3, 8, 9, halves=True), WaitingUpdate.advance],
+        [refreshing(8, 9, halves=True), refreshing(0, 3, halves=True), WaitingUpdate.advance],
         [refreshing(8, 9, halves=True), refreshing(0, 3, halves=False)],
-        [refreshing(8, 9, halves=True), refreshing(0, 3, halves=False), ParameterServer.advance],
+        [refreshing(8, 9, halves=True), refreshing(0, 3, halves=False), WaitingUpdate.advance],
         [refreshing(8, 9, halves=False), refreshing(0, 3, halves=True)],
-        [refreshing(8, 9, halves=False), refreshing(0, 3, halves=True), ParameterServer.advance],
+        [refreshing(8, 9, halves=False), refreshing(0, 3, halves=True), WaitingUpdate.advance],
     ],
     ids=[
         "all",
@@ -935,19 +882,19 @@ def refreshing(*rows: int, halves: bool) -> Callable[[ParameterServer, WaitingUp
 )
 def test_what_is_left_of_an_update_is_done_last(
     kernel: HostKernel,
-    parts: Sequence[Callable[[ParameterServer, WaitingUpdate], None]],
+    parts: Sequence[Part],
     width: int,
     path: str,
 ) -> None:
     """Of weights or rows that were done before, only what they lack."""
     shapes: Shapes = {"table": (12, width)}
 
-    def trained(*before: Callable[[ParameterServer, WaitingUpdate], None]) -> list[Tensor]:
+    def trained(*before: Part) -> list[Tensor]:
         server = make_server(kernel if path == "native" else None, shapes)
         for step in (1, 2, 3):
             waiting = left_update(server, None if step == 2 else order_of(shapes), seed=step)
-            for part in (*before, ParameterServer.perform):
-                part(server, waiting)
+            for part in (*before, WaitingUpdate.perform):
+                part(waiting, server)
         return tensors_of_unit(server, steps=2)
 
     assert_same_bits(trained(*parts), trained())
@@ -965,31 +912,10 @@ def test_weights_are_those_of_the_whole_update_once_it_has_advanced(kernel: Host
     before = [tensor.clone() for tensor in halved.units["outer"].state.values()]
     waiting = left_update(halved, order, seed=2)
     whole.update("outer", staged_gradient(whole, seed=2), order)
-    for part in (refreshing(3, 8, halves=True), ParameterServer.advance):
-        part(halved, waiting)
+    for part in (refreshing(3, 8, halves=True), WaitingUpdate.advance):
+        part(waiting, halved)
     assert torch.equal(halved.weight("table"), whole.weight("table"))
     assert_same_bits(tensors_of(*halved.units["outer"].state.values()), tensors_of(*before))
-
-
-def test_ranges_that_do_not_fit_are_refused(kernel: HostKernel) -> None:
-    def refused(ranges: Tensor, message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            kernel.sgd(
-                SGDUpdate(lr=0.1, step=1),
-                weight=Float32Weight(weight=torch.ones(300)),
-                gradient=torch.ones(300),
-                ranges=ranges,
-                num_threads=1,
-            )
-
-    refused(torch.tensor([0, 128]), r"ranges must have shape \[n, 2\], found \(2,\)")
-    refused(torch.tensor([[0, 128]]).int(), r"ranges must be torch.int64")
-    refused(torch.tensor([[0, 128], [64, 128]]), r"whole blocks of 128 .* found \[64, 128\]")
-    refused(torch.tensor([[0, 200]]), r"within 300 elements, found \[0, 200\]")
-    refused(torch.tensor([[0, 384]]), r"found \[0, 384\]")
-    refused(torch.tensor([[-128, 128]]), r"found \[-128, 128\]")
-    refused(torch.tensor([[128, 0]]), r"found \[128, 0\]")
-    refused(torch.tensor([[128, 300], [0, 256]]), r"overlap, found \[\[0, 256\], \[128, 300\]\]")
 
 
 # Updates in halves
@@ -1014,7 +940,7 @@ def test_both_halves_give_the_bits_of_the_whole_update(
 @pytest.mark.parametrize("form", FORMS)
 def test_a_half_leaves_the_other_alone(kernel: HostKernel, optimizer: str, form: str) -> None:
     numel = 1025
-    num_weights = len(tensors_of(make_weight(kernel, form, torch.ones(numel))))
+    num_weights = 1 if form == "float32" else 2
 
     def steps(*halves: Half | None) -> tuple[list[Tensor], list[Tensor]]:
         made = steps_of(optimizer, halves=halves)(kernel, form, torch.bfloat16, numel, 1)
@@ -1048,7 +974,7 @@ def test_optimizers_honour_halves(
         for half, ranges in parts:
             part = dataclasses.replace(update, half=half, ranges=ranges)
             if path == "native":
-                optimizer.native(kernel, part, num_threads=2)
+                kernel.update(optimizer, part, num_threads=2)
             else:
                 optimizer.readable(part)
         return tensors_of(update.weight, update.companion), tensors_of(*update.state.values())
@@ -1113,30 +1039,31 @@ def test_the_size_of_many_changes_is_as_exact_as_that_of_few(
     kernel: HostKernel, scale: float
 ) -> None:
     weight, gradient = torch.zeros(3_000_001), random(3_000_001, seed=1, scale=scale)
-    with kernel.preparing() as prepared:
-        _sgd(kernel, [weight], [gradient], lr=1.0)
-    assert prepared.perform(num_threads=2) == pytest.approx(sum_of_squares(gradient), rel=1e-7)
+    assert perform(kernel, SGD, make_update(SGD, weight, gradient), 2) == pytest.approx(
+        sum_of_squares(gradient), rel=1e-7
+    )
 
 
 def test_the_size_of_a_change_that_is_no_number_is_none(kernel: HostKernel) -> None:
     for gradient, expected in ((math.inf, math.inf), (math.nan, math.nan)):
-        weight, gradients = torch.ones(300), torch.ones(300)
+        gradients = torch.ones(300)
         gradients[200] = gradient
-        with kernel.preparing() as prepared:
-            _sgd(kernel, [weight], [gradients], lr=1.0)
-        assert prepared.perform(num_threads=1) == pytest.approx(expected, nan_ok=True)
+        update = make_update(SGD, torch.ones(300), gradients)
+        assert perform(kernel, SGD, update) == pytest.approx(expected, nan_ok=True)
 
 
 def test_several_updates_find_the_size_of_all_their_changes(kernel: HostKernel) -> None:
-    weights = [torch.ones(numel) for numel in (300, 70_001)]
+    optimizer = l2l.SGD(lr=0.5)
     gradients = [torch.full((300,), 2.0), torch.full((70_001,), 3.0)]
-    with kernel.preparing() as prepared:
-        _sgd(kernel, weights, gradients, lr=0.5)
+    updates = [make_update(optimizer, torch.ones_like(one), one) for one in gradients]
     expected = 300 + 70_001 * 1.5**2
-    assert prepared.perform(num_threads=2) == pytest.approx(expected, rel=1e-7)
-    with kernel.preparing() as nothing:
-        pass
-    assert nothing.perform(num_threads=2) == 0.0
+    numbers = [optimizer.numbers(optimizer.defaults, 1, 1.0, 0)] * 2
+    found = PreparedUpdates(kernel, optimizer, updates).perform(
+        numbers, ranges=[None] * 2, num_threads=2
+    )
+    assert found == pytest.approx(expected, rel=1e-7)
+    nothing = PreparedUpdates(kernel, optimizer, [])
+    assert nothing.perform([], ranges=[], num_threads=2) == 0.0
 
 
 @pytest.mark.parametrize("path", ["readable", "native"])
@@ -1172,17 +1099,16 @@ def test_the_parameter_server_adds_the_sizes_of_changes(kernel: HostKernel, path
 def test_the_master_of_an_update_is_what_changes(
     kernel: HostKernel, dtype: torch.dtype, path: str
 ) -> None:
-    update = update_of(l2l.SGD(lr=1e-4), dtype, step=1, ranges=None)
-    before = update.master()
+    optimizer = l2l.SGD(lr=1e-4)
+    update = update_of(optimizer, dtype, step=1, ranges=None)
+    before = master_of(update)
     gradient = update.gradient.float() * 0.7
     if path == "native":
-        l2l.SGD().native(kernel, update, num_threads=1)
+        perform(kernel, optimizer, update)
     else:
-        l2l.SGD().readable(update)
-    assert update.master().dtype is torch.float32
-    torch.testing.assert_close(update.master(), before - 1e-4 * gradient, rtol=1e-6, atol=1e-9)
-    without = dataclasses.replace(update, companion=None)
-    assert torch.equal(without.master(), update.weight.float())
+        optimizer.readable(update)
+    assert master_of(update).dtype is torch.float32
+    torch.testing.assert_close(master_of(update), before - 1e-4 * gradient, rtol=1e-6, atol=1e-9)
 
 
 # Rows of tables
@@ -1207,56 +1133,58 @@ def test_gather_copies_rows(kernel: HostKernel, dtype: torch.dtype, width: int) 
         found = torch.ones(count, width, dtype=dtype)
         kernel.gather(table, ids, found, num_threads=num_threads)
         readable = torch.ones(count, width, dtype=dtype)
-        operands.gather(table, ids, readable)
+        table_rows.gather(table, ids, readable)
         assert torch.equal(found, table[ids])
         assert torch.equal(readable, table[ids])
 
 
-def in_native_and_readable(
-    kernel: HostKernel, name: str, num_threads: int = 2
-) -> list[Callable[..., float | None]]:
-    def native(*arguments: Tensor) -> float | None:
-        result: float | None = getattr(kernel, name)(*arguments, num_threads=num_threads)
-        return result
-
-    return [native, getattr(operands, name)]
+def add_rows(kernel: HostKernel, target: Tensor, ids: Tensor, source: Tensor) -> float:
+    """As `table_rows.add_rows`, natively."""
+    groups = RowGroups.of(ids, without=None)
+    return kernel.add_groups(target, groups, source, num_threads=2)
 
 
-@pytest.mark.parametrize("name", ["gather", "add_rows"])
+def gathering(kernel: HostKernel) -> list[Callable[[Tensor, Tensor, Tensor], None]]:
+    """In both ways."""
+
+    def native(table: Tensor, ids: Tensor, out: Tensor) -> None:
+        kernel.gather(table, ids, out, num_threads=2)
+
+    return [native, table_rows.gather]
+
+
 @pytest.mark.parametrize("wrong", [-1, 50, 2**40])
 def test_ids_that_are_not_there_are_refused_before_anything_is_written(
-    kernel: HostKernel, name: str, wrong: int
+    kernel: HostKernel, wrong: int
 ) -> None:
-    for function in in_native_and_readable(kernel, name):
+    for function in (*gathering(kernel), table_rows.add_rows):
         table, rows = torch.zeros(50, 7), torch.ones(9, 7)
         ids = torch.arange(9)
         ids[6] = wrong
-        with pytest.raises(ValueError, match=rf"ids must lie in \[0, 50\), found {wrong}"):
+        with pytest.raises(ValueError, match=rf"ids must lie in \[0, 50\), found .*{wrong}"):
             function(table, ids, rows)
         assert not table.any()
         assert rows.all()
 
 
 def test_rows_that_do_not_fit_are_refused(kernel: HostKernel) -> None:
-    ids = torch.arange(3)
-    for gather in in_native_and_readable(kernel, "gather"):
-        with pytest.raises(ValueError, match=r"out must have shape \(3, 7\), found \(3, 8\)"):
-            gather(torch.zeros(5, 7), ids, torch.zeros(3, 8))
-        with pytest.raises(ValueError, match=r"out must be torch.float32, found torch.float16"):
-            gather(torch.zeros(5, 7), ids, torch.zeros(3, 7).half())
-        with pytest.raises(ValueError, match=r"ids must be torch.int64"):
-            gather(torch.zeros(5, 7), ids.int(), torch.zeros(3, 7))
-        with pytest.raises(ValueError, match=r"table must have two dimensions, found \(35,\)"):
-            gather(torch.zeros(35), ids, torch.zeros(3, 7))
-        with pytest.raises(ValueError, match=r"table must be contiguous"):
-            gather(torch.zeros(7, 5).T, ids, torch.zeros(3, 7))
-    for add_rows in in_native_and_readable(kernel, "add_rows"):
-        with pytest.raises(ValueError, match=r"target must be .* found torch.float16"):
-            add_rows(torch.zeros(5, 7).half(), ids, torch.zeros(3, 7))
-        with pytest.raises(ValueError, match=r"source must have shape \(3, 7\), found \(4, 7\)"):
-            add_rows(torch.zeros(5, 7), ids, torch.zeros(4, 7))
-        with pytest.raises(ValueError, match=r"ids must have one dimension, found \(3, 1\)"):
-            add_rows(torch.zeros(5, 7), ids[:, None], torch.zeros(3, 7))
+    ids, table = torch.arange(3), torch.zeros(5, 7)
+    for gather in gathering(kernel):
+        for wrong in ((table, ids, torch.zeros(3, 8)), (table[0], ids, torch.zeros(3, 7))):
+            with pytest.raises(ValueError, match=r"expected a table"):
+                gather(*wrong)
+    for gather, error in zip(gathering(kernel), (ValueError, RuntimeError), strict=True):
+        with pytest.raises(error):
+            gather(table, ids, torch.zeros(3, 7).half())
+    native = gathering(kernel)[0]
+    with pytest.raises(ValueError, match=r"ids must be torch.int64"):
+        native(table, ids.int(), torch.zeros(3, 7))
+    with pytest.raises(ValueError, match=r"table must be contiguous"):
+        native(torch.zeros(7, 5).T, ids, torch.zeros(3, 7))
+    with pytest.raises(ValueError, match=r"target must be .* found torch.float16"):
+        add_rows(kernel, table.half(), ids, torch.zeros(3, 7))
+    with pytest.raises(ValueError, match=r"expected a table"):
+        table_rows.add_rows(table, ids[:, None], torch.zeros(3, 7))
 
 
 @pytest.mark.parametrize("width", [0, 1, 7, 1037])
@@ -1271,13 +1199,14 @@ def test_add_rows_is_the_readable_one_bit_by_bit(
         ids = repeated_ids(count, rows=50)
         source = random(count * width, seed=1).to(source_dtype).view(count, width)
         expected = table.clone()
-        expected_gain = operands.add_rows(expected, ids, source)
+        expected_gain = table_rows.add_rows(expected, ids, source)
         size = expected.float().square().sum() + table.float().square().sum()
         gains = set()
         for level, num_threads in itertools.product(kernel.available_levels, (1, 2)):
             kernel.set_level(level)
             found = table.clone()
-            gains.add(kernel.add_rows(found, ids, source, num_threads=num_threads))
+            groups = RowGroups.of(ids, without=None)
+            gains.add(kernel.add_groups(found, groups, source, num_threads=num_threads))
             assert_same_bits(tensors_of(found), tensors_of(expected))
         assert len(gains) == 1
         assert gains.pop() == pytest.approx(expected_gain, rel=1e-12, abs=1e-13 * float(size))
@@ -1298,9 +1227,9 @@ def test_add_rows_is_its_formula(kernel: HostKernel, target_dtype: torch.dtype) 
         after = target[row].float() + total
         gain += float(after.double().square().sum() - target[row].double().square().sum())
         expected[row] = after.to(target_dtype)
-    for add_rows in in_native_and_readable(kernel, "add_rows"):
+    for add in (partial(add_rows, kernel), table_rows.add_rows):
         found = target.clone()
-        assert add_rows(found, ids, source) == pytest.approx(gain, rel=1e-12)
+        assert add(found, ids, source) == pytest.approx(gain, rel=1e-12)
         assert_same_bits(tensors_of(found), tensors_of(expected))
 
 
@@ -1315,53 +1244,22 @@ def test_added_rows_are_rounded_as_torch_rounds_and_show_what_is_not_finite(
     for level in kernel.available_levels:
         kernel.set_level(level)
         target = torch.zeros(2**16, 6, dtype=torch.bfloat16)
-        gain = kernel.add_rows(target, torch.arange(2**16), source, num_threads=2)
+        gain = add_rows(kernel, target, torch.arange(2**16), source)
         assert math.isnan(gain)
         assert torch.equal(target.isnan(), ~number)
         assert torch.equal(target[number], expected[number])
 
 
-# Sums, copies, and what is refused
-
-
-@pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
-def test_sum_of_squares_is_exact_and_the_same_for_every_level_and_thread(
-    kernel: HostKernel, dtype: torch.dtype
-) -> None:
-    for numel in SIZES:
-        gradient = random(numel, seed=0).to(dtype)
-        sums = set()
-        for level in kernel.available_levels:
-            kernel.set_level(level)
-            sums |= {kernel.sum_of_squares(gradient, num_threads=n) for n in (1, 2, 3)}
-        assert len(sums) == 1
-        assert sums.pop() == pytest.approx(float(gradient.double().square().sum()), rel=1e-13)
-
-
-def test_sum_of_squares_does_not_overflow_and_shows_what_is_not_finite(kernel: HostKernel) -> None:
-    gradient = torch.full((1000,), 1e38)
-    assert kernel.sum_of_squares(gradient, num_threads=1) == pytest.approx(1e79)
-    gradient[999] = math.inf
-    assert kernel.sum_of_squares(gradient, num_threads=1) == math.inf
-    gradient[3] = math.nan
-    assert math.isnan(kernel.sum_of_squares(gradient, num_threads=1))
+# Copies, and what is refused
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4096, 1_000_003])
-def test_zero_and_copy_change_their_range_and_nothing_else(
-    kernel: HostKernel, num_bytes: int
-) -> None:
+def test_copies_change_their_range_and_nothing_else(kernel: HostKernel, num_bytes: int) -> None:
     source = torch.arange(num_bytes + 2).to(torch.uint8)
     memory = torch.full((num_bytes + 2,), 7, dtype=torch.uint8)
     inside = slice(1, num_bytes + 1)
     for num_threads in (1, 2, 5):
-        address = memory.data_ptr() + 1
-        kernel.copy(
-            address,
-            source=source.data_ptr() + 1,
-            num_bytes=num_bytes,
-            num_threads=num_threads,
-        )
+        kernel.copy(memory[inside], source[inside], num_threads=num_threads)
         assert torch.equal(memory[inside], source[inside])
         memory[inside] = 7
         assert memory[0] == memory[-1] == 7
@@ -1373,34 +1271,30 @@ def test_a_library_that_was_not_built_is_none(tmp_path: Path) -> None:
 
 def test_tensors_that_do_not_fit_are_refused(kernel: HostKernel) -> None:
     ones = torch.ones(4)
-    weight = Float32Weight(weight=torch.ones(4))
-    update = SGDUpdate(lr=0.1, step=1)
-    with pytest.raises(ValueError, match=r"gradient must have 4 elements, found 3"):
-        kernel.sgd(update, weight=weight, gradient=torch.ones(3), num_threads=1)
+    update = make_update(SGD, ones, ones)
+    with pytest.raises(ValueError, match=r"gradient must have the shape \(4,\), found \(3,\)"):
+        perform(kernel, SGD, update, gradient=torch.ones(3))
     with pytest.raises(ValueError, match=r"gradient must be .*float16, found torch.float64"):
-        kernel.sgd(update, weight=weight, gradient=ones.double(), num_threads=1)
+        perform(kernel, SGD, update, gradient=ones.double())
     with pytest.raises(ValueError, match=r"gradient must be contiguous"):
-        kernel.sgd(update, weight=weight, gradient=torch.ones(8)[::2], num_threads=1)
+        perform(kernel, SGD, update, gradient=torch.ones(8)[::2])
     with pytest.raises(ValueError, match=r"num_threads must be at least 1"):
-        kernel.sgd(update, weight=weight, gradient=ones, num_threads=0)
-    with pytest.raises(ValueError, match=r"if and only if"):
-        kernel.sgd(update, weight=weight, gradient=ones, momentum=ones, num_threads=1)
-    with pytest.raises(ValueError, match=r"moments must have 4 elements"):
-        kernel.adamw(
-            AdamWUpdate(step=1, **NUMBERS),
-            weight=weight,
-            gradient=ones,
-            moments=EightBitMoments.zeros(5),
-            num_threads=1,
-        )
-    with pytest.raises(ValueError, match=r"remainder must be torch.int16"):
-        SplitWeight(weight=ones.bfloat16(), remainder=ones.int())
-    with pytest.raises(ValueError, match=r"master must be in host memory, found it on meta"):
-        Float16Weight(weight=ones.half(), master=torch.ones(4, device="meta"))
+        perform(kernel, SGD, update, 0)
+    adamw = make_update(ADAMW, ones, ones)
+    with pytest.raises(ValueError, match=r"exp_avg must have the shape \(4,\)"):
+        perform(kernel, ADAMW, adamw, state=fresh_moments(5))
+    with pytest.raises(ValueError, match=r"exp_avg must be torch.float32, found torch.int8"):
+        perform(kernel, ADAMW, adamw, state=fresh_moments(4))
+    with pytest.raises(ValueError, match=r"cannot have a companion of torch.int32"):
+        perform(kernel, SGD, update, weight=ones.bfloat16(), companion=ones.int())
+    with pytest.raises(ValueError, match=r"companion must be in host memory, found it on meta"):
+        perform(kernel, SGD, update, weight=ones.half(), companion=torch.ones(4, device="meta"))
     with pytest.raises(ValueError, match=r"position must be a multiple of 128"):
-        EightBitMoments.zeros(5, position=7)
+        perform(kernel, SGD, update, position=7)
     with pytest.raises(ValueError, match=r"step must be 1 at the first update"):
-        AdamWUpdate(step=0, **NUMBERS)
+        perform(kernel, SGD, update, step=0)
+    with pytest.raises(AssertionError, match=r"RecordGradients is not in the native kernel"):
+        perform(kernel, l2l.RecordGradients(), update)
     with pytest.raises(ValueError, match=r"level 'avx1024' cannot run here"):
         kernel.set_level("avx1024")
 
@@ -1416,7 +1310,7 @@ def test_rows_added_as_they_become_complete_give_the_same_bits(
     ids = torch.randint(0, 25, (int(sizes.sum()),), generator=generator)
     source = torch.randn(len(ids), 16, generator=generator).bfloat16()
     before = torch.randn(25, 16, generator=generator).bfloat16()
-    groups = operands.RowGroups.of(ids, without=without)
+    groups = RowGroups.of(ids, without=without)
     parts = groups.by_last_position(sizes.cumsum(0))
     assert [len(part.rows) for part in parts] != [len(groups.rows), 0, 0, 0]
     assert sorted(torch.cat([part.rows for part in parts]).tolist()) == groups.rows.tolist()
@@ -1426,86 +1320,70 @@ def test_rows_added_as_they_become_complete_give_the_same_bits(
         seen = source.clone()
         seen[int(sizes[: number + 1].sum()) :] = torch.nan  # what has not arrived yet
         if readable:
-            gains.append(operands.add_rows(apart, part.ids(), seen[part.positions]))
+            gains.append(table_rows.add_rows(apart, part.ids(), seen[part.positions]))
         else:
             gains.append(kernel.add_groups(apart, part, seen, num_threads=2))
     assert torch.equal(apart, together)
     assert sum(gains) == pytest.approx(gain, rel=1e-12)
 
 
-def _sgd(kernel: HostKernel, weights: list[Tensor], gradients: list[Tensor], lr: float) -> None:
-    for weight, gradient in zip(weights, gradients, strict=True):
-        kernel.sgd(
-            SGDUpdate(lr=lr, step=1),
-            weight=Float32Weight(weight=weight),
-            gradient=gradient,
-            num_threads=1,
-        )
-
-
 def test_prepared_updates_are_performed_when_asked_with_the_numbers_given(
     kernel: HostKernel,
 ) -> None:
-    def tensors() -> list[Tensor]:
-        generator = torch.Generator().manual_seed(3)
-        return [torch.randn(numel, generator=generator) for numel in (300, 70_001)]
-
     gradients = [torch.full((300,), 2.0), torch.full((70_001,), 3.0)]
-    expected, found = tensors(), tensors()
-    with kernel.preparing() as prepared:
-        _sgd(kernel, found, gradients, lr=0.1)
-    assert all(map(torch.equal, found, tensors()))
+
+    def updates() -> list[Update]:
+        generator = torch.Generator().manual_seed(3)
+        masters = [torch.randn(one.numel(), generator=generator) for one in gradients]
+        return [make_update(SGD, *pair) for pair in zip(masters, gradients, strict=True)]
+
+    def weights(updates: list[Update]) -> list[Tensor]:
+        return [update.weight for update in updates]
+
+    expected, found = updates(), updates()
+    prepared = PreparedUpdates(kernel, SGD, found)
+    assert all(map(torch.equal, weights(found), weights(updates())))
     for lr in (0.1, 0.3):
-        _sgd(kernel, expected, gradients, lr=lr)
-        prepared.perform([SGDUpdate(lr=lr, step=1)] * 2, num_threads=2)
-        assert all(map(torch.equal, found, expected))
-    _sgd(kernel, expected, gradients, lr=0.3)
-    prepared.perform(num_threads=3)
-    assert all(map(torch.equal, found, expected))
+        settings = {**SGD.defaults, "lr": lr}
+        for update in expected:
+            perform(kernel, SGD, update, settings=settings)
+        numbers = SGD.numbers(settings, 1, 1.0, 0)
+        prepared.perform([numbers] * 2, ranges=[None] * 2, num_threads=2)
+        assert all(map(torch.equal, weights(found), weights(expected)))
     with pytest.raises(ValueError, match="shorter"):
-        prepared.perform([SGDUpdate(lr=0.1, step=1)], num_threads=1)
-
-
-def test_nothing_is_prepared_after_a_failure(kernel: HostKernel) -> None:
-    weight = torch.ones(300)
-    with contextlib.suppress(KeyError), kernel.preparing():
-        raise KeyError
-    _sgd(kernel, [weight], [torch.ones(300)], lr=0.5)
-    assert torch.equal(weight, torch.full((300,), 0.5))
+        prepared.perform([numbers], ranges=[None] * 2, num_threads=1)
 
 
 def test_several_threads_may_call_at_once(kernel: HostKernel) -> None:
     """Each has work for more threads than there are; none may take a piece of another's."""
     numel, num_rounds = 200_003, 20
-    weights = [torch.full((numel,), float(caller)) for caller in range(4)]
-    gradients = [torch.full((numel,), float(caller + 1)) for caller in range(4)]
+    updates = [
+        make_update(SGD, torch.full((numel,), float(one)), torch.full((numel,), one + 1.0))
+        for one in range(4)
+    ]
 
     def call(caller: int) -> None:
         for _ in range(num_rounds):
-            kernel.sgd(
-                SGDUpdate(lr=1.0, step=1),
-                weight=Float32Weight(weight=weights[caller]),
-                gradient=gradients[caller],
-                num_threads=5,
-            )
+            perform(kernel, SGD, updates[caller], 5)
 
     callers = [threading.Thread(target=call, args=(caller,)) for caller in range(4)]
     for thread in callers:
         thread.start()
     for thread in callers:
         thread.join()
-    for caller, weight in enumerate(weights):
-        assert torch.equal(weight, torch.full((numel,), float(caller - num_rounds * (caller + 1))))
+    for caller, update in enumerate(updates):
+        expected = torch.full((numel,), float(caller - num_rounds * (caller + 1)))
+        assert torch.equal(update.weight, expected)
 
 
 def test_the_kernel_works_after_a_fork(kernel: HostKernel) -> None:
     """Only the thread that forks lives on in the child, whatever the others were doing."""
-    weight, gradient = torch.zeros(200_003), torch.ones(200_003)
-    _sgd_with_threads(kernel, weight, gradient)
+    update = make_update(SGD, torch.zeros(200_003), torch.ones(200_003))
+    perform(kernel, SGD, update, 4)
     child = os.fork()
     if child == 0:
-        _sgd_with_threads(kernel, weight, gradient)
-        os._exit(0 if bool((weight == -2.0).all()) else 1)
+        perform(kernel, SGD, update, 4)
+        os._exit(0 if bool((update.weight == -2.0).all()) else 1)
     for _ in range(100):
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
@@ -1516,16 +1394,7 @@ def test_the_kernel_works_after_a_fork(kernel: HostKernel) -> None:
         os.waitpid(child, 0)
         pytest.fail("the child did not end")
     assert status == 0
-    assert torch.equal(weight, torch.full_like(weight, -1.0))
-
-
-def _sgd_with_threads(kernel: HostKernel, weight: Tensor, gradient: Tensor) -> None:
-    kernel.sgd(
-        SGDUpdate(lr=1.0, step=1),
-        weight=Float32Weight(weight=weight),
-        gradient=gradient,
-        num_threads=4,
-    )
+    assert torch.equal(update.weight, torch.full_like(update.weight, -1.0))
 
 
 def test_a_library_of_another_version_is_refused(tmp_path: Path):

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import l2l
 from l2l.device import CheckingDevice
+from l2l.model import UnitTensors
 from l2l.parameter_server import adafactor, host_kernel
-from l2l.parameter_server.division import form_of
+from l2l.parameter_server.forms import form_of
 from l2l.parameter_server.precision import PrecisionPolicy
 from l2l.schedule import Lane
 
@@ -298,8 +299,7 @@ def test_bytes_of_the_host_for_a_parameter(optimizer, precision: str, expected: 
     parameters = dict(layer.named_parameters())
     form = form_of(
         "L0",
-        parameters=parameters,
-        buffers={},
+        UnitTensors(parameters=parameters, buffers={}),
         settings=dict.fromkeys(parameters, optimizer.defaults),
         precision=PrecisionPolicy.for_model(layer, precision=precision),
         optimizer=optimizer,

@@ -14,7 +14,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +21,14 @@ import torch
 from l2l.bench.options import Tell
 from l2l.device import busy_link
 from l2l.parameter_server import (
-    AdamWUpdate,
-    EightBitMoments,
+    SGD,
+    AdamW,
     HostKernel,
-    LionUpdate,
-    Moments,
-    SGDUpdate,
-    SplitWeight,
+    HostOptimizer,
+    Lion,
+    Update,
     load_kernel,
+    num_blocks,
 )
 
 HELP = """Time the host optimizers against this machine's copy bandwidth, torch's fused AdamW
@@ -122,34 +121,36 @@ def _contestants(
     kernel: HostKernel, numel: int, num_threads: int
 ) -> Iterator[tuple[str, float, Step]]:
     """Names, bytes moved per parameter, and steps, each made when it is asked for."""
-    zeros = partial(torch.zeros, numel)
 
     def copy() -> Step:
         source, target = (torch.ones(numel * 8, dtype=torch.uint8) for _ in range(2))
-        return lambda: kernel.copy(
-            target.data_ptr(),
-            source=source.data_ptr(),
-            num_bytes=target.numel(),
-            num_threads=num_threads,
-        )
+        return lambda: kernel.copy(target, source, num_threads=num_threads)
 
-    def updating(perform: Callable[..., None], update: Any, **state: Any) -> Step:
-        weight = SplitWeight(weight=zeros(dtype=torch.bfloat16), remainder=zeros(dtype=torch.int16))
-        kernel.split(torch.randn(numel), weight=weight, num_threads=num_threads)
-        gradient = torch.randn(numel).to(torch.bfloat16)
-        return partial(
-            perform, update, weight=weight, gradient=gradient, num_threads=num_threads, **state
+    def update(optimizer: HostOptimizer) -> Step:
+        kinds = optimizer.state_kinds(optimizer.defaults).items()
+        one = Update(
+            name="weight",
+            shape=(numel,),
+            weight=torch.randn(numel).to(torch.bfloat16),
+            companion=torch.zeros(numel, dtype=torch.int16),
+            gradient=torch.randn(numel).to(torch.bfloat16),
+            state={
+                name: torch.zeros(num_blocks(numel) if kind.per_block else numel, dtype=kind.dtype)
+                for name, kind in kinds
+            },
+            position=0,
+            step=5,
+            settings=optimizer.defaults,
+            factor=1.0,
+            seed=0,
         )
+        return lambda: kernel.update(optimizer, one, num_threads=num_threads)
 
-    adamw = AdamWUpdate(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=5)
-    sgd = SGDUpdate(lr=1e-4, momentum=0.9, step=5)
-    lion = LionUpdate(lr=1e-5, betas=(0.9, 0.99), weight_decay=0.01)
-    update_adamw = partial(updating, kernel.adamw, adamw)
     yield "copy (8 bytes read, 8 written)", 16, copy()
-    yield "AdamW, exact", 26, update_adamw(moments=Moments(first=zeros(), second=zeros()))
-    yield "AdamW, 8-bit moments", 14.1, update_adamw(moments=EightBitMoments.zeros(numel))
-    yield "SGD with momentum", 18, updating(kernel.sgd, sgd, momentum=zeros())
-    yield "Lion", 18, updating(kernel.lion, lion, momentum=zeros())
+    yield "AdamW, exact", 26, update(AdamW(lr=1e-4))
+    yield "AdamW, 8-bit moments", 14.1, update(AdamW(lr=1e-4, moments="8bit"))
+    yield "SGD with momentum", 18, update(SGD(lr=1e-4, momentum=0.9))
+    yield "Lion", 18, update(Lion(lr=1e-5, weight_decay=0.01))
     yield "torch fused AdamW, float32", 28, _torch_fused(numel, casts=False)
     yield "torch fused AdamW, and its casts", 40, _torch_fused(numel, casts=True)
     if importlib.util.find_spec("deepspeed") is not None:

@@ -49,6 +49,7 @@ from l2l.parameter_server import (
     ParameterServer,
     ServerOptimizer,
     UnitForm,
+    kinds_in,
 )
 
 logger = logging.getLogger("l2l")
@@ -227,7 +228,7 @@ class Persistence:
     @staticmethod
     def _compare_unit(checkpoint: Checkpoint, file: str, form: UnitForm, share: Share) -> None:
         """Compare a file with what it must have of a unit."""
-        _compare(checkpoint.path(file), checkpoint.kinds(file), form.kinds_in(share))
+        _compare(checkpoint.path(file), checkpoint.kinds(file), kinds_in(form, share))
         files = checkpoint.manifest.files
         steps, first = files[file].steps, files[file_name(form.name, Share(number=share.number))]
         if set(steps) not in ({""}, set(form.trained.names)) or steps != first.steps:

@@ -98,7 +98,7 @@ class Network:
             if incoming is not None:
                 incoming.fill_buffers()
             for form, (name, tensors) in zip(forms, units_of(self.partition), strict=True):
-                self._server.add(form, parameters=tensors.parameters, buffers=tensors.buffers)
+                self._server.add(form, tensors)
                 moved.append((name, tensors))
             if incoming is not None:
                 incoming.deliver(self._server.set_weight, self._device.torch_device)
@@ -155,7 +155,7 @@ class Network:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and weights of all parameters, once all updates are done, unit by unit."""
         for name, tensors in units_of(self.partition):
-            value = self._server.weights_of(name)
+            value = self._server.whole(name).value
             for owner, parameter in tensors.parameters.items():
                 weight = value(owner).detach()
                 yield owner, weight.to(device="cpu", dtype=parameter.dtype, copy=True)

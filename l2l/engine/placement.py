@@ -83,7 +83,7 @@ class Placement:
             shape,
             training=training,
             shared=frozenset(index for index in shape.shared if layers[index].is_one_run),
-            halves=shape.halves and self._server.has_halves,
+            halves=shape.halves and self._server.optimizer.has_halves,
             held=self._held,
             pending=tuple(self._server.waiting),
             parallel=self._resources.world.is_parallel,

@@ -131,8 +131,7 @@ def _moves_for(
                 is_copy=place.is_copy,
                 keeps_state=place.keeps_state,
                 names=names,
-                parameters=tensors.parameters,
-                buffers=tensors.buffers,
+                tensors=tensors,
             )
         )
     return moves

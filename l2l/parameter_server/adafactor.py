@@ -17,16 +17,15 @@ weights and state as they were, without the host having to know.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from l2l.parameter_server.optimizer import Optimizer, Settings, check
+from l2l.parameter_server.optimizer import Optimizer, Settings
 
-ROUNDING_PIECE = 1 << 24  # elements rounded at once, to bound the memory for random numbers
 REVISED_PIECE = 1 << 23  # elements updated at once
 REVISED_BYTES = 24  # for each of them, and what rounding takes
 
@@ -43,20 +42,17 @@ class Adafactor(Optimizer):
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        check(self.lr >= 0, f"Adafactor: lr must not be negative, found {self.lr}")
-        check(self.beta2_decay <= 0, f"Adafactor: beta2_decay must be <= 0: {self.beta2_decay}")
-        check(self.d >= 1, f"Adafactor: d must be at least 1, found {self.d}")
+        self.check("lr", "must not be negative", holds=self.lr >= 0)
+        self.check("beta2_decay", "must not be above 0", holds=self.beta2_decay <= 0)
+        self.check("d", "must be at least 1", holds=self.d >= 1)
 
     @staticmethod
     def state_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Float32 tensors kept for a parameter of this shape, under torch's names."""
         if len(shape) < 2:
             return {"step": (), "variance": shape}
-        return {
-            "step": (),
-            "row_var": (*shape[:-1], 1),
-            "col_var": (*shape[:-2], 1, shape[-1]),
-        }
+        rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
+        return {"step": (), "row_var": rows, "col_var": columns}
 
     def revise(
         self,
@@ -79,7 +75,8 @@ class Adafactor(Optimizer):
         blend = step.pow(settings["beta2_decay"])
         rho = torch.clamp(step.rsqrt(), max=float(settings["lr"]))
         pieces = pieces_of(weight)
-        norm = _norm(weight[piece].float() for piece in pieces)
+        norms = [weight[piece].float().norm(2) for piece in pieces]
+        norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm(2)
         alpha = (norm / weight.numel() ** 0.5).clamp(min=settings["eps"][1]) * rho
         fresh = _moments(gradient, state, blend)
         for piece in pieces:
@@ -105,21 +102,16 @@ def pieces_of(weight: Tensor) -> list[Any]:
     return [slice(start, start + rows) for start in range(0, weight.size(0), rows)]
 
 
-def _norm(parts: Iterable[Tensor]) -> Tensor:
-    norms: list[Tensor] = [part.norm(2) for part in parts]
-    whole: Tensor = norms[0] if len(norms) == 1 else torch.stack(norms).norm(2)
-    return whole
-
-
 def _moments(gradient: Tensor, state: Mapping[str, Tensor], blend: Tensor) -> dict[str, Tensor]:
     """The next second moment, as it is kept."""
     if gradient.dim() < 2:
         return {"variance": torch.lerp(state["variance"], gradient.square(), blend)}
     row_mean = gradient.norm(dim=-1, keepdim=True).square_().div_(gradient.size(-1))
     column_mean = gradient.norm(dim=-2, keepdim=True).square_().div_(gradient.size(-2))
-    row = torch.lerp(state["row_var"], row_mean, blend)
-    column = torch.lerp(state["col_var"], column_mean, blend)
-    return {"row_var": row, "col_var": column}
+    return {
+        "row_var": torch.lerp(state["row_var"], row_mean, blend),
+        "col_var": torch.lerp(state["col_var"], column_mean, blend),
+    }
 
 
 def _estimate(moments: Mapping[str, Tensor], piece: Any, eps1: float) -> Tensor:
@@ -136,18 +128,13 @@ def _estimate(moments: Mapping[str, Tensor], piece: Any, eps1: float) -> Tensor:
 
 def store(weight: Tensor, master: Tensor, *, finite: Tensor, generator: torch.Generator) -> None:
     """Write a float32 value into a weight, rounded stochastically if that is bfloat16."""
-    if weight.dtype is not torch.bfloat16:
-        weight.copy_(torch.where(finite, master.to(weight.dtype), weight))
-        return
-    flat_weight, flat_master = weight.view(-1), master.reshape(-1)
-    for start in range(0, flat_weight.numel(), ROUNDING_PIECE):
-        piece = slice(start, start + ROUNDING_PIECE)
-        bits = flat_master[piece].view(torch.int32)
+    if weight.dtype is torch.bfloat16:
+        bits = master.view(torch.int32)
         noise = torch.randint(
             0, 1 << 16, bits.shape, generator=generator, device=bits.device, dtype=torch.int32
         )
         # Adding up to 65,535 to the lower half carries into the upper with the right probability.
         # An infinity or NaN must not be carried into something else.
-        rounded = torch.where(flat_master[piece].isfinite(), bits + noise, bits) & -65536
-        value = rounded.view(torch.float32).to(torch.bfloat16)
-        flat_weight[piece].copy_(torch.where(finite, value, flat_weight[piece]))
+        rounded = torch.where(master.isfinite(), bits + noise, bits) & -65536
+        master = rounded.view(torch.float32)
+    weight.copy_(torch.where(finite, master.to(weight.dtype), weight))

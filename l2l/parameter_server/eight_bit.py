@@ -7,6 +7,8 @@ host_kernel.cpp has the reasons.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import Tensor
 
@@ -23,25 +25,65 @@ def num_blocks(numel: int) -> int:
     return -(-numel // BLOCK_SIZE)
 
 
+def cut(tensors: Mapping[str, Tensor], span: slice) -> dict[str, Tensor]:
+    """Elements of flat tensors; `span` begins with a block. Names of units end in `_unit`."""
+    blocks = slice(span.start // BLOCK_SIZE, num_blocks(span.stop))
+    return {n: one[blocks if n.endswith("_unit") else span] for n, one in tensors.items()}
+
+
+def cuts(numel: int, piece: int) -> Iterator[slice]:
+    """Cut a flat run into pieces of whole blocks, and what is left over."""
+    whole = numel // BLOCK_SIZE * BLOCK_SIZE
+    for start in range(0, whole, piece):
+        yield slice(start, min(start + piece, whole))
+    if whole < numel:
+        yield slice(whole, numel)
+
+
+def in_rows(tensors: Mapping[str, Tensor], span: slice) -> dict[str, Tensor]:
+    """A piece of flat tensors as views, in rows of a block each; what is left over is one row."""
+    width = min(span.stop - span.start, BLOCK_SIZE) or BLOCK_SIZE
+    found = cut(tensors, span).items()
+    return {name: one.view(-1, 1 if name.endswith("_unit") else width) for name, one in found}
+
+
 def rounding_seed(seed: int, *, step: int) -> int:
     """The 32-bit seed from which an update of 8-bit moments rounds."""
     return (seed * 0x85EBCA6B + step * _GOLDEN_RATIO) & _MODULUS
 
 
-def decoded(
-    first_code: Tensor, root_code: Tensor, first_unit: Tensor, root_unit: Tensor
-) -> tuple[Tensor, Tensor]:
+def decoded(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """The first moment and the root of the second, in float32."""
-    first_code, root_code = first_code.float(), root_code.float()
-    return first_code * first_code.abs() * first_unit, root_code * root_code * root_unit
+    first_code, root_code = state["exp_avg"].float(), state["exp_avg_sq"].float()
+    first = first_code * first_code.abs() * state["exp_avg_unit"]
+    return first, root_code * root_code * state["exp_avg_sq_unit"]
 
 
-def encoded(first: Tensor, root: Tensor, *, first_block: Tensor, seed: Tensor) -> dict[str, Tensor]:
+def decode(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The same of a flat run."""
+    numel, units = state["exp_avg"].numel(), ("exp_avg_unit", "exp_avg_sq_unit")
+    wide = {name: state[name].repeat_interleave(BLOCK_SIZE)[:numel] for name in units}
+    return decoded({**state, **wide})
+
+
+def encode(
+    state: Mapping[str, Tensor], first: Tensor, root: Tensor, *, position: int, seed: int
+) -> None:
+    """Let a flat run that begins at a position be this first moment and root of a second."""
+    tensors = {**state, "first": first, "root": root}
+    for span in cuts(first.numel(), max(BLOCK_SIZE, first.numel())):
+        rows, first_block = in_rows(tensors, span), (position + span.start) // BLOCK_SIZE
+        made = encoded(rows["first"], rows["root"], torch.tensor(first_block), torch.tensor(seed))
+        for name, value in made.items():
+            rows[name].copy_(value)
+
+
+def encoded(first: Tensor, root: Tensor, first_block: Tensor, seed: Tensor) -> dict[str, Tensor]:
     """A first moment and the root of a second, in rows of a block each, in 8 bits.
 
     Compiled on CUDA, a code in ten million may round the other way.
     """
-    random, others = _random_numbers(first, first_block=first_block, seed=seed)
+    random, others = _random_numbers(first, first_block, seed)
     magnitude = first.abs()
     first_unit = _units(magnitude, largest_code=_LARGEST_FIRST_CODE)
     root_unit = _units(root, largest_code=_LARGEST_SECOND_CODE)
@@ -55,10 +97,8 @@ def encoded(first: Tensor, root: Tensor, *, first_block: Tensor, seed: Tensor) -
     }
 
 
-def _random_numbers(
-    like: Tensor, *, first_block: Tensor, seed: Tensor
-) -> tuple[Tensor, Tensor]:  # int32, in rows
-    """16 uniform bits per element, and those of the element half a block away."""
+def _random_numbers(like: Tensor, first_block: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """In rows of int32, 16 uniform bits per element, and those of the element half a block away."""
     rows, width = like.shape
     block = torch.arange(rows, device=like.device).view(-1, 1) + first_block
     x = ((block & _MODULUS) ^ seed) * _GOLDEN_RATIO & _MODULUS

@@ -618,29 +618,6 @@ struct WithFused<Update<EightBitAdamWPass<Weight, weights, moments>>> {
   using Type = Update<EightBitAdamWPass<Weight, weights, moments, true>>;
 };
 
-// Sixteen running sums, always the same ones: any level, any number of threads, the same bits.
-struct SumOfSquares {
-  static INLINE double run(const Job& job, int64_t begin, int64_t end) {
-    constexpr int64_t lanes = 16;
-    double sums[lanes] = {};
-    alignas(64) float gradients[tile_size];
-    for (int64_t start = begin; start < end; start += tile_size) {
-      const int64_t count = smaller(tile_size, end - start);
-      job.load_gradient(job, start, count, gradients);
-      for (int64_t j = count; j % lanes; ++j) gradients[j] = 0.0f;
-      for (int64_t j = 0; j < count; j += lanes) {
-#pragma omp simd
-        for (int64_t lane = 0; lane < lanes; ++lane) {
-          sums[lane] += double(gradients[j + lane]) * double(gradients[j + lane]);
-        }
-      }
-    }
-    double sum = 0.0;
-    for (const double lane_sum : sums) sum += lane_sum;
-    return sum;
-  }
-};
-
 // Which source rows are added to which target row. A group is what goes to one target row: the
 // source rows positions[starts[group]] up to positions[starts[group + 1]], in this order.
 struct RowGroups {
@@ -748,18 +725,6 @@ struct Split {
       weight[i] = split_weight(master[i]);
       remainder[i] = split_remainder(master[i]);
     }
-    return 0.0;
-  }
-};
-
-struct Join {
-  static INLINE double run(const Job& shared, int64_t begin, int64_t end) {
-    const Job job = shared;
-    const uint16_t* const weight = static_cast<const uint16_t*>(job.weight);
-    const int16_t* const remainder = static_cast<const int16_t*>(job.companion);
-    uint32_t* const master = static_cast<uint32_t*>(job.first);
-#pragma omp simd
-    for (int64_t i = begin; i < end; ++i) master[i] = join_bits(weight[i], remainder[i]);
     return 0.0;
   }
 };
@@ -1079,14 +1044,6 @@ double host_kernel_updates(const Call* calls, int64_t num_calls, int32_t num_thr
   });
 }
 
-double host_kernel_sum_of_squares(int32_t gradient_form, const void* gradient,
-                                  int64_t num_elements, int32_t num_threads) {
-  Job job = {};
-  job.gradient = gradient;
-  job.load_gradient = load_function(gradient_form);
-  return run_chunks(chunk_function<SumOfSquares>(), job, num_elements, num_threads);
-}
-
 void host_kernel_split(const void* master, void* weight, void* remainder, int64_t num_elements,
                        int32_t num_threads) {
   Job job = {};
@@ -1094,15 +1051,6 @@ void host_kernel_split(const void* master, void* weight, void* remainder, int64_
   job.weight = weight;
   job.companion = remainder;
   run_chunks(chunk_function<Split>(), job, num_elements, num_threads);
-}
-
-void host_kernel_join(void* weight, void* remainder, void* master, int64_t num_elements,
-                      int32_t num_threads) {
-  Job job = {};
-  job.weight = weight;
-  job.companion = remainder;
-  job.first = master;
-  run_chunks(chunk_function<Join>(), job, num_elements, num_threads);
 }
 
 int64_t host_kernel_check_split(int32_t num_threads) {

@@ -1,12 +1,12 @@
 """The native host kernel, called from Python: updates of flat buffers, one pass over memory each.
 
-Also rows of tables that stay on the host: `HostKernel.gather` and `.add_rows`.
+Also rows of tables that stay on the host: `HostKernel.gather` and `.add_groups`.
 
 `host_kernel.cpp` holds the arithmetic and its reasons ([Note: split master], [Note: 8-bit moments]
 and [Note: subnormals] are there); this module checks tensors and calls the library with an
-optimizer's coefficients (coefficients.py). The interpreter's lock is
-released meanwhile, so updates run beside the relay. Nothing is decided here: which range, when, and
-with how many threads is the caller's choice, and no result depends on the last.
+optimizer's coefficients. The interpreter's lock is released meanwhile, so updates run beside the
+relay. Nothing is decided here: which range, when, and with how many threads is the caller's choice,
+and no result depends on the last.
 
 Bytes read and written per parameter, which is what an update costs (gradients in bfloat16):
 
@@ -14,95 +14,71 @@ Bytes read and written per parameter, which is what an update costs (gradients i
     8-bit moments       weight and remainder 8, moments 4 + 1/8, gradient 2     14.1
     Lion, momentum SGD  weight and remainder 8, moment 8, gradient 2     18
     half of exact AdamW     weights or moments read only     18
-
-The weight of a parameter comes in one of three forms, which are types: `SplitWeight`,
-`Float32Weight`, `Float16Weight`. So do moments: `Moments`, `EightBitMoments` (operands.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import itertools
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
-from l2l.parameter_server.coefficients import AdamWUpdate, LionUpdate, Numbers, SGDUpdate
 from l2l.parameter_server.eight_bit import BLOCK_SIZE
-from l2l.parameter_server.operands import (
-    GRADIENT_FORMS,
-    TARGET_FORMS,
-    EightBitMoments,
-    Float16Weight,
-    Float32Weight,
-    Moments,
-    RowGroups,
-    SplitWeight,
-    Weight,
-    check_add_rows,
-    check_gather,
-    check_tensor,
-    checked_ranges,
-)
+from l2l.parameter_server.optimizer import NUMBERS, HostOptimizer, Update
+from l2l.parameter_server.precision import COMPANION
+from l2l.parameter_server.table_rows import RowGroups, check_rows
 
 LIBRARY = Path(__file__).with_name("libhost_kernel.so")
 LEVELS = ("portable", "avx2", "avx512")
+# How the library numbers what it is given.
+WEIGHTS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
+GRADIENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+HALVES = {None: 0, "weights": 5, "moments": 7}  # beyond the number of the optimizer
+STATE = ("first", "second", "first_unit", "second_unit")  # in the order of `state_kinds`
 
-Half = Literal["weights", "moments"]  # of an update: see [Note: halves] in the source
+
+def address_of(tensor: Tensor, name: str, dtypes: Collection[torch.dtype]) -> int:
+    """Where a tensor begins; ValueError if it is nothing the library can walk through."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} must be in host memory, found it on {tensor.device}")
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name} must be {expected}, found {tensor.dtype}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, found strides {tensor.stride()}")
+    return tensor.data_ptr()
 
 
-@final
 class _Coefficients(ctypes.Structure):
-    """`struct Coefficients` of the library; what each means is said there."""
+    """`struct Coefficients` of the library; what each means is said there, and in `NUMBERS`."""
 
     _fields_: ClassVar[Sequence[tuple[str, Any]]] = [
-        ("factor", ctypes.c_float),
-        ("decay", ctypes.c_float),
-        ("rate", ctypes.c_float),
-        ("keep_first", ctypes.c_float),
-        ("blend_first", ctypes.c_float),
-        ("keep_second", ctypes.c_float),
-        ("blend_second", ctypes.c_float),
-        ("root_correction", ctypes.c_float),
-        ("epsilon", ctypes.c_float),
+        *((name, ctypes.c_float) for name in NUMBERS[1:10]),
         ("seed", ctypes.c_uint32),
         ("first_step", ctypes.c_int32),
         ("nesterov", ctypes.c_int32),
     ]
 
 
-@final
 class _Job(ctypes.Structure):
     """`struct Job` of the library."""
 
     _fields_: ClassVar[Sequence[tuple[str, Any]]] = [
-        ("weight", ctypes.c_void_p),
-        ("companion", ctypes.c_void_p),
-        ("gradient", ctypes.c_void_p),
-        ("first", ctypes.c_void_p),
-        ("second", ctypes.c_void_p),
-        ("first_unit", ctypes.c_void_p),
-        ("second_unit", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("weight", "companion", "gradient", *STATE)),
         ("load_gradient", ctypes.c_void_p),
         ("first_block", ctypes.c_int64),
         ("coefficients", _Coefficients),
     ]
 
 
-@final
 class _Call(ctypes.Structure):
     """`struct Call` of the library."""
 
     _fields_: ClassVar[Sequence[tuple[str, Any]]] = [
-        ("optimizer", ctypes.c_int32),
-        ("weight_form", ctypes.c_int32),
-        ("gradient_form", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("optimizer", "weight", "gradient", "unused")),
         ("job", ctypes.POINTER(_Job)),
         ("ranges", ctypes.c_void_p),
         ("num_ranges", ctypes.c_int64),
@@ -117,7 +93,6 @@ class HostKernel:
         """Load the library at a path; `load` looks for the usual one."""
         self._library = ctypes.CDLL(str(library))
         pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-        self._local = threading.local()  # what this thread prepares
         signatures: dict[str, tuple[Any, list[Any]]] = {
             "job_bytes": (int64, []),
             "call_bytes": (int64, []),
@@ -125,9 +100,7 @@ class HostKernel:
             "highest_level": (int32, []),
             "set_level": (None, [int32]),
             "updates": (ctypes.c_double, [ctypes.POINTER(_Call), int64, int32]),
-            "sum_of_squares": (ctypes.c_double, [int32, pointer, int64, int32]),
             "split": (None, [pointer, pointer, pointer, int64, int32]),
-            "join": (None, [pointer, pointer, pointer, int64, int32]),
             "check_split": (int64, [int32]),
             "copy": (None, [pointer, pointer, int64, int32]),
             "gather": (None, [pointer, pointer, pointer, int64, int64, int32]),
@@ -171,179 +144,52 @@ class HostKernel:
             )
         self._function("set_level")(LEVELS.index(level))
 
-    def adamw(
-        self,
-        update: AdamWUpdate,
-        *,
-        weight: Weight,
-        gradient: Tensor,  # float32, bfloat16 or float16 [numel]
-        moments: Moments | EightBitMoments,
-        num_threads: int,
-        ranges: Tensor | None = None,  # as `checked_ranges` takes them
-        half: Half | None = None,
-    ) -> None:
-        """One step of AdamW, in place; of the elements in `ranges` only, if given.
+    def update(self, optimizer: HostOptimizer, update: Update, *, num_threads: int) -> float:
+        """One update, in place; the result is that of `PreparedUpdates.perform`."""
+        numbers = optimizer.numbers(update.settings, update.step, update.factor, update.seed)
+        prepared = PreparedUpdates(self, optimizer, [update])
+        return prepared.perform([numbers], ranges=[update.ranges], num_threads=num_threads)
 
-        With `half` only the weights or only the moments change: weights first, then moments with
-        the same gradient and numbers, is one step.
-        """
-        numel = weight.weight.numel()
-        if moments.first.numel() != numel:
-            raise ValueError(
-                f"moments must have {numel} elements like the weight, found {moments.first.numel()}"
-            )
-        job = _Job(
-            first=moments.first.data_ptr(),
-            second=moments.second.data_ptr(),
-            coefficients=_Coefficients(**update.coefficients()),
-        )
-        if isinstance(moments, EightBitMoments):
-            job.first_unit = moments.first_unit.data_ptr()
-            job.second_unit = moments.second_unit.data_ptr()
-            job.first_block = moments.position // BLOCK_SIZE
-        optimizer = 1 if isinstance(moments, EightBitMoments) else 0
-        optimizer += {None: 0, "weights": 5, "moments": 7}[half]
-        self._update(optimizer, job, weight, gradient, ranges, num_threads=num_threads)
-
-    def sgd(
-        self,
-        update: SGDUpdate,
-        *,
-        weight: Weight,
-        gradient: Tensor,  # float32, bfloat16 or float16 [numel]
-        momentum: Tensor | None = None,  # float32 [numel], if update.momentum is not 0
-        num_threads: int,
-        ranges: Tensor | None = None,  # as `checked_ranges` takes them
-    ) -> None:
-        """One step of gradient descent, in place; of the elements in `ranges` only, if given."""
-        if (momentum is not None) != (update.momentum != 0):
-            raise ValueError(
-                f"update.momentum is {update.momentum}: a momentum tensor must be given if and "
-                "only if it is not 0"
-            )
-        job = _Job(coefficients=_Coefficients(**update.coefficients()))
-        if momentum is not None:
-            numel = weight.weight.numel()
-            check_tensor(momentum, name="momentum", dtypes=(torch.float32,), numel=numel)
-            job.first = momentum.data_ptr()
-        optimizer = 2 if momentum is None else 3
-        self._update(optimizer, job, weight, gradient, ranges, num_threads=num_threads)
-
-    def lion(
-        self,
-        update: LionUpdate,
-        *,
-        weight: Weight,
-        gradient: Tensor,  # float32, bfloat16 or float16 [numel]
-        momentum: Tensor,  # float32 [numel]
-        num_threads: int,
-        ranges: Tensor | None = None,  # as `checked_ranges` takes them
-    ) -> None:
-        """One step of Lion, in place; of the elements in `ranges` only, if given."""
-        numel = weight.weight.numel()
-        check_tensor(momentum, name="momentum", dtypes=(torch.float32,), numel=numel)
-        job = _Job(first=momentum.data_ptr(), coefficients=_Coefficients(**update.coefficients()))
-        self._update(4, job, weight, gradient, ranges, num_threads=num_threads)
-
-    def _update(
-        self,
-        optimizer: int,
-        job: _Job,
-        weight: Weight,
-        gradient: Tensor,
-        ranges: Tensor | None,
-        *,
-        num_threads: int,
-    ) -> None:
-        numel = weight.weight.numel()
-        check_tensor(gradient, name="gradient", dtypes=tuple(GRADIENT_FORMS), numel=numel)
-        match weight:
-            case SplitWeight():
-                form, job.companion = 0, weight.remainder.data_ptr()
-            case Float32Weight():
-                form = 1
-            case Float16Weight():
-                form, job.companion = 2, weight.master.data_ptr()
-        job.weight = weight.weight.data_ptr()
-        job.gradient = gradient.data_ptr()
-        given = (
-            torch.tensor([[0, numel]]) if ranges is None else checked_ranges(ranges, numel=numel)
-        )
-        forms = (optimizer, form, GRADIENT_FORMS[gradient.dtype])
-        call = _Call(*forms, 0, ctypes.pointer(job), given.data_ptr(), len(given))
-        prepared: PreparedUpdates | None = getattr(self._local, "prepared", None)
-        if prepared is not None:
-            prepared.add(call, job, given)
-        else:
-            self._call("updates", ctypes.byref(call), 1, num_threads=num_threads)
-
-    @contextlib.contextmanager
-    def preparing(self) -> Iterator[PreparedUpdates]:
-        """Collect this thread's updates inside the block, instead of performing them."""
-        prepared, before = PreparedUpdates(self), getattr(self._local, "prepared", None)
-        self._local.prepared = prepared
-        try:
-            yield prepared
-        finally:
-            self._local.prepared = before
-
-    def sum_of_squares(self, gradient: Tensor, *, num_threads: int) -> float:
-        """Sum of squares in float64, in an order that does not depend on the threads."""
-        check_tensor(gradient, name="gradient", dtypes=tuple(GRADIENT_FORMS))
-        form = GRADIENT_FORMS[gradient.dtype]
-        arguments = (form, gradient.data_ptr(), gradient.numel())
-        return float(self._call("sum_of_squares", *arguments, num_threads=num_threads))
-
-    def split(self, master: Tensor, *, weight: SplitWeight, num_threads: int) -> None:
+    def split(self, master: Tensor, weight: Tensor, remainder: Tensor, *, num_threads: int) -> None:
         """Write a float32 master as weight and remainder, without loss."""
-        numel = weight.weight.numel()
-        check_tensor(master, name="master", dtypes=(torch.float32,), numel=numel)
-        pointers = (master.data_ptr(), weight.weight.data_ptr(), weight.remainder.data_ptr())
-        self._call("split", *pointers, numel, num_threads=num_threads)
-
-    def join(self, weight: SplitWeight, *, master: Tensor, num_threads: int) -> None:
-        """Write weight and remainder as the float32 master they are."""
-        numel = weight.weight.numel()
-        check_tensor(master, name="master", dtypes=(torch.float32,), numel=numel)
-        pointers = (weight.weight.data_ptr(), weight.remainder.data_ptr(), master.data_ptr())
-        self._call("join", *pointers, numel, num_threads=num_threads)
+        assert master.numel() == weight.numel() == remainder.numel()
+        addresses = (
+            address_of(master, "master", [torch.float32]),
+            address_of(weight, "weight", [torch.bfloat16]),
+            address_of(remainder, "remainder", [torch.int16]),
+        )
+        self._call("split", *addresses, master.numel(), num_threads=num_threads)
 
     def check_split_all(self, *, num_threads: int) -> int:
         """Try the split master on all 2^32 patterns; the number that fail."""
         return int(self._call("check_split", num_threads=num_threads))
 
-    def copy(self, address: int, *, source: int, num_bytes: int, num_threads: int) -> None:
-        """Copy memory to `address` from `source`, which must not overlap."""
-        self._call("copy", address, source, num_bytes, num_threads=num_threads)
+    def copy(self, target: Tensor, source: Tensor, *, num_threads: int) -> None:
+        """Copy memory: contiguous tensors of the same size, which must not overlap."""
+        assert target.nbytes == source.nbytes
+        addresses = (target.data_ptr(), source.data_ptr())
+        self._call("copy", *addresses, source.nbytes, num_threads=num_threads)
 
-    def gather(
-        self,
-        table: Tensor,  # [rows, width], any dtype
-        ids: Tensor,  # int64 [n]
-        out: Tensor,  # [n, width], dtype of the table
-        *,
-        num_threads: int,
-    ) -> None:
-        """Copy the rows `ids` of a table to `out`.
-
-        Raises:
-            ValueError: the table has no such row; nothing was written then.
-        """
-        check_gather(table, ids, out)
-        pointers = (table.data_ptr(), ids.data_ptr(), out.data_ptr())
+    def gather(self, table: Tensor, ids: Tensor, out: Tensor, *, num_threads: int) -> None:
+        """Copy the rows `ids` of a table to `out`; as `table_rows.gather`."""
+        check_rows(table, ids, out)
+        addresses = (
+            address_of(table, "table", [table.dtype]),
+            address_of(ids, "ids", [torch.int64]),
+            address_of(out, "out", [table.dtype]),
+        )
         row_bytes = table.shape[1] * table.element_size()
-        self._call("gather", *pointers, len(ids), row_bytes, num_threads=num_threads)
+        self._call("gather", *addresses, len(ids), row_bytes, num_threads=num_threads)
 
-    def add_rows(
+    def add_groups(
         self,
         target: Tensor,  # float32 or bfloat16 [rows, width]
-        ids: Tensor,  # int64 [n], a row may come several times
+        groups: RowGroups,
         source: Tensor,  # float32, bfloat16 or float16 [n, width]
         *,
-        without: int | None = None,  # a row that nothing is added to
         num_threads: int,
     ) -> float:
-        """Add each row of `source` to the row of `target` that `ids` says.
+        """Add rows of `source` to the rows of `target` that their groups say.
 
         The source rows of one target row are summed in float32 first, in their order, and the sum
         is added to the target, in float32, and rounded to the target's dtype: to nearest, ties to
@@ -352,24 +198,17 @@ class HostKernel:
         Returns:
             The sum of squares that the target gained, in float64, as if it had not been rounded;
             the same bits for any number of threads.
-
-        Raises:
-            ValueError: the target has no such row; nothing was written then.
         """
-        check_add_rows(target, ids, source)
-        groups = RowGroups.of(ids, without=without)
-        return self.add_groups(target, groups, source, num_threads=num_threads)
-
-    def add_groups(
-        self, target: Tensor, groups: RowGroups, source: Tensor, *, num_threads: int
-    ) -> float:
-        """`add_rows` for ids that were grouped, and checked, before."""
-        rows = groups.rows
-        forms = (TARGET_FORMS[target.dtype], GRADIENT_FORMS[source.dtype])
-        tensors = (target, source, rows, groups.starts, groups.positions)
-        pointers = (tensor.data_ptr() for tensor in tensors)
-        sizes = (len(rows), target.shape[1])
-        return float(self._call("add_rows", *forms, *pointers, *sizes, num_threads=num_threads))
+        addresses = (
+            address_of(target, "target", (torch.float32, torch.bfloat16)),
+            address_of(source, "source", GRADIENTS),
+            *(one.data_ptr() for one in (groups.rows, groups.starts, groups.positions)),
+        )
+        forms, sizes = (
+            (GRADIENTS[t.dtype] for t in (target, source)),
+            (len(groups.rows), target.shape[1]),
+        )
+        return float(self._call("add_rows", *forms, *addresses, *sizes, num_threads=num_threads))
 
 
 @final
@@ -384,52 +223,64 @@ class PreparedUpdates:
     from step to step is prepared once.
     """
 
-    def __init__(self, kernel: HostKernel) -> None:
+    def __init__(
+        self, kernel: HostKernel, optimizer: HostOptimizer, updates: Sequence[Update]
+    ) -> None:
         self._kernel = kernel
-        self._calls: list[_Call] = []
-        self._jobs: list[_Job] = []
-        self._ranges: list[Tensor] = []  # kept for their memory
-        self._array: Any = None
-
-    def add(self, call: _Call, job: _Job, ranges: Tensor) -> None:
-        """Append an update."""
-        self._calls.append(call)
-        self._jobs.append(job)
-        self._ranges.append(ranges)
-        self._array = None
+        self._whole = [torch.tensor([[0, update.weight.numel()]]) for update in updates]
+        self._jobs = [_job(optimizer, update) for update in updates]
+        calls = (_call(optimizer, *pair) for pair in zip(updates, self._jobs, strict=True))
+        self._calls = (_Call * len(updates))(*calls)
 
     def perform(
         self,
-        numbers: Sequence[Numbers] | None = None,
+        numbers: Sequence[Mapping[str, float]],
         *,
-        ranges: Sequence[Tensor | None] | None = None,
+        ranges: Sequence[Tensor | None],
         num_threads: int,
     ) -> float:
         """Perform all of them, in no order.
 
         Args:
-            numbers: One for each, if they are not those it was prepared with.
-            ranges: One for each, as `checked_ranges` returns them, where they are not those it was
-                prepared with.
+            numbers: `HostOptimizer.numbers` for each.
+            ranges: `Update.ranges` for each.
             num_threads: How many threads to take.
 
         Returns:
             The sum of squares of all changes of weights, of the float32 masters, to about 1e-7 of
             itself ([Note: changes] in the source); the same bits for any number of threads.
         """
-        if numbers is not None:
-            for job, one in zip(self._jobs, numbers, strict=True):
-                job.coefficients = _Coefficients(**one.coefficients())
-        if self._array is None:
-            self._array = (_Call * len(self._calls))(*self._calls)
-        given = itertools.repeat(None) if ranges is None else ranges
-        for call, usual, other in zip(self._array, self._ranges, given, strict=False):
-            chosen = usual if other is None else other
-            call.ranges, call.num_ranges = chosen.data_ptr(), len(chosen)
-        if not self._calls:
+        chosen = [w if r is None else r for w, r in zip(self._whole, ranges, strict=True)]
+        rows = zip(self._calls, self._jobs, numbers, chosen, strict=True)
+        for call, job, coefficients, own in rows:
+            job.coefficients = _Coefficients(**coefficients)
+            call.ranges, call.num_ranges = own.data_ptr(), len(own)
+        if not self._jobs:
             return 0.0
-        arguments = (self._array, len(self._calls))
+        arguments = (self._calls, len(self._jobs))
         return float(self._kernel._call("updates", *arguments, num_threads=num_threads))
+
+
+def _job(optimizer: HostOptimizer, update: Update) -> _Job:
+    """Where the library finds an update's tensors."""
+    job = _Job(
+        weight=address_of(update.weight, "weight", WEIGHTS),
+        gradient=address_of(update.gradient, "gradient", GRADIENTS),
+        first_block=update.position // BLOCK_SIZE,
+    )
+    if update.companion is not None:
+        job.companion = address_of(update.companion, "companion", COMPANION.values())
+    kinds = optimizer.state_kinds(update.settings)
+    for place, (name, kind) in zip(STATE, kinds.items(), strict=False):
+        setattr(job, place, address_of(update.state[name], name, [kind.dtype]))
+    return job
+
+
+def _call(optimizer: HostOptimizer, update: Update, job: _Job) -> _Call:
+    number = optimizer.native_number(update.settings)
+    assert number is not None, f"{type(optimizer).__name__} is not in the native kernel"
+    forms = (WEIGHTS[update.weight.dtype], GRADIENTS[update.gradient.dtype])
+    return _Call(number + HALVES[update.half], *forms, 0, ctypes.pointer(job))
 
 
 def working_threads() -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from l2l.device import Device, format_bytes, parse_bytes, untouched_pages
+from l2l.parameter_server.host_kernel import HostKernel, working_threads
+from l2l.parameter_server.layout import round_up
 
 TOUCHED_AT_ONCE = 64 << 20  # bytes
+COPY_ALIGNMENT = 64
+COPYING_THREADS = 4  # that copy what nobody waits for
 CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 
 
@@ -38,7 +39,8 @@ def available_bytes() -> int:
         return 2**63
     found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
     available = int(found[1]) * 1024 if found else 2**63
-    for limit, used in CGROUPS:  # a container may have less than its machine
+    for names in CGROUPS:  # a container may have less than its machine
+        limit, used = (Path("/sys/fs/cgroup") / name for name in names)
         if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
             available = min(available, int(limit.read_text()) - int(used.read_text()))
     return available
@@ -111,6 +113,11 @@ class Arena:
         self.bytes_by_name[name] = self.bytes_by_name.get(name, 0) + nbytes
 
 
+def copy_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of a block for copies of tensors."""
+    return sum(round_up(tensor.nbytes, COPY_ALIGNMENT) for tensor in tensors.values())
+
+
 @final
 class SparePages:
     """Blocks of host memory that are taken once and used again; from any thread.
@@ -152,6 +159,25 @@ class SparePages:
         with self._lock:
             self._taken[block.data_ptr()] = block
         return block
+
+    def copies(
+        self, tensors: Mapping[str, Tensor], *, kernel: HostKernel | None, urgent: bool
+    ) -> dict[str, Tensor]:
+        """Copies in one block; urgent ones with all threads."""
+        nbytes = copy_bytes(tensors)
+        if not nbytes:  # ranks hold nothing of a unit that is smaller than their number
+            return {name: tensor.clone() for name, tensor in tensors.items()}
+        block, found, start = self.take(nbytes), dict[str, Tensor](), 0
+        num_threads = working_threads() if urgent else min(COPYING_THREADS, working_threads())
+        for name, tensor in tensors.items():
+            copy = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            if tensor.device.type != "cpu" or kernel is None or not tensor.is_contiguous():
+                copy.copy_(tensor.detach())
+            else:
+                kernel.copy(copy, tensor, num_threads=num_threads)
+            found[name] = copy
+            start += round_up(tensor.nbytes, COPY_ALIGNMENT)
+        return found
 
     def give_back(self, address: int) -> None:
         """Nobody uses the block that begins here any more."""

@@ -21,7 +21,7 @@ again, of pieces of fields, each in one dimension.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,17 +58,8 @@ class Segment:
 
     dtype: torch.dtype
     fields: tuple[Field, ...]
-    offset_bytes: int  # from the start of the buffer
-    least: int = 0
-    """Elements it has at least, if its fields need fewer."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements, padding included."""
-        if not self.fields:
-            return self.least
-        last = self.fields[-1]
-        return max(self.least, round_up(last.offset + last.numel, ALIGNMENT_ELEMENTS))
+    numel: int = 0  # padding included
+    offset_bytes: int = 0  # from the start of the buffer
 
     @property
     def nbytes(self) -> int:
@@ -93,27 +84,21 @@ class FlatLayout:
         by_dtype: dict[torch.dtype, list[Field]] = {}
         for name, shape, dtype in tensors:
             fields = by_dtype.setdefault(dtype, [])
-            end = fields[-1].offset + fields[-1].numel if fields else 0
-            offset = round_up(end, ALIGNMENT_ELEMENTS)
+            offset = round_up(_end(fields), ALIGNMENT_ELEMENTS)
             fields.append(Field(name=name, shape=tuple(shape), offset=offset))
-        segments = [
-            Segment(dtype=dtype, fields=tuple(fields), offset_bytes=0)
-            for dtype, fields in by_dtype.items()
-        ]
-        return cls(segments=_placed(segments)).cut_for(num_shares)
+        found = (Segment(dtype=dtype, fields=tuple(fields)) for dtype, fields in by_dtype.items())
+        return cls(segments=tuple(found)).cut_for(num_shares)
 
     @classmethod
     def joined(cls, *layouts: FlatLayout) -> FlatLayout:
         """The segments of several layouts in one buffer, one after another."""
-        return cls(segments=_placed([one for layout in layouts for one in layout.segments]))
+        return cls(segments=_placed(one for layout in layouts for one in layout.segments))
 
     def cut_for(self, num_shares: int) -> FlatLayout:
         """The same, filled up so that it can be cut evenly into so many shares."""
-        multiple, segments = ALIGNMENT_ELEMENTS * num_shares, []
-        for segment in self.segments:
-            bare = replace(segment, least=0)
-            segments.append(replace(bare, least=round_up(bare.numel, multiple)))
-        return FlatLayout(segments=_placed(segments))
+        multiple = ALIGNMENT_ELEMENTS * num_shares
+        found = (replace(one, numel=round_up(_end(one.fields), multiple)) for one in self.segments)
+        return FlatLayout(segments=_placed(found))
 
     def held(self, share: Share) -> FlatLayout:
         """What a rank holds of the buffer ([Note: shares])."""
@@ -122,40 +107,50 @@ class FlatLayout:
         segments = []
         for segment in self.segments:
             part = share.of(segment.numel)
-            pieces = []
-            for field in segment.fields:
-                start = max(part.start, field.offset)
-                size = min(part.stop, field.offset + field.numel) - start
-                if size > 0:
-                    piece = Field(name=field.name, shape=(size,), offset=start - part.start)
-                    pieces.append(piece)
-            size = part.stop - part.start
-            segments.append(replace(segment, fields=tuple(pieces), least=size))
+            pieces = {field: self.piece(field.name, share) for field in segment.fields}
+            fields = tuple(
+                Field(
+                    name=field.name,
+                    shape=(piece.stop - piece.start,),
+                    offset=field.offset + piece.start - part.start,
+                )
+                for field, piece in pieces.items()
+                if piece.stop > piece.start
+            )
+            segments.append(replace(segment, fields=fields, numel=part.stop - part.start))
         return FlatLayout(segments=_placed(segments))
 
-    def piece(self, name: str, share: Share) -> slice:
-        """Which elements of a field a rank holds."""
+    def _find(self, name: str) -> tuple[int, Segment, Field]:
+        """The elements before a field's segment, its segment, and the field."""
+        before = 0
         for segment in self.segments:
             for field in segment.fields:
                 if field.name == name:
-                    part = share.of(segment.numel)
-                    start, stop = (place - field.offset for place in (part.start, part.stop))
-                    start = min(max(start, 0), field.numel)
-                    return slice(start, min(max(stop, start), field.numel))
+                    return before, segment, field
+            before += segment.numel
         raise KeyError(name)
+
+    def piece(self, name: str, share: Share) -> slice:
+        """Which elements of a field a rank holds."""
+        _, segment, field = self._find(name)
+        part = share.of(segment.numel)
+        start = min(max(part.start - field.offset, 0), field.numel)
+        return slice(start, min(max(part.stop - field.offset, start), field.numel))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole buffer."""
-        if not self.segments:
-            return 0
-        last = self.segments[-1]
-        return round_up(last.offset_bytes + last.nbytes, ALIGNMENT_BYTES)
+        ends = [one.offset_bytes + one.nbytes for one in self.segments]
+        return round_up(max(ends, default=0), ALIGNMENT_BYTES)
 
     @property
     def names(self) -> tuple[str, ...]:
         """All field names."""
         return tuple(field.name for segment in self.segments for field in segment.fields)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """All shapes, by field name."""
+        return {field.name: field.shape for one in self.segments for field in one.fields}
 
     @property
     def numel(self) -> int:
@@ -169,50 +164,27 @@ class FlatLayout:
 
     def span(self, name: str) -> slice:
         """A field's elements if all segments stand in one row of elements."""
-        before = 0
-        for segment in self.segments:
-            for field in segment.fields:
-                if field.name == name:
-                    start = before + field.offset
-                    return slice(start, start + field.numel)
-            before += segment.numel
-        raise KeyError(name)
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """A field's shape."""
-        for segment in self.segments:
-            for field in segment.fields:
-                if field.name == name:
-                    return field.shape
-        raise KeyError(name)
+        before, _, field = self._find(name)
+        return slice(before + field.offset, before + field.offset + field.numel)
 
     def dtype_of(self, name: str) -> torch.dtype | None:
         """A field's dtype; None if there is no such field."""
-        for segment in self.segments:
-            if any(field.name == name for field in segment.fields):
-                return segment.dtype
-        return None
+        return self._find(name)[1].dtype if name in self.names else None
 
     def view(self, buffer: Tensor, name: str) -> Tensor:
         """One field of a byte buffer, shaped."""
-        for segment in self.segments:
-            for field in segment.fields:
-                if field.name == name:
-                    start = segment.offset_bytes + field.offset * segment.dtype.itemsize
-                    end = start + field.numel * segment.dtype.itemsize
-                    return buffer[start:end].view(segment.dtype).view(field.shape)
-        raise KeyError(name)
+        _, segment, field = self._find(name)
+        size = segment.dtype.itemsize
+        start = segment.offset_bytes + field.offset * size
+        return buffer[start : start + field.numel * size].view(segment.dtype).view(field.shape)
 
     def astype(self, dtypes: dict[torch.dtype, torch.dtype]) -> FlatLayout:
         """The same fields with the dtype of every segment exchanged by the table.
 
         Segments stay apart even if they now share a dtype, so element offsets do not change.
         """
-        segments = [
-            replace(segment, dtype=dtypes.get(segment.dtype, segment.dtype))
-            for segment in self.segments
-        ]
-        return FlatLayout(segments=_placed(segments))
+        found = (replace(one, dtype=dtypes.get(one.dtype, one.dtype)) for one in self.segments)
+        return FlatLayout(segments=_placed(found))
 
     def segment_views(self, buffer: Tensor) -> list[Tensor]:
         """One 1-d view per segment of a byte buffer."""
@@ -233,10 +205,13 @@ class FlatLayout:
         }
 
 
-def _placed(segments: list[Segment]) -> tuple[Segment, ...]:
-    placed, end = [], 0
+def _end(fields: Sequence[Field]) -> int:
+    return fields[-1].offset + fields[-1].numel if fields else 0
+
+
+def _placed(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    placed, end = list[Segment](), 0
     for segment in segments:
-        start = round_up(end, ALIGNMENT_BYTES)
-        placed.append(replace(segment, offset_bytes=start))
-        end = start + segment.nbytes
+        placed.append(replace(segment, offset_bytes=round_up(end, ALIGNMENT_BYTES)))
+        end = placed[-1].offset_bytes + segment.nbytes
     return tuple(placed)

@@ -33,39 +33,35 @@ class UpdatePolicy(enum.Enum):
             ValueError: the wishes exclude each other, or the word is not known.
         """
         words = {"eager": cls.EAGER, "just in time": cls.JUST_IN_TIME}
-        if word is not None and word not in words:
-            raise ValueError(f"update={word!r} is not known. Expected {sorted(words)} or None.")
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm={clip_norm}; expected a number above 0, or None.")
-        if nonfinite not in ("stop", "skip"):
-            raise ValueError(f"nonfinite={nonfinite!r} is not known. Expected 'stop' or 'skip'.")
-        if isinstance(optimizer, Adafactor):
-            if nonfinite == "skip":
-                raise ValueError(
-                    "nonfinite='skip' cannot be used with Adafactor: it updates each layer on the "
-                    "device right after its backward, before the gradients of the others are "
-                    "known. Leave nonfinite='stop'."
-                )
-            if clip_norm is not None:
-                raise ValueError(
-                    "clip_norm cannot be used with Adafactor: it updates each layer on the device "
-                    "right after its backward, so the gradients are gone when their global norm is "
-                    "known. Adafactor clips every tensor's update by itself (its argument d)."
-                )
-            if word is not None or link is torch.float16:
-                raise ValueError(
-                    "Adafactor updates on the device: it takes no update= policy, and precision "
-                    "'bfloat16' or 'float32'."
-                )
+        on_device, is_half = isinstance(optimizer, Adafactor), link is torch.float16
+        norm = 1.0 if clip_norm is None else clip_norm
+        needing = {
+            "precision='float16'": is_half,
+            "nonfinite='skip'": nonfinite == "skip",
+            "clip_norm": clip_norm is not None,
+        }
+        whole = next((reason for reason, is_there in needing.items() if is_there), None)
+        problems = {
+            f"update={word!r} is not known. Expected {sorted(words)} or None.": (
+                word is not None and word not in words
+            ),
+            f"clip_norm={clip_norm}; expected a number above 0, or None.": not norm > 0,
+            f"nonfinite={nonfinite!r} is not known. Expected 'stop' or 'skip'.": (
+                nonfinite not in ("stop", "skip")
+            ),
+            "Adafactor updates on the device: it takes no update= policy, and precision 'bfloat16' "
+            "or 'float32'.": on_device and (word is not None or is_half),
+            f"{whole} cannot be used with Adafactor: it updates each layer on the device right "
+            "after its backward, before the gradients of the others are known, and then they are "
+            "gone. It clips every tensor's update by itself (its argument d).": on_device and whole,
+            f"update='eager' and {whole} exclude each other: the whole gradient must be known "
+            "before the first update. Leave update=None.": word == "eager" and whole,
+        }
+        for problem, is_there in problems.items():
+            if is_there:
+                raise ValueError(problem)
+        if on_device:
             return cls.ON_DEVICE
-        whole = "clip_norm" if clip_norm is not None else None
-        whole = "nonfinite='skip'" if nonfinite == "skip" else whole
-        whole = "precision='float16'" if link is torch.float16 else whole
-        if word == "eager" and whole:
-            raise ValueError(
-                f"update='eager' and {whole} exclude each other: the whole gradient must be known "
-                "before the first update. Leave update=None."
-            )
         if word is not None:
             return words[word]
         return cls.JUST_IN_TIME if whole else cls.EAGER

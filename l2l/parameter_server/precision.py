@@ -47,15 +47,14 @@ def parse_precision(precision: str | torch.dtype) -> torch.dtype:
     Raises:
         ValueError: the word or dtype is not one of `DTYPES`.
     """
-    if isinstance(precision, torch.dtype):
-        if precision in DTYPES.values():
-            return precision
-    elif precision in DTYPES:
-        return DTYPES[precision]
-    raise ValueError(
-        f"precision={precision!r} is not known. Expected one of "
-        f"{', '.join(repr(name) for name in DTYPES)}, or the torch dtype of that name."
-    )
+    found = DTYPES.get(precision) if isinstance(precision, str) else precision
+    if found is None or found not in DTYPES.values():
+        known = ", ".join(repr(name) for name in DTYPES)
+        raise ValueError(
+            f"precision={precision!r} is not known. Expected one of {known}, or the torch dtype of "
+            "that name."
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +115,23 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
     bits <<= 16  # in place: masters are large
     bits += remainder
     return bits.view(torch.float32)
+
+
+def master_of(weight: Tensor, companion: Tensor | None) -> Tensor:
+    """The float32 master of a link weight and what completes it; in place, if one of them is it."""
+    if companion is None:
+        return weight
+    return companion if companion.dtype is torch.float32 else join_master(weight, companion)
+
+
+def store_master(master: Tensor, weight: Tensor, companion: Tensor | None) -> None:
+    """Write a master as a link weight and what completes it."""
+    if companion is not None and companion.dtype is torch.int16:
+        split_master(master, weight, companion)
+        return
+    weight.copy_(master)
+    if companion is not None:
+        companion.copy_(master)
 
 
 @final

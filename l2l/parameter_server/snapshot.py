@@ -41,8 +41,8 @@ class ImageState(enum.Enum):
 NUM_WRITERS = 3  # threads that write, and mostly wait for the disk
 WRITING_CORES = 1  # that updates leave to those who write and copy
 
+# States in which a unit must not change: somebody reads it, or will.
 UNSAFE = (ImageState.READY, ImageState.COPYING, ImageState.BUSY)
-"""States in which a unit must not change: somebody reads it, or will."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,22 +102,15 @@ class Snapshot:
         }
         self._urgent: list[str] = []
         self._copies: dict[str, Image] = {}
-        self._is_given_up = False
+        self.is_given_up = False  # so that some units will not be written
         self.copies_ahead = copies_ahead
-        self.stall_seconds = 0.0
-        """How long changes have waited so far."""
+        self.stall_seconds = 0.0  # how long changes have waited so far
 
     @property
     def awaits(self) -> bool:
         """Whether any unit's update of the step is not complete."""
         with self._changed:
             return ImageState.AWAITED in self._states.values()
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether some units will not be written."""
-        with self._changed:
-            return self._is_given_up
 
     # ----------------------------------------------------------------------------------------------
     # For those who change units
@@ -133,10 +126,7 @@ class Snapshot:
         """The unit is about to change: copy it, or wait until it is written."""
         with self._changed:
             image = self._begin_copying(unit)
-            if image is None:
-                self._wait_for(unit)
-                return
-        if not self._copy(image, urgent=True):
+        if image is None or not self._copy(image, urgent=True):
             with self._changed:
                 self._wait_for(unit)
 
@@ -151,16 +141,14 @@ class Snapshot:
 
     def _copy(self, image: Image, *, urgent: bool) -> bool:
         """Make the copy; False if there is no memory for it after all."""
+        copy = None
         try:
             tensors = self._copy_of(image.tensors, urgent)
+            copy = Image(unit=image.unit, tensors=tensors, steps=dict(image.steps), is_copy=True)
         except (MemoryError, RuntimeError):  # torch's own for too little memory
-            self._end_copying(image, None)
             return False
-        except BaseException:
-            self._end_copying(image, None)
-            raise
-        copy = Image(unit=image.unit, tensors=tensors, steps=dict(image.steps), is_copy=True)
-        self._end_copying(image, copy)
+        finally:
+            self._end_copying(image, copy)
         return True
 
     def _end_copying(self, image: Image, copy: Image | None) -> None:
@@ -218,10 +206,7 @@ class Snapshot:
     def take(self) -> Image | None:
         """The next unit to write; waits for one. None: none is left."""
         with self._changed:
-            while True:
-                found = self._next()
-                if found is not None:
-                    break
+            while (found := self._next()) is None:
                 if set(self._states.values()) <= {ImageState.BUSY, ImageState.DONE}:
                     return None
                 self._changed.wait()
@@ -274,7 +259,7 @@ class Snapshot:
     def give_up(self) -> None:
         """Nothing more will be written: nobody waits any longer."""
         with self._changed:
-            self._is_given_up = True
+            self.is_given_up = True
             self._states = dict.fromkeys(self._states, ImageState.DONE)
             self._urgent.clear()
             self._copies.clear()

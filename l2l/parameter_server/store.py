@@ -21,25 +21,25 @@ How updates wait for a later step: [Note: updates that wait] in waiting.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from l2l.device import Device, Event
+from l2l.device import Device
 from l2l.distributed import Alone, World
-from l2l.model import Reader, hold
-from l2l.parameter_server import gathering, moving, torch_optimizer
-from l2l.parameter_server.copying import copy_into, copy_starts
-from l2l.parameter_server.host_kernel import Half, HostKernel, working_threads
-from l2l.parameter_server.host_memory import Arena, SparePages
-from l2l.parameter_server.host_update import HostUpdate
-from l2l.parameter_server.moving import Move
-from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings
+from l2l.model import Reader, UnitTensors, hold
+from l2l.parameter_server.forms import UnitForm
+from l2l.parameter_server.host_kernel import HostKernel, PreparedUpdates, working_threads
+from l2l.parameter_server.host_memory import Arena, SparePages, copy_bytes
+from l2l.parameter_server.optimizer import Half, HostOptimizer, Optimizer, Settings, UpdateOrder
 from l2l.parameter_server.snapshot import WRITING_CORES, Image, Snapshot
-from l2l.parameter_server.unit import Unit, UnitForm, exchange, nothing_like
-from l2l.parameter_server.waiting import TableRows, UpdateOrder, WaitingUpdate
+from l2l.parameter_server.unit import Move, Unit, exchange, nothing_like, rearranged
+from l2l.parameter_server.waiting import WaitingUpdate
+
+MAX_PREPARED = 64  # ways to update a unit that are remembered
 
 
 @final
@@ -64,8 +64,8 @@ class ParameterServer:
         self.waiting: dict[str, WaitingUpdate] = {}  # by unit
         self.snapshot: Snapshot | None = None  # one that is being written
         self.spare = SparePages()  # for its copies
+        # Units of which a part may be updated, by a thread that can be interrupted.
         self.unfinished: set[str] = set()
-        """Units of which a part may be updated, by a thread that can be interrupted."""
         self._unit_of: dict[str, Unit] = {}
         self.reader = Reader(self._read)  # for whoever reads the user's parameters
 
@@ -79,39 +79,26 @@ class ParameterServer:
         self.waiting.clear()
         self.unfinished.clear()
 
-    @property
-    def has_halves(self) -> bool:
-        """Whether an update can be done in two: `advance`, then `perform`."""
-        return isinstance(self.optimizer, HostOptimizer) and self.optimizer.has_halves
-
-    def add(
-        self,
-        form: UnitForm,
-        *,
-        parameters: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, Tensor],
-    ) -> None:
+    def add(self, form: UnitForm, tensors: UnitTensors) -> None:
         """Move a unit in: copy its tensors to host memory and hollow out the parameters.
 
         A hollow parameter keeps its shape and holds NaN without memory, until `give_back`. One that
         is on the meta device has nothing to copy: `set_weight` follows, and `give_back` leaves it
         on the CPU.
         """
-        unit = moving.empty_unit(form, self.world.share, self._arena)
+        unit = Unit.empty(form, self.world.share, self._arena.take)
         # Nothing of the model has been touched so far; from here on nothing can fail for memory.
         self.units[form.name] = unit
-        self._unit_of.update(dict.fromkeys(parameters, unit))
-        self._fill(unit, parameters, buffers)
+        self._unit_of.update(dict.fromkeys(tensors.parameters, unit))
+        self._fill(unit, tensors)
 
-    def _fill(
-        self, unit: Unit, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]
-    ) -> None:
+    def _fill(self, unit: Unit, tensors: UnitTensors) -> None:
         """Copy tensors into a unit, and hollow out the parameters."""
-        unit.set_buffers(buffers)
-        for owner, parameter in parameters.items():
+        unit.set_buffers(tensors.buffers)
+        for owner, parameter in tensors.parameters.items():
             if not parameter.is_meta:
                 self.set_weight(owner, parameter.data)
-        for owner, parameter in parameters.items():
+        for owner, parameter in tensors.parameters.items():
             exchange(parameter, nothing_like(parameter))
             hold(parameter, owner, self.reader)
 
@@ -121,21 +108,19 @@ class ParameterServer:
         All updates must have been done, and nobody may read a unit meanwhile. A unit that only gets
         another name keeps its memory. If memory is short nothing has changed.
         """
-        old = self.units
-        self.units = moving.rearranged(old, moves, self.world.share, self._arena)
-        gone = {id(unit) for name, unit in old.items() if name.startswith("L")}
-        left = {o for o, u in self._unit_of.items() if id(u) in gone}
-        self._unit_of = {o: u for o, u in self._unit_of.items() if o not in left}
-        self.reader.places = {o: p for o, p in self.reader.places.items() if o not in left}
+        self.units = rearranged(self.units, moves, self.world.share, self._arena)
+        self._unit_of = {o: u for o, u in self._unit_of.items() if not u.form.name.startswith("L")}
+        places = self.reader.places.items()
+        self.reader.places = {owner: one for owner, one in places if owner in self._unit_of}
         self.reader.forget()
         for move in moves:
             unit = self.units[move.form.name]
-            self._unit_of.update(dict.fromkeys(move.parameters, unit))
+            self._unit_of.update(dict.fromkeys(move.tensors.parameters, unit))
             if move.source is None:
-                self._fill(unit, move.parameters, move.buffers)
+                self._fill(unit, move.tensors)
                 continue
-            unit.set_buffers(move.buffers)
-            for owner, parameter in move.parameters.items():
+            unit.set_buffers(move.tensors.buffers)
+            for owner, parameter in move.tensors.parameters.items():
                 hold(parameter, owner, self.reader)
 
     def give_back(self, parameters: Mapping[str, nn.Parameter], name: str) -> None:
@@ -143,9 +128,9 @@ class ParameterServer:
 
         Several ranks that hold it together must do this together.
         """
-        values = self.weights_of(name)
+        unit = self.whole(name)
         for owner, parameter in parameters.items():
-            weight = values(owner)
+            weight = unit.value(owner)
             own = weight.to(device=parameter.device, dtype=parameter.dtype)
             exchange(parameter, own.clone() if own.data_ptr() == weight.data_ptr() else own)
             del self._unit_of[owner]
@@ -153,15 +138,43 @@ class ParameterServer:
 
     def whole(self, name: str) -> Unit:
         """A unit with all of its weights, without its state; its ranks must ask together."""
-        return gathering.whole(self.units[name], self.world)
+        return self.units[name].whole(self.world)
 
-    def weights_of(self, name: str) -> Callable[[str], Tensor]:
-        """Present values of a unit's parameters, by name; its ranks must ask together."""
-        return self.whole(name).value
+    @contextlib.contextmanager
+    def values(self) -> Iterator[Callable[[str], Tensor] | None]:
+        """Present values of all parameters, for rank 0: the others help it inside and get None.
 
-    def values(self) -> contextlib.AbstractContextManager[Callable[[str], Tensor] | None]:
-        """Present values of all parameters, for rank 0: the others help it inside and get None."""
-        return gathering.values(self.units, self._unit_of, self.world)
+        Raises:
+            RuntimeError: on the others, if the block has failed on rank 0.
+        """
+        world = self.world
+        if not world.is_parallel:
+            yield self.weight
+            return
+        if world.rank:
+            # Rank 0 says which unit it needs, "" at the end, or why it has failed.
+            while (asked := world.gather_facts("")[0]) in self.units:
+                self.whole(asked)
+            if asked:
+                raise RuntimeError(f"rank 0: {asked}")
+            yield None
+            return
+        last: dict[str, Unit] = {}
+
+        def value(owner: str) -> Tensor:
+            name = self._unit_of[owner].form.name
+            if name not in last:
+                last.clear()
+                world.gather_facts(name)
+                last[name] = self.whole(name)
+            return last[name].value(owner)
+
+        try:
+            yield value
+        except Exception as error:
+            world.gather_facts(str(error) or repr(error))
+            raise
+        world.gather_facts("")
 
     def weight(self, owner: str) -> Tensor:
         """A parameter's present value, or this rank's piece of it."""
@@ -198,7 +211,7 @@ class ParameterServer:
                 "for any number of ranks to read."
             )
         self.settle_all()
-        return torch_optimizer.state_of(self._unit_of[owner], owner, self.optimizer)
+        return self._unit_of[owner].shown_state(owner)
 
     def update(
         self,
@@ -216,35 +229,40 @@ class ParameterServer:
             name: The unit.
             gradient: Staging bytes.
             order: The numbers of the step. The size of the change is added to its `changes`.
-            ranges: By parameter, the only elements to update (`operands.checked_ranges`). A
-                parameter that is not named is updated whole.
+            ranges: By parameter, the only elements to update (`Update.ranges`). A parameter that is
+                not named is updated whole.
             count_step: Whether this is a step of its own, not another part of the last one.
             half: What alone is to change.
         """
         self.before_change(name)
-        unit = self.units[name]
+        unit, optimizer = self.units[name], self.optimizer
+        assert isinstance(optimizer, HostOptimizer)
         if count_step:
             for owner in order.received:
                 unit.steps[owner] += 1
-        assert isinstance(self.optimizer, HostOptimizer)
         owners = [owner for owner in unit.held.trained.names if owner in order.received]
-        found = HostUpdate(
-            optimizer=self.optimizer,
-            unit=unit,
-            gradient=gradient,
-            order=order,
-            owners=owners,
-            ranges=[None if ranges is None else ranges.get(owner) for owner in owners],
-            half=half,
-            seed=self.seed,
-        )
-        if self._kernel is None:
-            change = found.readably()
+        own = [None if ranges is None else ranges.get(owner) for owner in owners]
+        kinds = tuple(optimizer.native_number(order.settings[owner]) for owner in owners)
+        updates = unit.updates(owners, gradient, order, half=half, seed=self.seed)
+        change = 0.0
+        if self._kernel is None or None in kinds:
+            for update, chosen in zip(updates, own, strict=True):
+                change += optimizer.readable(replace(update, ranges=chosen))
         else:
+            key = (half, kinds, order.received, gradient.data_ptr(), *unit.addresses())
+            if key not in unit.prepared:
+                kept = unit.prepared if len(unit.prepared) < MAX_PREPARED else {}
+                made = PreparedUpdates(self._kernel, optimizer, list(updates))
+                unit.prepared = {**kept, key: made}
+            numbers = [
+                optimizer.numbers(order.settings[owner], unit.steps[owner], order.factor, self.seed)
+                for owner in owners
+            ]
             num_threads = working_threads()
             if self.snapshot is not None:  # its writers need cores, and would take them anyway
                 num_threads = max(1, num_threads - WRITING_CORES)
-            change = found.natively(self._kernel, num_threads=num_threads)
+            prepared = unit.prepared[key]
+            change = prepared.perform(numbers, ranges=own, num_threads=num_threads)
         if order.changes is not None:
             order.changes[name] = order.changes.get(name, 0.0) + change
 
@@ -264,69 +282,20 @@ class ParameterServer:
                     "when the engine was made. Make the engine with these settings."
                 )
 
-    def note_pending(self, name: str, event: Event) -> None:
-        """A unit's weights are being changed until the event."""
-        self.units[name].pending = event
-
-    def leave(self, update: WaitingUpdate) -> None:
-        """Keep an update for later."""
-        self.waiting[update.unit] = update
-
-    def take_waiting(self, name: str) -> WaitingUpdate:
-        """The update that was left for a unit; the caller performs it."""
-        return self.waiting.pop(name)
-
-    def refresh(
-        self,
-        waiting: WaitingUpdate,
-        rows: TableRows,
-        *,
-        halves: bool = False,
-        refresher: object = None,
-    ) -> None:
-        """Do the part of a table's update that changes these rows; `perform` does the rest.
-
-        Args:
-            waiting: The update.
-            rows: None that the same refresher has refreshed before.
-            halves: Whether to change their weights only, if these are the first rows; later ones
-                are done alike.
-            refresher: Whose rows these are. Another one comes if a step has failed in between.
-        """
-        form = self.units[waiting.unit].form
-        waiting.refresh(form, self.update, rows, halves=halves, refresher=refresher)
-
-    def advance(self, waiting: WaitingUpdate) -> None:
-        """Do the weights of an update that was left, where `refresh` has not; `perform` follows."""
-        waiting.advance(self.units[waiting.unit].form, self.update)
-
-    def perform(self, waiting: WaitingUpdate) -> None:
-        """Do an update that was left, or what `refresh` and `advance` have left of it."""
-        if not waiting.performed:
-            waiting.perform(self.units[waiting.unit].form, self.update)
-            self._after_update(waiting.unit)
-
-    def table_rows(self, unit: str, rows: Tensor) -> TableRows:
-        """What `refresh` takes, for ascending rows: made where nobody waits for it."""
-        return TableRows.of(self.units[unit].form, rows)
-
     def register(self, name: str, device: Device) -> None:
         """Let the device copy from and to a unit's companion and state without the host."""
-        unit = self.units[name]
-        for tensor in (unit.companion, *unit.state.values()):
-            if tensor is not None and tensor.device.type == "cpu":
+        for tensor in self.units[name].kept().values():
+            if tensor.device.type == "cpu":
                 device.register(tensor)
 
     def place_state(self, name: str, device: torch.device) -> None:
         """Move a unit's companion and state to a device, or back to the host."""
         unit = self.units[name]
-        kept = {unit.form.companion_name: unit.companion, **unit.state}
-        present = {key: tensor for key, tensor in kept.items() if tensor is not None}
-        if all(tensor.device == device for tensor in present.values()):
+        if all(tensor.device == device for tensor in unit.kept().values()):
             return
         self.before_change(name)  # writers must not find it on the device
         sign = 1 if device.type == "cpu" else -1
-        for key, tensor in present.items():
+        for key, tensor in unit.kept().items():
             self._arena.count(key, sign * tensor.nbytes)
         if unit.companion is not None:
             unit.companion = unit.companion.to(device)
@@ -338,7 +307,8 @@ class ParameterServer:
         if snapshot is not None:
             snapshot.before(name)
 
-    def _after_update(self, name: str) -> None:
+    def after_update(self, name: str) -> None:
+        """Called when an update that was left is done."""
         snapshot = self.snapshot
         if snapshot is not None:
             snapshot.complete(name)
@@ -369,7 +339,7 @@ class ParameterServer:
         for name in [name for name in self.waiting if name in at_once]:
             self._settle(name)
         self.spare.reclaim()  # what an earlier one that failed has left
-        snapshot = Snapshot(
+        self.snapshot = Snapshot(
             order,
             image_of=self.image,
             copy_of=self._copy,
@@ -379,23 +349,19 @@ class ParameterServer:
             copies_ahead=copies_ahead,
             release=self._release,
         )
-        self.snapshot = snapshot
-        return snapshot
+        return self.snapshot
 
     def units_on_device(self) -> list[str]:
         """Units whose optimizer state is on the device."""
         return [
             name
             for name, unit in self.units.items()
-            if any(
-                tensor is not None and tensor.device.type != "cpu"
-                for tensor in (unit.companion, *unit.state.values())
-            )
+            if any(tensor.device.type != "cpu" for tensor in unit.kept().values())
         ]
 
     def _copy(self, tensors: Mapping[str, Tensor], urgent: bool) -> dict[str, Tensor]:  # noqa: FBT001
         """Copies in one block of spare pages."""
-        return copy_into(self.spare, tensors, kernel=self._kernel, urgent=urgent)
+        return self.spare.copies(tensors, kernel=self._kernel, urgent=urgent)
 
     def _release(self, copy: Image) -> None:
         if copy.nbytes:
@@ -405,7 +371,7 @@ class ParameterServer:
         """Make the pages that copies of units will need, beside whatever else happens."""
         sizes: list[int] = []
         for name in order:
-            nbytes = copy_starts(self.image(name).tensors)[-1]
+            nbytes = copy_bytes(self.image(name).tensors)
             if self.units[name].form.trained.names and sum(sizes) + nbytes <= most_bytes:
                 sizes.append(nbytes)
         self.spare.fill(sizes)
@@ -423,6 +389,6 @@ class ParameterServer:
         waiting = self.waiting[name]
         waiting.drained.synchronize()
         self.unfinished.add(name)  # and it stays there if this is interrupted
-        self.perform(waiting)
+        waiting.perform(self)
         self.unfinished.discard(name)
         del self.waiting[name]

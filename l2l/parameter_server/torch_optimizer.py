@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from l2l.parameter_server.adafactor import Adafactor
-from l2l.parameter_server.optimizer import SGD, AdamW, Optimizer, Settings
-from l2l.parameter_server.unit import Unit, state_name
+from l2l.parameter_server.optimizer import Optimizer, Settings
+from l2l.parameter_server.optimizers import SGD, AdamW
 
-_TORCH_OPTIMIZERS: Mapping[type, Callable[..., Optimizer]] = {
-    torch.optim.AdamW: AdamW,
-    torch.optim.SGD: SGD,
-}
-_NOT_ARITHMETIC = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
+Groups = list[dict[str, Any]]
+
+_TORCH_OPTIMIZERS: Mapping[type, type[Optimizer]]
+_TORCH_OPTIMIZERS = {torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
+_NOT_ARITHMETIC = {"params", "foreach", "fused", "capturable", "differentiable"}
+_NOT_ARITHMETIC |= {"decoupled_weight_decay"}  # which AdamW is
 
 
-def adopt(optimizer: torch.optim.Optimizer) -> tuple[Optimizer, list[dict[str, Any]]]:
+def adopt(optimizer: torch.optim.Optimizer) -> tuple[Optimizer, Groups]:
     """Our description of a torch optimizer, and its groups.
 
     Raises:
@@ -35,42 +35,26 @@ def adopt(optimizer: torch.optim.Optimizer) -> tuple[Optimizer, list[dict[str, A
             option that changes the arithmetic and is not implemented.
     """
     kind = type(optimizer)
-    if kind not in _TORCH_OPTIMIZERS:
-        raise ValueError(
-            f"optimizer of type {kind.__module__}.{kind.__qualname__} cannot run in the parameter "
-            "server. Expected one of l2l's optimizers, torch.optim.AdamW or torch.optim.SGD."
-        )
-    if any("initial_lr" in group for group in optimizer.param_groups):
-        raise ValueError(
-            f"a learning-rate scheduler holds the {kind.__name__} that is handed over; it would "
-            "drive nothing. Make the scheduler on engine.optimizer instead."
-        )
-    if optimizer.state:
-        raise ValueError(
-            f"the {kind.__name__} handed over has already stepped; its state would be lost. "
-            "Hand over a fresh one."
-        )
-    description = _TORCH_OPTIMIZERS[kind]()
-    known = set(description.defaults)
-    groups = []
-    for group in optimizer.param_groups:
-        odd = {
-            key: value
-            for key, value in group.items()
-            if key not in known | _NOT_ARITHMETIC | {"decoupled_weight_decay"} and value
-        }
-        if odd:
-            raise ValueError(
-                f"{kind.__name__}: the options {odd} are not implemented in the parameter server. "
-                "Leave them at torch's defaults."
-            )
-        groups.append({key: group[key] for key in (*description.defaults, "params")})
-    return description, groups
+    description = _TORCH_OPTIMIZERS.get(kind, Optimizer)()
+    known = {*description.defaults, *_NOT_ARITHMETIC, "initial_lr"}
+    groups = optimizer.param_groups
+    odd = {k: value for group in groups for k, value in group.items() if k not in known and value}
+    problems = {
+        "cannot run in the parameter server. Expected one of l2l's optimizers, torch.optim.AdamW "
+        "or torch.optim.SGD": kind not in _TORCH_OPTIMIZERS,
+        "is held by a learning-rate scheduler, which would drive nothing. Make the scheduler on "
+        "engine.optimizer instead": any("initial_lr" in group for group in groups),
+        "has already stepped; its state would be lost. Hand over a fresh one": optimizer.state,
+        f"has the options {odd}, which are not implemented in the parameter server. Leave them at "
+        "torch's defaults": odd,
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ValueError(f"the optimizer {kind.__module__}.{kind.__qualname__} {problem}.")
+    return description, [{k: one[k] for k in (*description.defaults, "params")} for one in groups]
 
 
-def make_groups(
-    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> list[dict[str, Any]]:
+def make_groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Groups:
     """Parameter groups by the overrides that `optimizer.groups` gives, in order of appearance.
 
     Raises:
@@ -86,10 +70,7 @@ def make_groups(
                 f"{sorted(optimizer.defaults)}."
             )
         groups.setdefault(tuple(sorted(overrides.items())), []).append(parameter)
-    return [
-        {**optimizer.defaults, **dict(overrides), "params": parameters}
-        for overrides, parameters in groups.items()
-    ]
+    return [{**optimizer.defaults, **dict(key), "params": own} for key, own in groups.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +90,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        defaults: dict[str, Any],
-        *,
-        names: Mapping[nn.Parameter, str],
+        self, groups: Groups, defaults: dict[str, Any], *, names: Mapping[nn.Parameter, str]
     ) -> None:
         """Wrap groups whose parameters live in the server under `names`."""
         self._names = names
@@ -126,17 +103,11 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def settings(self, members: Members | None = None) -> dict[str, Settings]:
         """The numbers of every parameter's group, by name, as they are now; or of other members."""
-        found: dict[str, Settings] = {}
-        given = [group["params"] for group in self.param_groups]
-        names, lists = (self._names, given) if members is None else (members.names, members.groups)
-        for group, parameters in zip(self.param_groups, lists, strict=True):
-            numbers = {
-                key: float(value) if isinstance(value, Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
-            found.update({names[parameter]: numbers for parameter in parameters})
-        return found
+        given = Members(groups=[one["params"] for one in self.param_groups], names=self._names)
+        members = members or given
+        numbers = [_numbers(group) for group in self.param_groups]
+        pairs = zip(numbers, members.groups, strict=True)
+        return {members.names[one]: own for own, parameters in pairs for one in parameters}
 
     def members_of(
         self, model: nn.Module, like: Mapping[nn.Parameter, nn.Parameter | None]
@@ -168,18 +139,13 @@ class ServerOptimizer(torch.optim.Optimizer):
             group["params"] = parameters
         self.state.clear()
 
-    def numbers(self) -> list[dict[str, Any]]:
+    def numbers(self) -> Groups:
         """What every group has besides its parameters, as JSON."""
-        return [
-            {
-                key: float(value) if isinstance(value, Tensor) else value
-                for key, value in group.items()
-                if key != "params" and isinstance(value, bool | int | float | str | tuple | Tensor)
-            }
-            for group in self.param_groups
-        ]
+        kinds = (bool, int, float, str, tuple)
+        every = (_numbers(group).items() for group in self.param_groups)
+        return [{key: one for key, one in items if isinstance(one, kinds)} for items in every]
 
-    def restore_numbers(self, groups: list[dict[str, Any]]) -> bool:
+    def restore_numbers(self, groups: Groups) -> bool:
         """Take these numbers over; False if they are of other groups.
 
         A scheduler may have added numbers of its own, there or here.
@@ -211,63 +177,44 @@ class ServerOptimizer(torch.optim.Optimizer):
         )
 
 
-def state_of(unit: Unit, owner: str, optimizer: Optimizer) -> dict[str, Any]:
-    """A parameter's optimizer state as views, torch's names; empty before its first step."""
-    if isinstance(optimizer, Adafactor):
-        prefix = state_name(owner, "")
-        views = {
-            name.removeprefix(prefix): unit.weight_of(name)
-            for name in unit.form.weight_layout.names
-            if name.startswith(prefix)
-        }
-        return views if views and float(views["step"]) else {}
-    if not unit.steps.get(owner):
-        return {}
-    shape = unit.weight_of(owner).shape
-    views = {
-        name: flat.view(shape) if flat.numel() == shape.numel() else flat
-        for name, flat in unit.state_of(owner).items()
-    }
-    return {"step": torch.tensor(float(unit.steps[owner])), **views}
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group has besides its parameters."""
+    found = {key: value for key, value in group.items() if key != "params"}
+    return {k: float(value) if isinstance(value, Tensor) else value for k, value in found.items()}
 
 
 def groups_of(
     optimizer: Optimizer | torch.optim.Optimizer | None, model: nn.Module
-) -> tuple[Optimizer, list[dict[str, Any]]]:
+) -> tuple[Optimizer, Groups]:
     """The optimizer's description and its groups over the parameters that are trained.
 
     Raises:
         ValueError: nothing is trained, or the optimizer does not fit the model.
     """
-    trained = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.is_floating_point()
-    }
+    parameters = dict(model.named_parameters()).items()
+    trained = {n: one for n, one in parameters if one.requires_grad and one.is_floating_point()}
     if not trained:
         raise ValueError("no parameter of the model requires a gradient, so nothing is trained.")
-    if isinstance(optimizer, torch.optim.Optimizer):
-        description, groups = adopt(optimizer)
-        known = {id(parameter) for parameter in trained.values()}
-        strangers = [p.shape for g in groups for p in g["params"] if id(p) not in known]
-        if strangers:
-            raise ValueError(
-                f"the optimizer holds {len(strangers)} parameters that the model does not train, "
-                f"the first of shape {tuple(strangers[0])}. Expected an optimizer over "
-                "model.parameters()."
-            )
-        left_out = known - {id(p) for g in groups for p in g["params"]}
-        if left_out:
-            warnings.warn(
-                f"{len(left_out)} parameters require a gradient but are not in the optimizer; "
-                "they stay as they are.",
-                stacklevel=3,
-            )
-        return description, groups
-    description = AdamW() if optimizer is None else optimizer
-    if not isinstance(description, Optimizer):
+    if optimizer is None or isinstance(optimizer, Optimizer):
+        description = AdamW() if optimizer is None else optimizer
+        return description, make_groups(description, trained)
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             f"optimizer is {type(optimizer).__name__}. Expected l2l.AdamW(...), SGD, Lion or "
             "Adafactor, or a torch optimizer over the model's parameters."
         )
-    return description, make_groups(description, trained)
+    description, groups = adopt(optimizer)
+    known, given = set(trained.values()), {one for group in groups for one in group["params"]}
+    if given - known:
+        raise ValueError(
+            f"the optimizer holds {len(given - known)} parameters that the model does not train, "
+            f"one of shape {tuple((given - known).pop().shape)}. Expected an optimizer over "
+            "model.parameters()."
+        )
+    if known - given:
+        warnings.warn(
+            f"{len(known - given)} parameters require a gradient but are not in the optimizer; "
+            "they stay as they are.",
+            stacklevel=3,
+        )
+    return description, groups

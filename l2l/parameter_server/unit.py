@@ -1,9 +1,8 @@
-"""One unit of the model: its form, its host memory, and rows of tables as ranges of elements."""
+"""Units of the model: their host memory, and what becomes of it when layers change."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,106 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from l2l.device import Event
-from l2l.distributed import Share
-from l2l.model import is_held, reason_for, release
-from l2l.parameter_server import device_update
+from l2l.distributed import Share, World
+from l2l.model import UnitTensors, is_held, reason_for, release
+from l2l.parameter_server.eight_bit import cut
+from l2l.parameter_server.forms import UnitForm, state_name
 from l2l.parameter_server.host_kernel import HostKernel, PreparedUpdates
-from l2l.parameter_server.layout import ALIGNMENT_ELEMENTS, FlatLayout, round_up
-from l2l.parameter_server.operands import SplitWeight
-from l2l.parameter_server.optimizer import StateKind
-from l2l.parameter_server.precision import COMPANION, join_master, split_master
-
-ACCUMULATE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-DRAINED = {torch.float16: torch.float32}  # a sum of scaled gradients may not fit a float16
-
-
-def state_name(owner: str, state: str) -> str:
-    """The name of a state tensor that rides in a unit's flat buffer."""
-    return f"{owner}|{state}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitForm:
-    """What a unit is made of, before any memory is taken."""
-
-    name: str
-    weight_layout: FlatLayout
-    trained: FlatLayout  # trained parameters, in the link dtype
-    state_kinds: Mapping[str, StateKind]
-    companion_dtype: torch.dtype | None
-
-    @property
-    def gradient_layout(self) -> FlatLayout:
-        """Where gradients are added up on the device: float32, the offsets of `trained`."""
-        return self.trained.astype(ACCUMULATE)
-
-    @property
-    def staging_layout(self) -> FlatLayout:
-        """How gradients arrive on the host."""
-        return self.trained.astype(DRAINED)
-
-    def held(self, share: Share) -> UnitForm:
-        """What one of several ranks holds of it."""
-        if share.number == 1:
-            return self
-        layouts = {name: getattr(self, name).held(share) for name in ("weight_layout", "trained")}
-        return replace(self, **layouts)
-
-    def piece(self, number: int, num_pieces: int) -> slice:
-        """Elements of one of so many pieces of the trained parameters, cut at blocks."""
-        total = self.trained.padded_numel
-        size = round_up(-(-total // num_pieces), ALIGNMENT_ELEMENTS)
-        return slice(min(total, number * size), min(total, (number + 1) * size))
-
-    def row_bytes(self, owner: str) -> int:
-        """Bytes of one row of a table, as it crosses the link."""
-        for segment in self.weight_layout.segments:
-            for one in segment.fields:
-                if one.name == owner:
-                    return one.shape[1] * segment.dtype.itemsize
-        raise KeyError(owner)
-
-    @property
-    def companion_name(self) -> str:
-        """What the companion is called in a ledger."""
-        return "remainders" if self.companion_dtype is torch.int16 else "masters"
-
-    @property
-    def is_one_run(self) -> bool:
-        """Whether the trained parameters lie in one row, in the weights as in everything else."""
-        trained, weights = self.trained.segments, self.weight_layout.segments
-        return len(trained) == 1 and bool(weights) and weights[0] == trained[0]
-
-    def kinds_in(self, share: Share) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
-        """Names, dtypes and shapes of `Unit.tensors` of a share."""
-        weights, trained = (one.cut_for(share.number) for one in (self.weight_layout, self.trained))
-        held = replace(self, weight_layout=weights, trained=trained).held(share)
-        layout = held.weight_layout
-        found = {owner: (layout.dtype_of(owner), layout.shape_of(owner)) for owner in layout.names}
-        for owner in held.trained.names:
-            shape = held.trained.shape_of(owner)
-            numel = math.prod(shape)
-            if held.companion_dtype is not None and held.trained.dtype_of(owner) in COMPANION:
-                name = state_name(owner, held.companion_name)
-                found[name] = (held.companion_dtype, shape)
-            for kind, state in held.state_kinds.items():
-                number = -(-numel // ALIGNMENT_ELEMENTS) if state.per_block else numel
-                found[state_name(owner, kind)] = (state.dtype, (number,))
-        return found
-
-    def state_numel(self, kind: StateKind) -> int:
-        """Elements of a state buffer."""
-        numel = self.trained.padded_numel
-        return numel // ALIGNMENT_ELEMENTS if kind.per_block else numel
-
-    def bytes_by_kind(self) -> dict[str, int]:
-        """Host bytes, by what they hold."""
-        found = {"weights": self.weight_layout.nbytes}
-        if self.companion_dtype is not None:
-            found[self.companion_name] = self.trained.padded_numel * self.companion_dtype.itemsize
-        for name, kind in self.state_kinds.items():
-            found[name] = self.state_numel(kind) * kind.dtype.itemsize
-        return found
+from l2l.parameter_server.host_memory import Arena
+from l2l.parameter_server.layout import ALIGNMENT_BYTES, FlatLayout, round_up
+from l2l.parameter_server.optimizer import FlatUnit, Half, Update, UpdateOrder
+from l2l.parameter_server.precision import COMPANION, master_of, store_master
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,15 +31,37 @@ class Unit:
     weights: Tensor  # bytes, registered
     companion: Tensor | None
     state: dict[str, Tensor]
-    steps: dict[str, int] = field(default_factory=dict)  # trained parameter -> updates so far
+    steps: dict[str, int]  # trained parameter -> updates so far
     pending: Event | None = None
     prepared: dict[Any, PreparedUpdates] = field(default_factory=dict)  # see `addresses`
 
+    @classmethod
+    def empty(cls, form: UnitForm, share: Share, take: Callable[..., Tensor]) -> Unit:
+        """Memory for a unit, zeros; `take` is `Arena.take`."""
+        held = form.held(share)
+        weights = take("weights", held.weight_layout.nbytes, torch.uint8, registered=True).zero_()
+        kept = {
+            name: take(name, numel, dtype, registered=False)
+            for name, (dtype, numel) in held.kept().items()
+        }
+        return cls(
+            form=form,
+            held=held,
+            share=share,
+            weights=weights,
+            companion=kept.pop(form.companion_name, None),
+            state=kept,
+            steps=dict.fromkeys(form.trained.names, 0),
+        )
+
+    def kept(self) -> dict[str, Tensor]:
+        """Its buffers besides the weights: companion and state."""
+        companion = {} if self.companion is None else {self.form.companion_name: self.companion}
+        return {**companion, **self.state}
+
     def addresses(self) -> tuple[int, ...]:
         """Where the unit's memory lies: what was prepared for other memory is of no use."""
-        companion = () if self.companion is None else (self.companion.data_ptr(),)
-        state = (tensor.data_ptr() for tensor in self.state.values())
-        return (self.weights.data_ptr(), *companion, *state)
+        return tuple(one.data_ptr() for one in (self.weights, *self.kept().values()))
 
     def weight_of(self, owner: str) -> Tensor:
         """A parameter's link weight, shaped; of a share, the piece that is here."""
@@ -143,26 +73,18 @@ class Unit:
             return value
         return value.reshape(-1)[self.form.weight_layout.piece(owner, self.share)]
 
-    def position_of(self, owner: str) -> int:
-        """Where a trained parameter, or its piece, begins in the row of all of them."""
-        piece = self.form.trained.piece(owner, self.share)
-        return int(self.form.trained.span(owner).start + piece.start)
-
     def companion_of(self, owner: str) -> Tensor | None:
         """What completes a parameter's link weight, shaped; None if nothing does."""
-        if self.companion is None or owner not in self.held.trained.names:
+        if owner not in self.held.trained.names:
             return None
-        if self.weight_of(owner).dtype not in COMPANION:
-            return None
-        return self.companion[self.held.trained.span(owner)].view(self.weight_of(owner).shape)
+        weight = self.weight_of(owner)
+        found = self._companion(self.held.trained.span(owner), weight)
+        return None if found is None else found.view(weight.shape)
 
     def value(self, owner: str) -> Tensor:
         """The float32 master if there is one, else the link weight."""
         weight, companion = self.weight_of(owner), self.companion_of(owner)
-        if companion is None:
-            return weight
-        companion = companion.to(weight.device)
-        return join_master(weight, companion) if weight.dtype is torch.bfloat16 else companion
+        return master_of(weight, None if companion is None else companion.to(weight.device))
 
     def set_value(self, owner: str, value: Tensor, kernel: HostKernel | None) -> None:
         """Overwrite a parameter, or the piece of it that is here; `value` is all of it."""
@@ -170,20 +92,18 @@ class Unit:
             return
         value = self.piece_of(owner, value)
         weight, companion = self.weight_of(owner), self.companion_of(owner)
-        if companion is None:
-            weight.copy_(value)
-        elif weight.dtype is not torch.bfloat16:
-            weight.copy_(value)
-            companion.copy_(value)
+        if companion is None or weight.dtype is not torch.bfloat16:
+            store_master(value, weight, companion)
         elif value.dtype is torch.bfloat16:
             weight.copy_(value)
             companion.zero_()
-        elif kernel is None:
-            split_master(value.to(torch.float32).cpu(), weight, companion)
         else:
-            halves = SplitWeight(weight=weight.view(-1), remainder=companion.view(-1))
-            master = value.to(torch.float32).cpu().reshape(-1)
-            kernel.split(master, weight=halves, num_threads=torch.get_num_threads())
+            master = value.to(torch.float32).cpu()
+            if kernel is None:
+                store_master(master, weight, companion)
+                return
+            flat = (master.reshape(-1), weight.view(-1), companion.view(-1))
+            kernel.split(*flat, num_threads=torch.get_num_threads())
 
     def set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Overwrite the buffers, or the pieces of them that are here."""
@@ -201,9 +121,35 @@ class Unit:
             found |= {state_name(owner, kind): one for kind, one in self.state_of(owner).items()}
         return found
 
-    def flat(
-        self, owners: tuple[str, ...], *, weights: Tensor, gradients: Tensor
-    ) -> device_update.FlatUnit:
+    def updates(
+        self,
+        owners: Sequence[str],
+        gradient: Tensor,  # staging bytes
+        order: UpdateOrder,
+        *,
+        half: Half | None,
+        seed: int,
+    ) -> Iterator[Update]:
+        """The updates of single parameters on the host."""
+        for owner in owners:
+            weight, whole = self.weight_of(owner), self.form.trained
+            span = self.held.trained.span(owner)
+            yield Update(
+                name=owner,
+                shape=tuple(weight.shape),
+                weight=weight.view(-1),
+                companion=self._companion(span, weight),
+                gradient=self.held.staging_layout.view(gradient, owner).view(-1),
+                state=cut(self.state, span),
+                position=whole.span(owner).start + whole.piece(owner, self.share).start,
+                step=self.steps[owner],
+                settings=order.settings[owner],
+                factor=order.factor,
+                seed=seed,
+                half=half,
+            )
+
+    def flat(self, owners: tuple[str, ...], *, weights: Tensor, gradients: Tensor) -> FlatUnit:
         """Parameters that lie in one row, from the first to the last, with state on the device.
 
         Args:
@@ -214,74 +160,187 @@ class Unit:
         form = self.held
         first, last = form.trained.span(owners[0]), form.trained.span(owners[-1])
         span = slice(first.start, last.stop)
-        if len(owners) == 1:
-            weight = form.weight_layout.view(weights, owners[0]).view(-1)
-        else:
-            weight = form.weight_layout.segment_views(weights)[0][span]
-        view = form.gradient_layout.view(gradients, owners[0])
-        return device_update.FlatUnit(
-            weight=weight,
-            companion=self._companion(span, weight),
-            gradient=view.as_strided((span.stop - span.start,), (1,)),
-            state=self._state(span),
-            position=span.start,
+        of_first = (
+            form.weight_layout.view(weights, owners[0]),
+            form.gradient_layout.view(gradients, owners[0]),
         )
+        numel = span.stop - span.start
+        return self._run(span, *(one.as_strided((numel,), (1,)) for one in of_first))
 
-    def part(self, span: slice, gradients: Tensor | None = None) -> device_update.FlatUnit:
+    def part(self, span: slice, gradients: Tensor | None = None) -> FlatUnit:
         """Some elements of a unit that is one row, here on the host; for copies to and fro.
 
         Without gradients here, of the type in which they cross the link, weights stand for them.
         """
         weight = self.held.weight_layout.segment_views(self.weights)[0][span]
-        gradient = weight
-        if gradients is not None:
-            gradient = self.held.staging_layout.segment_views(gradients)[0][span]
-        return device_update.FlatUnit(
+        staged = self.held.staging_layout
+        gradient = weight if gradients is None else staged.segment_views(gradients)[0][span]
+        return self._run(span, weight, gradient)
+
+    def _run(self, span: slice, weight: Tensor, gradient: Tensor) -> FlatUnit:
+        return FlatUnit(
             weight=weight,
             companion=self._companion(span, weight),
             gradient=gradient,
-            state=self._state(span),
+            state=cut(self.state, span),
             position=span.start,
         )
 
     def state_of(self, owner: str) -> dict[str, Tensor]:
         """A parameter's state, flat."""
-        return self._state(self.held.trained.span(owner))
+        return cut(self.state, self.held.trained.span(owner))
+
+    def shown_state(self, owner: str) -> dict[str, Any]:
+        """A parameter's optimizer state as views, torch's names; empty before its first step."""
+        prefix = state_name(owner, "")
+        names = [name for name in self.form.weight_layout.names if name.startswith(prefix)]
+        if names:  # it rides with the weights
+            found = {name.removeprefix(prefix): self.weight_of(name) for name in names}
+            return found if float(found["step"]) else {}
+        if not self.steps.get(owner):
+            return {}
+        shape = self.weight_of(owner).shape
+        views = {
+            name: flat.view(shape) if flat.numel() == shape.numel() else flat
+            for name, flat in self.state_of(owner).items()
+        }
+        return {"step": torch.tensor(float(self.steps[owner])), **views}
 
     def _companion(self, span: slice, weight: Tensor) -> Tensor | None:
         if self.companion is None or weight.dtype not in COMPANION:
             return None
         return self.companion[span]
 
-    def _state(self, span: slice) -> dict[str, Tensor]:
-        blocks = slice(span.start // ALIGNMENT_ELEMENTS, -(-span.stop // ALIGNMENT_ELEMENTS))
-        kinds = self.held.state_kinds
-        return {
-            name: buffer[blocks if kinds[name].per_block else span]
-            for name, buffer in self.state.items()
-        }
+    def whole(self, world: World) -> Unit:
+        """The unit with all of its weights, without its state; its ranks must ask together."""
+        if self.share.number == 1:
+            return self
+        form, held, companion = self.form, self.held, self.companion
+        weights = _joined(world, held.weight_layout, self.weights, form.weight_layout.nbytes)
+        if companion is not None:
+            dtype = companion.dtype
+            layout = held.trained.astype({one.dtype: dtype for one in form.trained.segments})
+            nbytes = form.trained.padded_numel * dtype.itemsize
+            companion = _joined(world, layout, companion.view(torch.uint8), nbytes).view(dtype)
+        return replace(
+            self, held=form, share=Share(), weights=weights, companion=companion, state={}
+        )
 
 
-def shapes_of(form: UnitForm) -> list[tuple[int, ...]]:
-    """Shapes of the trained parameters, in order."""
-    return [field.shape for segment in form.trained.segments for field in segment.fields]
+def _joined(world: World, layout: FlatLayout, own: Tensor, nbytes: int) -> Tensor:
+    """The shares of all ranks, segment by segment, in one buffer."""
+    parts = [world.gather_host(view.view(torch.uint8)) for view in layout.segment_views(own)]
+    found, start = torch.zeros(nbytes, dtype=torch.uint8), 0
+    for part in parts:
+        found[start : start + part.numel()] = part
+        start = round_up(start + part.numel(), ALIGNMENT_BYTES)
+    return found
 
 
-def row_ranges(rows: Tensor, width: int) -> Tensor:
-    """Ascending rows as element ranges, neighbours joined."""
-    if not rows.numel():
-        return torch.empty((0, 2), dtype=torch.int64)
-    breaks = torch.nonzero(rows[1:] != rows[:-1] + 1).flatten()
-    first = torch.cat([rows[:1], rows[breaks + 1]])
-    last = torch.cat([rows[breaks], rows[-1:]])
-    return torch.stack([first * width, (last + 1) * width], dim=1)
+def kinds_in(form: UnitForm, share: Share) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Names, dtypes and shapes of `Unit.tensors` of a share."""
+
+    def take(name: str, numel: int, dtype: torch.dtype, *, registered: bool) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="meta")
+
+    unit = Unit.empty(form.cut_for(share.number), share, take)
+    return {name: (one.dtype, tuple(one.shape)) for name, one in unit.tensors().items()}
 
 
-def other_rows(rows: Tensor, num_rows: int) -> Tensor:
-    """The rows of a table that are not among these."""
-    others = torch.ones(num_rows, dtype=torch.bool)
-    others[rows] = False
-    return torch.nonzero(others).flatten()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One unit that is to be."""
+
+    form: UnitForm
+    source: str | None  # the unit that it is, or is copied from; None: it is new
+    is_copy: bool
+    keeps_state: bool
+    names: Mapping[str, str]  # of its tensors, to those of the source
+    tensors: UnitTensors
+
+
+def _let_go(unit: Unit, arena: Arena) -> None:
+    """Give a unit's memory back."""
+    for name, buffer in {"weights": unit.weights, **unit.kept()}.items():
+        arena.give_back(name, buffer)
+
+
+def rearranged(
+    units: Mapping[str, Unit], moves: Sequence[Move], share: Share, arena: Arena
+) -> dict[str, Unit]:
+    """The units with these layers, in this order; those around the layers stay.
+
+    A unit that only gets another name keeps its memory; memory of layers that are gone is given
+    back. If memory is short, nothing has changed.
+    """
+    made: dict[str, Unit] = {}
+    taken: list[Unit] = []
+    try:
+        for move in moves:
+            source = None if move.source is None else units[move.source]
+            if source is not None and not move.is_copy and _alike(source.form, move.form):
+                made[move.form.name] = _renamed(source, move)
+                continue
+            unit = Unit.empty(move.form, share, arena.take)
+            taken.append(unit)
+            made[move.form.name] = unit
+            if source is not None:
+                _copy(source, unit, move)
+    except BaseException:
+        for unit in taken:
+            _let_go(unit, arena)
+        raise
+    kept = {unit.weights.data_ptr() for unit in made.values()}
+    for name, unit in units.items():
+        if not name.startswith("L"):
+            made[name] = unit
+        elif unit.weights.data_ptr() not in kept:
+            _let_go(unit, arena)
+    return made
+
+
+def _alike(one: UnitForm, other: UnitForm) -> bool:
+    """Whether two forms need the same memory, but for names."""
+
+    def places(layout: FlatLayout) -> list[Any]:
+        return [
+            (s.dtype, s.numel, [(f.offset, f.numel) for f in s.fields]) for s in layout.segments
+        ]
+
+    layouts = ((one.weight_layout, other.weight_layout), (one.trained, other.trained))
+    return one.kept() == other.kept() and all(places(a) == places(b) for a, b in layouts)
+
+
+def _renamed(unit: Unit, move: Move) -> Unit:
+    """The same memory under other names."""
+    return replace(
+        unit,
+        form=move.form,
+        held=move.form.held(unit.share),
+        steps={owner: unit.steps[move.names[owner]] for owner in move.form.trained.names},
+        prepared={},
+    )
+
+
+def _copy(unit: Unit, made: Unit, move: Move) -> None:
+    """Let an empty unit have the same weights and, if it is to keep it, the same state."""
+    for name in made.held.weight_layout.names:
+        owner, bar, state = name.partition("|")
+        source = f"{move.names[owner]}{bar}{state}"
+        if source in unit.held.weight_layout.names and (not bar or move.keeps_state):
+            made.weight_of(name).copy_(unit.weight_of(source))
+    for owner in made.held.trained.names:
+        source, companion = move.names[owner], made.companion_of(owner)
+        theirs = unit.companion_of(source)
+        if companion is not None and theirs is not None:
+            companion.copy_(theirs.view(companion.shape))
+        elif companion is not None and companion.dtype is torch.float32:
+            companion.copy_(made.weight_of(owner))  # whose remainder would be zero
+        if move.keeps_state and source in unit.held.trained.names:
+            for kind, buffer in made.state_of(owner).items():
+                buffer.copy_(unit.state_of(source)[kind])
+    if move.keeps_state:
+        made.steps = {o: unit.steps.get(move.names[o], 0) for o in move.form.trained.names}
 
 
 def nothing_like(parameter: nn.Parameter) -> Tensor:

@@ -10,46 +10,20 @@ The host settles both before it reads. So nobody sees stale weights.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from l2l.device import Event
-from l2l.parameter_server.host_kernel import Half
 from l2l.parameter_server.layout import ALIGNMENT_ELEMENTS
-from l2l.parameter_server.optimizer import Settings
-from l2l.parameter_server.unit import UnitForm, other_rows, row_ranges, shapes_of
+from l2l.parameter_server.optimizer import Half, UpdateOrder
+from l2l.parameter_server.table_rows import TableRows
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateOrder:
-    """The numbers of an update: those of its own step."""
-
-    settings: Mapping[str, Settings]  # by parameter name
-    received: frozenset[str]  # parameters that got a gradient in this step
-    factor: float = 1.0  # what gradients are multiplied with
-    changes: dict[str, float] | None = None
-    """By unit, the sum of squares of what updates have changed: they add to it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableRows:
-    """Rows of a table, ascending, and where they are in each of its unit's parameters."""
-
-    rows: Tensor
-    ranges: Mapping[str, Tensor]  # by parameter
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @classmethod
-    def of(cls, form: UnitForm, rows: Tensor) -> TableRows:
-        """Find the ranges of ascending rows."""
-        pairs = zip(form.trained.names, shapes_of(form), strict=True)
-        return cls(rows=rows, ranges={name: row_ranges(rows, shape[-1]) for name, shape in pairs})
+if TYPE_CHECKING:
+    from l2l.parameter_server.store import ParameterServer
 
 
 class Progress(enum.Enum):
@@ -63,10 +37,6 @@ class Progress(enum.Enum):
     REST_WEIGHTS = "some rows are done, and the weights of all others"
     DONE = "everything is done"
 
-    def may_become(self, later: Progress) -> bool:
-        """Whether an update goes from this state to that one."""
-        return later in _FOLLOWING[self]
-
 
 _FOLLOWING = {
     Progress.WAITING: set(Progress) - {Progress.WAITING, Progress.REST_WEIGHTS},
@@ -78,10 +48,6 @@ _FOLLOWING = {
     Progress.REST_WEIGHTS: {Progress.DONE},
     Progress.DONE: set[Progress](),
 }
-
-
-Apply = Callable[..., None]
-"""`ParameterServer.update`: applies a gradient, or a part of it, to a unit."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,8 +63,8 @@ class WaitingUpdate:
     order: Callable[[], UpdateOrder | None]  # None: the step is skipped
     drained: Event
     gradient: Tensor | None = None  # staging bytes; None: it is on the device
+    # Called when the update is done; for one on the device, does it.
     finish: Callable[[WaitingUpdate], None] | None = None
-    """Called when the update is done; for one on the device, does it."""
     step: Any = None  # whose update it is, where that is done on the device
     numbers: Tensor | None = None  # of an update on the device; zero until they are written
     renewed: bool = False  # whether that update is submitted, so that the host's weights are old
@@ -106,96 +72,81 @@ class WaitingUpdate:
     _rows: list[Tensor] = field(default_factory=list)  # of a table, that are done already
     _refresher: object = None  # whose rows these are: those of one step are distinct
 
-    @property
-    def performed(self) -> bool:
-        """Whether nothing is left to do."""
-        return self.progress is Progress.DONE
-
-    @property
-    def ordered(self) -> bool:
-        """Whether the numbers for the device are written, and the step is counted."""
-        return self.progress is Progress.ORDERED
-
-    @ordered.setter
-    def ordered(self, is_ordered: bool) -> None:
-        assert is_ordered, "what is written cannot be taken back"
-        self._become(Progress.ORDERED)
-
-    def _become(self, later: Progress) -> None:
-        assert self.progress.may_become(later), f"{self.unit}: from {self.progress} to {later}"
+    def become(self, later: Progress) -> None:
+        """Note how much is done now."""
+        assert later in _FOLLOWING[self.progress], f"{self.unit}: {self.progress} to {later}"
         self.progress = later
 
     def refresh(
-        self, form: UnitForm, apply: Apply, rows: TableRows, *, halves: bool, refresher: object
+        self, server: ParameterServer, rows: TableRows, *, halves: bool, refresher: object
     ) -> None:
-        """Do these rows of a table, or their weights; `ParameterServer.refresh` says more."""
-        order = self.order()
-        assert self.gradient is not None
-        if order is None or self.progress in (Progress.WEIGHTS, Progress.REST_WEIGHTS):
+        """Do the part of a table's update that changes these rows; `perform` does the rest.
+
+        Args:
+            server: Whose table it is.
+            rows: None that the same refresher has refreshed before.
+            halves: Whether to change their weights only, if these are the first rows; later ones
+                are done alike.
+            refresher: Whose rows these are. Another one comes if a step has failed in between.
+        """
+        if self.order() is None or self.progress in (Progress.WEIGHTS, Progress.REST_WEIGHTS):
             return
-        first, shapes = not self._rows, shapes_of(form)
+        trained, first = server.units[self.unit].form.trained, not self._rows
+        shapes = trained.shapes().values()
         if any(shape[-1] % ALIGNMENT_ELEMENTS for shape in shapes):
             # Rows that do not begin at a block are not updated apart: all are done at first.
             every = torch.arange(max(shape[0] for shape in shapes) if first else 0)
-            rows = TableRows.of(form, every)
+            rows = TableRows.of(trained, every)
         if not first and self._refresher is not refresher:
             fresh = ~torch.isin(rows.rows, torch.cat(self._rows))
-            rows = TableRows.of(form, rows.rows[fresh])
+            rows = TableRows.of(trained, rows.rows[fresh])
         self._refresher = refresher
         later = self.progress  # later rows are done as the first were
         if first:
             later = Progress.ROW_WEIGHTS if halves else Progress.ROWS
-        half: Half | None = "weights" if later is Progress.ROW_WEIGHTS else None
-        apply(self.unit, self.gradient, order, rows.ranges, count_step=first, half=half)
+        self._do(server, rows, "weights" if later is Progress.ROW_WEIGHTS else None)
         self._rows.append(rows.rows)
-        self._become(later)
+        self.become(later)
 
-    def advance(self, form: UnitForm, apply: Apply) -> None:
-        """Do all weights that are not done."""
+    def advance(self, server: ParameterServer) -> None:
+        """Do all weights that are not done; `perform` follows."""
         if self.progress in (Progress.WEIGHTS, Progress.REST_WEIGHTS):
             return
-        self._do_rest(form, apply, half="weights")
+        self._do(server, self._other_rows(server), "weights")
         rows_are_done = self.progress is Progress.ROWS
-        self._become(Progress.REST_WEIGHTS if rows_are_done else Progress.WEIGHTS)
+        self.become(Progress.REST_WEIGHTS if rows_are_done else Progress.WEIGHTS)
 
-    def perform(self, form: UnitForm, apply: Apply) -> None:
-        """Do what is left."""
+    def perform(self, server: ParameterServer) -> None:
+        """Do the update, or what `refresh` and `advance` have left of it."""
         match self.progress:
+            case Progress.DONE:
+                return
             case Progress.WEIGHTS:
-                self._do(apply, None, half="moments")
+                self._do(server, None, "moments")
             case Progress.REST_WEIGHTS:
-                self._do(apply, self._other_ranges(form), half="moments")
+                self._do(server, self._other_rows(server), "moments")
             case Progress.ROW_WEIGHTS:
-                self._do_rest(form, apply)
+                self._do(server, self._other_rows(server), None)
                 rows = torch.cat(self._rows).sort().values
-                self._do(apply, TableRows.of(form, rows).ranges, half="moments")
+                trained = server.units[self.unit].form.trained
+                self._do(server, TableRows.of(trained, rows), "moments")
             case _:
-                self._do_rest(form, apply)
+                self._do(server, self._other_rows(server), None)
         if self.finish is not None:
             self.finish(self)
-        self._become(Progress.DONE)
+        self.become(Progress.DONE)
+        server.after_update(self.unit)
 
-    def _do_rest(self, form: UnitForm, apply: Apply, *, half: Half | None = None) -> None:
-        """The update, or half of it, of all but the rows that were refreshed."""
-        ranges = self._other_ranges(form) if self._rows else None
-        self._do(apply, ranges, count_step=self.progress is Progress.WAITING, half=half)
-
-    def _do(
-        self,
-        apply: Apply,
-        ranges: Mapping[str, Tensor] | None,
-        *,
-        half: Half | None,
-        count_step: bool = False,
-    ) -> None:
+    def _do(self, server: ParameterServer, rows: TableRows | None, half: Half | None) -> None:
+        """The update, or half of it, of some rows; None: of all."""
         order = self.order()
         if order is not None and self.gradient is not None:
-            apply(self.unit, self.gradient, order, ranges, count_step=count_step, half=half)
+            ranges = None if rows is None else rows.ranges
+            first = self.progress is Progress.WAITING
+            server.update(self.unit, self.gradient, order, ranges, count_step=first, half=half)
 
-    def _other_ranges(self, form: UnitForm) -> dict[str, Tensor]:
-        """All but the rows that were refreshed."""
-        refreshed = torch.cat(self._rows)
-        return {
-            name: row_ranges(other_rows(refreshed, shape[0]), shape[-1])
-            for name, shape in zip(form.trained.names, shapes_of(form), strict=True)
-        }
+    def _other_rows(self, server: ParameterServer) -> TableRows | None:
+        """All but the rows that were refreshed; None: there are none."""
+        if not self._rows:
+            return None
+        return TableRows.without(server.units[self.unit].form.trained, torch.cat(self._rows))

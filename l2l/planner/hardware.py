@@ -249,7 +249,7 @@ def probe(device: Device, kernel: HostKernel | None, *, room: int | None = None)
     )
 
 
-def _best_seconds(work: Callable[[], None]) -> float:
+def _best_seconds(work: Callable[[], object]) -> float:
     """The shortest of a few runs, after one that warms up."""
     work()
     seconds = []
@@ -340,5 +340,5 @@ def _update_rate(
     )
     if kernel is None:
         return num_parameters / _best_seconds(partial(optimizer.readable, update))
-    native = partial(optimizer.native, kernel, update, num_threads=working_threads())
+    native = partial(kernel.update, optimizer, update, num_threads=working_threads())
     return num_parameters / _best_seconds(native)

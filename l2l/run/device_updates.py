@@ -18,6 +18,7 @@ from l2l.parameter_server import (
     Adafactor,
     HostOptimizer,
     ParameterServer,
+    Progress,
     UpdateOrder,
     WaitingUpdate,
     device_update,
@@ -93,11 +94,11 @@ class DeviceUpdates:
             return None if found is None else replace(found, received=names)
 
         waiting = WaitingUpdate(unit=unit, order=numbers, drained=step.reported, step=step)
-        self._server.leave(waiting)
+        self._server.waiting[unit] = waiting
         return self._numbers(waiting)
 
     def _write_numbers(self, waiting: WaitingUpdate, record: Tensor) -> None:
-        if waiting.ordered:  # a step that failed has ordered it
+        if waiting.progress is Progress.ORDERED:  # a step that failed has ordered it
             return
         self._server.before_change(waiting.unit)  # numbers of steps now, the rest soon
         unit, order = self._server.units[waiting.unit], waiting.order()
@@ -118,7 +119,7 @@ class DeviceUpdates:
                 )
             )
         record.copy_(torch.tensor(rows))
-        waiting.ordered = True
+        waiting.become(Progress.ORDERED)
 
     def update_device_state(self, _: Step, action: Action) -> None:
         """An update on the device, with the numbers that the host has written."""
@@ -138,7 +139,7 @@ class DeviceUpdates:
         self._transfer.drain_weights(action.unit, *action.places)
         waiting = self._server.waiting.get(action.unit)
         if waiting is not None and waiting.renewed:
-            self._server.take_waiting(action.unit)
+            del self._server.waiting[action.unit]
 
     def fetch_all(self, step: Step, action: Action) -> None:
         """Gradient, weights and state of a piece to the device."""

@@ -28,8 +28,8 @@ from l2l.parameter_server import (
     ParameterServer,
     TableRows,
     host_kernel,
-    operands,
     round_up,
+    table_rows,
 )
 from l2l.run.stash import Form
 
@@ -60,7 +60,7 @@ class Rows:
 class RowSum:
     """Gradients of rows that a microbatch completes, to be added to a table's."""
 
-    groups: operands.RowGroups  # of all rows of the sources
+    groups: table_rows.RowGroups  # of all rows of the sources
     sources: list[Tensor]  # below each other
 
 
@@ -125,10 +125,10 @@ class HostRows:
         sources = [one.form.views(one.gradients)[index].view(-1, width) for one in microbatches]
         if len(ids) == 1 or dtype is torch.float32:
             return [
-                RowSum(groups=operands.RowGroups.of(own, without=without), sources=[source])
+                RowSum(groups=table_rows.RowGroups.of(own, without=without), sources=[source])
                 for own, source in zip(ids, sources, strict=True)
             ]
-        every = operands.RowGroups.of(torch.cat(ids), without=without)
+        every = table_rows.RowGroups.of(torch.cat(ids), without=without)
         ends = torch.tensor([own.numel() for own in ids]).cumsum(0)
         joined = _joined(sources)
         return [RowSum(groups=own, sources=joined) for own in every.by_last_position(ends)]
@@ -136,11 +136,12 @@ class HostRows:
     def _first_used(self, unit: str, microbatches: list[Rows]) -> list[TableRows]:
         owners = [(i, one.owner) for i, one in enumerate(self.lookups) if one.unit == unit]
         table = self._server.units[unit].weight_of(owners[0][1])
+        trained = self._server.units[unit].form.trained
         fresh = torch.ones(table.shape[0], dtype=torch.bool)
         found: list[TableRows] = []
         for one in microbatches:
             rows = torch.unique(torch.cat([one.ids[index] for index, _ in owners]))
-            found.append(self._server.table_rows(unit, rows[fresh[rows]]))
+            found.append(TableRows.of(trained, rows[fresh[rows]]))
             fresh[rows] = False
         return found
 
@@ -177,7 +178,7 @@ class HostRows:
             table = self._server.units[lookup.unit].weight_of(lookup.owner)
             flat = out.view(-1, table.shape[1])
             if self._kernel is None:
-                operands.gather(table, ids, flat)
+                table_rows.gather(table, ids, flat)
             else:
                 self._kernel.gather(table, ids, flat, num_threads=host_kernel.working_threads())
 
@@ -196,7 +197,7 @@ class HostRows:
             source = own.sources[0] if len(own.sources) == 1 else torch.cat(own.sources)
             if self._kernel is None:
                 groups = own.groups
-                grown += operands.add_rows(target, groups.ids(), source[groups.positions])
+                grown += table_rows.add_rows(target, groups.ids(), source[groups.positions])
             else:
                 num_threads = host_kernel.working_threads()
                 grown += self._kernel.add_groups(

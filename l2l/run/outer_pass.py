@@ -151,7 +151,7 @@ class OuterPass:
                     dtype = layout.dtype_of(owner)
                     assert dtype is not None
                     nothing = _nothing(dtype, self._device.torch_device)
-                    self._placeholders[owner] = nothing.expand(layout.shape_of(owner))
+                    self._placeholders[owner] = nothing.expand(layout.shapes()[owner])
         return self._placeholders
 
     def prologue(

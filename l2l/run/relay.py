@@ -200,7 +200,7 @@ class Relay:
         kind, device = action.kind, self._device
         if action.lane is Lane.UPDATE and action.unit:
             event = device.record(Lane.UPDATE)
-            self._server.note_pending(action.unit, event)
+            self._server.units[action.unit].pending = event
             if kind == "order U":
                 self._server.waiting[action.unit].drained = event  # its numbers are there
             elif action.verb == "collect":
@@ -214,7 +214,7 @@ class Relay:
         elif kind == "update U device":  # which measures, too
             step.drained = device.record(Lane.COMPUTE)
         elif kind in ("drain U", "drain U free", "drain U.all:p"):
-            self._server.note_pending(action.unit, device.record(Lane.DRAIN))
+            self._server.units[action.unit].pending = device.record(Lane.DRAIN)
 
     def _release(self, _: Step, action: Action) -> None:
         (place,) = action.places

@@ -12,7 +12,7 @@ from functools import partial
 from typing import final
 
 from l2l.device import Device, Work
-from l2l.parameter_server import ParameterServer, WaitingUpdate
+from l2l.parameter_server import ParameterServer, Progress, WaitingUpdate
 from l2l.run.device_updates import DeviceUpdates
 from l2l.run.gradients import Gradients
 from l2l.run.lookup import HostRows, RowSet
@@ -99,7 +99,7 @@ class Updates:
             waiting.drained.synchronize()
             if waiting.gradient is None:
                 self._gradients.show_summed(step, unit, f"G{unit}")
-                self._server.take_waiting(unit)
+                del self._server.waiting[unit]
             else:
                 self._gradients.show_staged(step, unit, waiting.gradient)
 
@@ -118,7 +118,7 @@ class Updates:
                 waiting.gradient = self._transfer.staging[late_staging(name)]
                 if name in only_rows and step.rows is not None:
                     waiting.finish = partial(self._clear, step.rows)
-            self._server.leave(waiting)
+            self._server.waiting[name] = waiting
 
     def put_back(self) -> None:
         """Let updates wait again that a step has taken, which failed before they were done.
@@ -126,20 +126,20 @@ class Updates:
         Not if the update lane has failed: a part of one may be done, and nobody may do it again.
         """
         for waiting in self.taken:
-            if not (waiting.performed or self._device.has_failed):
-                self._server.leave(waiting)
+            if not (waiting.progress is Progress.DONE or self._device.has_failed):
+                self._server.waiting[waiting.unit] = waiting
         self.taken = []
 
     def update_late(self, _: Step, action: Action) -> Work:
         """An update that was left, or what an earlier line has left of it."""
         waiting = self._server.waiting[action.unit]
         self.taken.append(waiting)
-        self._server.take_waiting(action.unit)
-        return partial(self._server.perform, waiting)
+        del self._server.waiting[action.unit]
+        return partial(waiting.perform, self._server)
 
     def update_late_weights(self, _: Step, action: Action) -> Work:
         """The weights of an update that was left; it stays, for its moments."""
-        return partial(self._server.advance, self._server.waiting[action.unit])
+        return partial(self._server.waiting[action.unit].advance, self._server)
 
     def update_late_rows(self, step: Step, action: Action) -> Work:
         """An update that was left, of the rows that a microbatch looks up; the rest stays."""
@@ -148,8 +148,8 @@ class Updates:
         assert action.microbatch is not None
         own = rows.first_used[action.unit][action.microbatch]
         return partial(
-            self._server.refresh,
-            self._server.waiting[action.unit],
+            self._server.waiting[action.unit].refresh,
+            self._server,
             own,
             halves="weights" in action.kind,
             refresher=rows,

@@ -1,0 +1,196 @@
+"""What units are made of, and how much host memory they need, before any is taken.
+
+A model's weights are divided into a unit for each layer, each table, and the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from l2l.distributed import Share
+from l2l.model import Partition, UnitTensors
+from l2l.parameter_server.adafactor import Adafactor
+from l2l.parameter_server.layout import ALIGNMENT_ELEMENTS, FlatLayout, round_up
+from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind
+from l2l.parameter_server.optimizers import AdamW
+from l2l.parameter_server.policy import UpdatePolicy
+from l2l.parameter_server.precision import COMPANION, PrecisionPolicy
+from l2l.schedule import OUTER
+
+ACCUMULATE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+DRAINED = {torch.float16: torch.float32}  # a sum of scaled gradients may not fit a float16
+ROUNDING_BYTES = 32 << 20  # on the device, through which gradients leave in 16 bits
+NUM_STAGING = 4  # gradients of layers on their way to an eager update
+
+
+def state_name(owner: str, state: str) -> str:
+    """The name of a state tensor that rides in a unit's flat buffer."""
+    return f"{owner}|{state}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitForm:
+    """What a unit is made of, before any memory is taken."""
+
+    name: str
+    weight_layout: FlatLayout
+    trained: FlatLayout  # trained parameters, in the link dtype
+    state_kinds: Mapping[str, StateKind]
+    companion_dtype: torch.dtype | None
+
+    @property
+    def gradient_layout(self) -> FlatLayout:
+        """Where gradients are added up on the device: float32, the offsets of `trained`."""
+        return self.trained.astype(ACCUMULATE)
+
+    @property
+    def staging_layout(self) -> FlatLayout:
+        """How gradients arrive on the host."""
+        return self.trained.astype(DRAINED)
+
+    def held(self, share: Share) -> UnitForm:
+        """What one of several ranks holds of it."""
+        weights, trained = self.weight_layout.held(share), self.trained.held(share)
+        return replace(self, weight_layout=weights, trained=trained)
+
+    def cut_for(self, num_shares: int) -> UnitForm:
+        """The same, filled up so that it can be cut evenly into so many shares."""
+        weights, trained = (one.cut_for(num_shares) for one in (self.weight_layout, self.trained))
+        return replace(self, weight_layout=weights, trained=trained)
+
+    def piece(self, number: int, num_pieces: int) -> slice:
+        """Elements of one of so many pieces of the trained parameters, cut at blocks."""
+        total = self.trained.padded_numel
+        size = round_up(-(-total // num_pieces), ALIGNMENT_ELEMENTS)
+        return slice(min(total, number * size), min(total, (number + 1) * size))
+
+    def row_bytes(self, owner: str) -> int:
+        """Bytes of one row of a table, as it crosses the link."""
+        dtype = self.weight_layout.dtype_of(owner)
+        assert dtype is not None, owner
+        return self.weight_layout.shapes()[owner][1] * dtype.itemsize
+
+    @property
+    def companion_name(self) -> str:
+        """What the companion is called in a ledger."""
+        return "remainders" if self.companion_dtype is torch.int16 else "masters"
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether the trained parameters lie in one row, in the weights as in everything else."""
+        trained, weights = self.trained.segments, self.weight_layout.segments
+        return len(trained) == 1 and bool(weights) and weights[0] == trained[0]
+
+    def kept(self) -> dict[str, tuple[torch.dtype, int]]:
+        """Type and number of elements of each buffer besides the weights: companion and state."""
+        numel, found = self.trained.padded_numel, dict[str, tuple[torch.dtype, int]]()
+        if self.companion_dtype is not None:
+            found[self.companion_name] = (self.companion_dtype, numel)
+        for name, kind in self.state_kinds.items():
+            found[name] = (kind.dtype, numel // ALIGNMENT_ELEMENTS if kind.per_block else numel)
+        return found
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Host bytes, by what they hold."""
+        kept = {name: numel * dtype.itemsize for name, (dtype, numel) in self.kept().items()}
+        return {"weights": self.weight_layout.nbytes, **kept}
+
+
+def units_of(partition: Partition) -> list[tuple[str, UnitTensors]]:
+    """What moves into the server; the outer buffers stay with the skeleton, on the device."""
+    layers = [(f"L{index}", one) for index, one in enumerate(partition.layer_tensors)]
+    outer, tables = partition.outer_tensors.parameters, partition.tables
+    rest = {owner: value for owner, value in outer.items() if owner not in tables}
+    units = [
+        (f"T{index}", UnitTensors(parameters={owner: outer[owner]}, buffers={}))
+        for index, owner in enumerate(tables)
+    ]
+    return [*layers, *units, (OUTER, UnitTensors(parameters=rest, buffers={}))]
+
+
+def form_of(
+    name: str,
+    tensors: UnitTensors,
+    *,
+    optimizer: Optimizer,
+    settings: Mapping[str, Settings],
+    precision: PrecisionPolicy,
+    num_shares: int = 1,
+) -> UnitForm:
+    """What a unit is made of; `settings` has those of the parameters that are trained.
+
+    What is trained comes first in its weights, as in everything else, so that whoever holds a share
+    of the gradient holds the same share of the weights.
+    """
+    described = [
+        (owner, tuple(parameter.shape), precision.link_dtype(owner, parameter.dtype))
+        for owner, parameter in tensors.parameters.items()
+    ]
+    trained = FlatLayout.of(
+        (entry for entry in described if entry[0] in settings), num_shares=num_shares
+    )
+    kinds, companion = dict[str, StateKind](), None
+    rest = [entry for entry in described if entry[0] not in settings]
+    rest += [(key, tuple(value.shape), value.dtype) for key, value in tensors.buffers.items()]
+    if isinstance(optimizer, HostOptimizer):
+        companions = [COMPANION[one.dtype] for one in trained.segments if one.dtype in COMPANION]
+        companion = next(iter(companions), None)
+        for owner in trained.names:
+            kinds |= optimizer.state_kinds(settings[owner])
+    elif isinstance(optimizer, Adafactor):
+        rest += [
+            (state_name(owner, state), state_shape, torch.float32)
+            for owner, shape, _ in described
+            if owner in settings
+            for state, state_shape in optimizer.state_shapes(shape).items()
+        ]
+    return UnitForm(
+        name=name,
+        weight_layout=FlatLayout.joined(trained, FlatLayout.of(rest, num_shares=num_shares)),
+        trained=trained,
+        state_kinds=kinds,
+        companion_dtype=companion,
+    )
+
+
+def forms_of(
+    partition: Partition,
+    *,
+    optimizer: Optimizer,
+    settings: Mapping[str, Settings],
+    precision: PrecisionPolicy,
+    num_shares: int = 1,
+) -> list[UnitForm]:
+    """What every unit is made of with an optimizer; `settings` has those of what is trained."""
+    form = partial(
+        form_of, optimizer=optimizer, settings=settings, precision=precision, num_shares=num_shares
+    )
+    return [form(name, tensors) for name, tensors in units_of(partition)]
+
+
+def host_bytes(forms: list[UnitForm], policy: UpdatePolicy) -> int:
+    """Bytes of the server with its staging; stash and late updates come on top."""
+    total = sum(sum(form.bytes_by_kind().values()) for form in forms)
+    if policy is UpdatePolicy.ON_DEVICE:
+        return total
+    layers = [form.staging_layout.nbytes for form in forms if form.name.startswith("L")]
+    outer = [form.staging_layout.nbytes for form in forms if not form.name.startswith("L")]
+    if policy is UpdatePolicy.JUST_IN_TIME:
+        return total + sum(layers) + sum(outer)
+    return total + sum(outer) + max(layers) * min(NUM_STAGING, len(layers))
+
+
+def alternatives(
+    forms_with: Callable[[Optimizer], list[UnitForm]], policy: UpdatePolicy, link: torch.dtype
+) -> dict[str, int]:
+    """Bytes that other optimizers would need, by the setting that chooses them."""
+    eight_bit = forms_with(AdamW(moments="8bit"))
+    found = {"optimizer=l2l.AdamW(moments='8bit')": host_bytes(eight_bit, policy)}
+    if policy is not UpdatePolicy.JUST_IN_TIME and link is torch.bfloat16:
+        adafactor = forms_with(Adafactor())
+        found["optimizer=l2l.Adafactor()"] = host_bytes(adafactor, UpdatePolicy.ON_DEVICE)
+    return found
