@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from l2l.distributed import Share
 from l2l.engine import Engine
 from l2l.model.held import KEY, is_held, lend, take_back
-from l2l.model.layer_list import CutError
+from l2l.model.modules import CutError
 from l2l.parameter_server import ParameterServer, UnitForm
 
 Opened = tuple[Engine, nn.Module, dict[str, Tensor]]

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 import l2l
 from l2l.device import CheckingDevice
-from l2l.model.recording import HIDDEN, RecordedTensor, Recording
-from l2l.model.recording import Call as RecordedCall
+from l2l.model.passing import HIDDEN, RecordedTensor, Recording
+from l2l.model.passing import Call as RecordedCall
 from l2l.model.skeleton import Part, Stub
 from l2l.parameter_server import Adafactor
 from l2l.proof import Evidence, Proof, ProofError, ProofMemory
@@ -359,7 +359,7 @@ def test_the_models_own_code_may_run_on_the_host(
 def test_where_the_models_own_code_runs() -> None:
     with engine_of(Words()) as engine:
         proof, least = inside.proof(engine), inside.proof(engine)._least_bytes()
-        proof._device = SimpleNamespace(torch_device=torch.device("cuda"))
+        proof.device = SimpleNamespace(torch_device=torch.device("cuda"))
         assert proof._places(least) == (False, True)
         assert proof._places(least - 1) == (True,)
         assert proof._places(None) == (False, True)

@@ -13,7 +13,7 @@ Handed-over tensors go through hooks. Weights, hidden state and recorded argumen
 cells, which will have other contents, or other addresses, when the backward pass comes: of these
 only the place is noted. The rest is *kept*: the relay moves it to the stash and back.
 
-One program serves all layers of a structure (`Template` in structures.py). A second one is
+One program serves all layers of a structure (`Template` in modules.py). A second one is
 compiled if the sizes of its inputs change; that one takes any size.
 
 [Note: random numbers] A recomputed layer must draw the random numbers of its forward pass. Layers
@@ -43,13 +43,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.func import functional_call
 
 from l2l.device import Device
-from l2l.model.layer_pass import BackwardResult, LayerInputs
+from l2l.model.layer_pass import BackwardResult, LayerInputs, take_gradients
+from l2l.model.modules import Template
 from l2l.model.passing import Returns
-from l2l.model.structures import Template
 
 CLOSE_ENOUGH = 0.05  # relative difference of two gradients that differ by rounding to 16 bits
 SMALL_BYTES = 1 << 20  # kept on the device beside the stash: statistics, seeds
-DEFAULT_BACKEND = "inductor"
 EVERYTHING = 1.0  # to be kept, as far as that saves time
 
 
@@ -57,9 +56,35 @@ def parse_backend(word: bool | str | None, device: Device) -> str | None:  # noq
     """The compiler's backend for what the user said; None: nothing is compiled."""
     if word is None:
         word = device.torch_device.type != "cpu"
-    if isinstance(word, bool):
-        return DEFAULT_BACKEND if word else None
-    return word
+    return {True: "inductor", False: None}[word] if isinstance(word, bool) else word
+
+
+def quietly(backend: Any) -> Callable[[Any, Any], Any]:
+    """A compiler's backend that keeps to itself what torch, while compiling, warns of itself."""
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        # This import takes a second, which is lost only where something is compiled.
+        from torch._dynamo.backends.registry import lookup_backend
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return lookup_backend(backend)(graph, inputs)
+
+    return compile_graph
+
+
+def why_not_compiled(error: Exception) -> str:
+    """What a compiler says, in a line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+_numbers = itertools.count()  # never the same twice, as an `id` may be
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiler keys what it has compiled by code object: each program needs its own."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    return types.FunctionType(code, function.__globals__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,38 +99,6 @@ class _Place:
 
 
 @final
-class _Anchors:
-    """The slots and cells that a pass reads; asked for every tensor that a graph hands over."""
-
-    def __init__(self, bases: Mapping[str, Tensor]) -> None:
-        self._bases = bases
-        starts = [(name, base, base.data_ptr()) for name, base in bases.items()]
-        self._spans = [(name, start, start + base.numel()) for name, base, start in starts]
-        self._typed: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def place(self, tensor: Tensor) -> _Place | None:
-        """Where a tensor is; None: not here."""
-        address = tensor.data_ptr()
-        for name, start, end in self._spans:
-            if start <= address < end and tensor.device == self._bases[name].device:
-                shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-                return _Place(name, address - start, shape, strides, tensor.dtype)
-        return None
-
-    def view(self, place: _Place) -> Tensor:
-        """What is in a place now."""
-        key = (place.anchor, place.dtype)
-        base = self._bases[place.anchor]
-        if key not in self._typed:
-            self._typed[key] = base[: base.numel() // 16 * 16].view(place.dtype)
-        start = base.storage_offset() + place.offset_bytes
-        return self._typed[key].as_strided(
-            place.shape, place.strides, start // place.dtype.itemsize
-        )
-
-
-@final
-@dataclass(slots=True)
 class Packed:
     """The tensors that a graph needs for its backward pass: the graph's hooks.
 
@@ -113,27 +106,38 @@ class Packed:
     no collector sees: what was handed over and never used would stay for ever.
     """
 
-    anchors: _Anchors | None
-    kept: list[Tensor] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+        self.set_anchors({})
+
+    def set_anchors(self, bases: Mapping[str, Tensor]) -> None:
+        """From here on these are the slots and cells that the pass reads; {}: none."""
+        starts = [(name, base, base.data_ptr()) for name, base in bases.items()]
+        self._spans = [(n, base.device, start, start + base.numel()) for n, base, start in starts]
+        self._bases = bases
+        self._typed: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def pack(self, tensor: Tensor) -> Any:
         """Note the place of a tensor, or keep it."""
-        assert self.anchors is not None
-        place = self.anchors.place(tensor) if tensor.numel() else None
-        if place is not None:
-            return place
+        address = tensor.data_ptr() if tensor.numel() else 0
+        for name, device, start, end in self._spans:
+            if start <= address < end and tensor.device == device:
+                shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+                return _Place(name, address - start, shape, strides, tensor.dtype)
         if tensor.nbytes <= SMALL_BYTES:
             return tensor
         self.kept.append(tensor)
         return len(self.kept) - 1
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor again."""
+        """The tensor again: what is in its place now, or what was kept."""
         if isinstance(packed, _Place):
-            assert self.anchors is not None
-            return self.anchors.view(packed)
-        found = self.kept[packed] if isinstance(packed, int) else packed
-        assert isinstance(found, Tensor)
+            key, base = (packed.anchor, packed.dtype), self._bases[packed.anchor]
+            if key not in self._typed:
+                self._typed[key] = base[: base.numel() // 16 * 16].view(packed.dtype)
+            start = (base.storage_offset() + packed.offset_bytes) // packed.dtype.itemsize
+            return self._typed[key].as_strided(packed.shape, packed.strides, start)
+        found: Tensor = self.kept[packed] if isinstance(packed, int) else packed
         return found
 
 
@@ -143,28 +147,14 @@ class Handed:
     """What a forward pass hands to its backward pass, besides what is in slots and cells."""
 
     program: Program
-    packed: Packed
+    packed: Packed = field(default_factory=Packed)
     edge: GradientEdge | None = None
     wanted: dict[Any, Tensor] = field(default_factory=dict)
     is_first: bool = False  # of what its forward pass had compiled
 
 
-def _call(module: nn.Module, tensors: dict[str, Tensor], args: Any, kwargs: Any) -> Tensor:
+def _layer(module: nn.Module, tensors: dict[str, Tensor], args: Any, kwargs: Any) -> Tensor:
     return Returns.unwrap(functional_call(module, tensors, args, kwargs))
-
-
-@contextlib.contextmanager
-def _own_numbers(template: Template) -> Iterator[None]:
-    """Leave the numbers of the template's own layer, which also runs uncompiled, as they were."""
-    before = [(module, name, module.__dict__[name]) for module, name in template.numbers]
-    try:
-        yield
-    finally:
-        for module, name, number in before:
-            module.__dict__[name] = number
-
-
-_program_numbers = itertools.count()  # never the same twice, as an `id` may be
 
 
 @final
@@ -172,23 +162,18 @@ class Program:
     """One structure's compiled code, for one limit on what is kept."""
 
     def __init__(self, *, backend: str, keep: float, own_random_numbers: bool) -> None:
-        # The compiler keys what it has compiled by code object: each program needs its own.
-        code = _call.__code__.replace(co_name=f"layer_{next(_program_numbers)}")
-        function = types.FunctionType(code, _call.__globals__)
         self.keep = keep
         self.own_random_numbers = own_random_numbers
         self.num_passes = 0
         self.is_trusted = True  # its gradients are those of an uncompiled pass, as far as is known
         self._num_graphs = 0
-        self._backend = backend
+        self._backend = quietly(backend)
         self._function: Callable[..., Tensor] = torch.compile(
-            function, backend=self._compile, fullgraph=True
+            _with_own_code(_layer), backend=self._compile, fullgraph=True
         )
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
         """Compile forward and backward, with settings that nobody else's code gets."""
-        # These imports take a second, which is lost only where something is compiled.
-        from torch._dynamo.backends.registry import lookup_backend
         from torch._functorch import config as functorch
         from torch._inductor import config as inductor
 
@@ -199,28 +184,26 @@ class Program:
         )
         random = inductor.patch(fallback_random=self.own_random_numbers or inductor.fallback_random)
         with partition, random:
-            return lookup_backend(self._backend)(graph, inputs)
+            return self._backend(graph, inputs)
 
     def forward(
         self, template: Template, inputs: LayerInputs, *, anchors: Mapping[str, Tensor] | None
     ) -> tuple[Tensor, Handed]:
         """Run the layer; `anchors` are the slots and cells it reads, None keeps all tensors."""
-        hidden, recorded, bound = inputs.leaves()
-        args, kwargs = inputs.call.arguments(hidden, recorded)
-        packed = Packed(None if anchors is None else _Anchors(anchors))
-        handed, num_graphs = Handed(self, packed), self._num_graphs
-        hooks = (
-            contextlib.nullcontext()
-            if anchors is None
-            else saved_tensors_hooks(packed.pack, packed.unpack)
-        )
-        with torch.enable_grad(), hooks, _own_numbers(template):
-            output = self._function(template.module, template.tensors(bound), args, kwargs)
+        given, handed, num_graphs = inputs.leaves(), Handed(self), self._num_graphs
+        args, kwargs = inputs.call.arguments(given.hidden, given.recorded)
+        packed = handed.packed
+        hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if anchors is not None:
+            packed.set_anchors(anchors)
+            hooks = saved_tensors_hooks(packed.pack, packed.unpack)
+        with torch.enable_grad(), hooks, template.tensors(given.parameters) as tensors:
+            output = self._function(template.module, tensors, args, kwargs)
+        packed.set_anchors({})
         handed.is_first = self._num_graphs > num_graphs
-        handed.wanted = inputs.wanted(hidden, recorded, bound)
+        handed.wanted = given.wanted
         if output.requires_grad:
             handed.edge = get_gradient_edge(output)
-        packed.anchors = None
         return output.detach(), handed
 
     def backward(
@@ -232,23 +215,16 @@ class Program:
         anchors: Mapping[str, Tensor] | None,
     ) -> BackwardResult:
         """Gradients of a layer; `anchors` as in its forward pass, as they are now."""
-        handed.packed.anchors = None if anchors is None else _Anchors(anchors)
-        found: dict[Any, Tensor] = {}
-        if handed.edge is not None and handed.wanted:
-            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-                [handed.edge], list(handed.wanted.values()), [gradient], allow_unused=True
-            )
-            found = {
-                key: value
-                for key, value in zip(handed.wanted, gradients, strict=True)
-                if value is not None
-            }
-        handed.edge, handed.packed.anchors = None, None
+        handed.packed.set_anchors(anchors or {})
+        edges = [] if handed.edge is None else [handed.edge]
+        found = take_gradients(edges, [gradient] * len(edges), handed.wanted)
+        handed.edge = None
+        handed.packed.set_anchors({})
         handed.packed.kept.clear()
         return inputs.result(found)
 
 
-def _add_each(sums: list[Tensor], gradients: list[Tensor]) -> None:
+def _sum(sums: list[Tensor], gradients: list[Tensor]) -> None:
     torch._foreach_add_(sums, gradients)
 
 
@@ -262,10 +238,8 @@ class GradientSum:
     """
 
     def __init__(self, *, backend: str) -> None:
-        code = _add_each.__code__.replace(co_name=f"sum_{next(_program_numbers)}")
-        function = types.FunctionType(code, _add_each.__globals__)
         self._function: Callable[..., None] = torch.compile(
-            function, backend=backend, fullgraph=True, dynamic=False
+            _with_own_code(_sum), backend=quietly(backend), fullgraph=True, dynamic=False
         )
         self._num_gradients = 0  # what it was compiled for; 0: not yet
         self._is_refused = False
@@ -273,43 +247,36 @@ class GradientSum:
     def __call__(self, sums: list[Tensor], gradients: list[Tensor]) -> None:
         """Add each gradient to its sum."""
         # Compiled once: for the number that comes first, nearly always that of all parameters.
-        expected = self._num_gradients or len(sums)
+        number, is_first = self._num_gradients or len(sums), not self._num_gradients
         mixed = any(a.dtype is not b.dtype for a, b in zip(sums, gradients, strict=True))
-        if self._is_refused or not mixed or len(sums) != expected:
-            _add_each(sums, gradients)
-        elif self._num_gradients:
-            self._function(sums, gradients)
-        else:
-            self._compile(sums, gradients)
-
-    def _compile(self, sums: list[Tensor], gradients: list[Tensor]) -> None:
-        self._num_gradients = len(sums)
+        if self._is_refused or not mixed or len(sums) != number:
+            return _sum(sums, gradients)
+        self._num_gradients = number
         try:
-            with warnings.catch_warnings():  # torch, while compiling, warns of itself
-                warnings.simplefilter("ignore")
-                self._function(sums, gradients)
+            self._function(sums, gradients)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # whatever a compiler may raise, before anything was added
+            if not is_first:
+                raise
             self._is_refused = True
-            _add_each(sums, gradients)
+            _sum(sums, gradients)
 
 
 @final
+@dataclass(eq=False, kw_only=True)
 class Compiler:
     """The programs of an engine, one for each structure and limit; knows which do not compile."""
 
-    def __init__(self, *, backend: str | None) -> None:
-        """`backend` None: nothing is compiled."""
-        self._backend = backend
-        self._programs: dict[tuple[str, float], Program] = {}
-        self._sums: dict[str, GradientSum] = {}
-        self._uncompiled: set[str] = set()
-        self._random: set[str] = set()  # structures that draw random numbers
-        self._unchecked: set[str] = set()  # those of them whose gradients are to be compared
-        self._recomputed: set[str] = set()  # those of them that keep nothing
-        self._paused = False
-        self.seconds = 0.0
+    backend: str | None  # None: nothing is compiled
+    programs: dict[tuple[str, float], Program] = field(default_factory=dict)
+    random: set[str] = field(default_factory=set)  # structures that draw random numbers
+    uncompiled: set[str] = field(default_factory=set)  # those that run as they are
+    seconds: float = 0.0
+    _sums: dict[str, GradientSum] = field(default_factory=dict)
+    _unchecked: set[str] = field(default_factory=set)  # whose gradients are to be compared
+    _recomputed: set[str] = field(default_factory=set)  # that keep nothing
+    _paused: bool = False
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -321,63 +288,46 @@ class Compiler:
             self._paused = False
 
     @property
-    def num_programs(self) -> int:
-        """How many programs there are."""
-        return len(self._programs)
-
-    @property
-    def draws_random_numbers(self) -> bool:
-        """Whether layers do, as far as is known."""
-        return bool(self._random)
-
-    @property
     def is_on(self) -> bool:
         """Whether anything may be compiled."""
-        return self._backend is not None
+        return self.backend is not None
 
     def describe(self) -> str:
         """One line for a plan."""
-        if self._backend is None:
+        if self.backend is None:
             return "as they are"
-        uncompiled = f", {len(self._uncompiled)} structures as they are" if self._uncompiled else ""
+        uncompiled = f", {len(self.uncompiled)} structures as they are" if self.uncompiled else ""
         return (
-            f"through torch.compile ({self._backend}): {len(self._programs)} programs, "
+            f"through torch.compile ({self.backend}): {len(self.programs)} programs, "
             f"{self.seconds:.1f} s{uncompiled}"
         )
 
-    def refuse(self, structure: str) -> None:
-        """Leave a structure uncompiled, without a warning."""
-        self._uncompiled.add(structure)
-
     def note_random(self, structure: str) -> None:
         """A structure draws random numbers ([Note: random numbers])."""
-        self._random.add(structure)
+        self.random.add(structure)
         self._unchecked.add(structure)
 
     def compiles(self, structure: str) -> bool:
         """Whether a structure is compiled, as far as is known."""
-        return self.is_on and not self._paused and structure not in self._uncompiled
+        return self.is_on and not self._paused and structure not in self.uncompiled
 
     def program(self, structure: str, *, keep: float) -> Program | None:
         """The program of a structure; None if it runs uncompiled."""
-        if self._backend is None or not self.compiles(structure):
+        if self.backend is None or not self.compiles(structure):
             return None
-        key = (structure, 0.0 if structure in self._recomputed and keep < EVERYTHING else keep)
-        if key not in self._programs:
-            self._programs[key] = Program(
-                backend=self._backend,
-                keep=key[1],
-                own_random_numbers=structure in self._random,
+        keep = 0.0 if structure in self._recomputed and keep < EVERYTHING else keep
+        if (structure, keep) not in self.programs:
+            self.programs[structure, keep] = Program(
+                backend=self.backend, keep=keep, own_random_numbers=structure in self.random
             )
-        return self._programs[key]
+        return self.programs[structure, keep]
 
     def gradient_sum(self, structure: str) -> GradientSum | None:
         """What adds up a structure's gradients; None if it runs uncompiled."""
-        if not self.compiles(structure):
+        if self.backend is None or not self.compiles(structure):
             return None
-        assert self._backend is not None
         if structure not in self._sums:
-            self._sums[structure] = GradientSum(backend=self._backend)
+            self._sums[structure] = GradientSum(backend=self.backend)
         return self._sums[structure]
 
     def trusts(self, structure: str, handed: Handed) -> bool:
@@ -386,8 +336,8 @@ class Compiler:
 
     def give_up(self, structure: str, reason: str) -> None:
         """A structure does not compile: it runs uncompiled from now on, with one warning."""
-        if structure not in self._uncompiled:
-            self._uncompiled.add(structure)
+        if structure not in self.uncompiled:
+            self.uncompiled.add(structure)
             name = structure.partition(":")[2].partition(":")[0]
             warnings.warn(
                 f"layers of type {name} run without torch.compile, more slowly: {reason}. Say "
@@ -397,8 +347,8 @@ class Compiler:
 
     def must_check(self, structure: str, handed: Handed) -> bool:
         """Whether a backward pass is to be compared with an uncompiled one."""
-        is_new = handed.is_first and structure in self._random
-        return (is_new or structure in self._unchecked) and structure not in self._uncompiled
+        is_new = handed.is_first and structure in self.random
+        return (is_new or structure in self._unchecked) and structure not in self.uncompiled
 
     def check(
         self, structure: str, program: Program, found: BackwardResult, expected: BackwardResult
@@ -407,22 +357,18 @@ class Compiler:
 
         Gradients that are not finite tell nothing: then the next ones are compared.
         """
-        if found.parameters.keys() != expected.parameters.keys() or (found.hidden is None) != (
-            expected.hidden is None
-        ):
+        # All parameters at once: gradients of some are nothing but noise (of biases of keys).
+        groups = list(zip(_groups(found), _groups(expected), strict=True))
+        if any(mine.keys() != theirs.keys() for mine, theirs in groups):
             self.give_up(structure, "its compiled gradients are of other parameters")
             return False
-        # All parameters at once: gradients of some are nothing but noise (of biases of keys).
-        pairs = [(found.parameters[name], one) for name, one in expected.parameters.items()]
-        compared = [pairs]
-        if found.hidden is not None and expected.hidden is not None:
-            compared.append([(found.hidden, expected.hidden)])
-        for some in compared:
-            scale = _norm(theirs for _, theirs in some)
+        for mine, theirs in groups:
+            scale = _norm(theirs.values())
             if not math.isfinite(scale):
                 self._unchecked.add(structure)
                 return True
-            if not _norm(mine - theirs for mine, theirs in some) <= CLOSE_ENOUGH * scale + 1e-12:
+            distance = _norm(mine[name] - one for name, one in theirs.items())
+            if not distance <= CLOSE_ENOUGH * scale + 1e-12:
                 program.is_trusted = False
                 if program.keep > 0:
                     self._recomputed.add(structure)
@@ -446,6 +392,10 @@ class Compiler:
                 yield
         finally:
             self.seconds += time.perf_counter() - start
+
+
+def _groups(result: BackwardResult) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return result.parameters, {} if result.hidden is None else {"hidden state": result.hidden}
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from l2l.model.layer_list import CutError
+from l2l.model.modules import CutError
 
 KEY = "_l2l_place"  # where a parameter notes its place
 

@@ -21,6 +21,7 @@ it returns it as it is.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,12 +34,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from l2l.model.compiled_layer import quietly, why_not_compiled
 from l2l.model.passing import METADATA
 
+PIECE_BYTES = 64 << 20  # of float32 logits that are worked on at once without a compiler
 EVEN_ROWS = 128  # of matrices: products of others take as long as the next multiple's
+
+LOOKUP_ARGUMENTS = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
+LOSS_ARGUMENTS = "input target weight size_average ignore_index reduce reduction label_smoothing"
 
 Sum = Callable[[Tensor, Tensor], None]
 """Adds outputs' gradient and inputs of a matrix product to a weight's gradient."""
+
+
+def _named(names: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a function of torch by name."""
+    return dict(zip(names.split(), args, strict=False)) | dict(kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +64,12 @@ class Lookup:
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lookup:
         """Read the arguments of `torch.nn.functional.embedding`."""
-        names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
-        given = dict(zip((*names, "sparse"), args, strict=False)) | dict(kwargs)
-        plain = (
-            given.get("max_norm") is None
-            and not given.get("scale_grad_by_freq")
-            and not given.get("sparse")
-        )
+        given = _named(LOOKUP_ARGUMENTS, args, kwargs)
+        others = (given.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
         weight, padding = given["weight"], given.get("padding_idx")
         if padding is not None and padding < 0:
             padding += weight.shape[0]
+        plain = not any(one is not None and one is not False for one in others)
         return cls(weight=weight, ids=given["input"], padding_idx=padding, plain=plain)
 
     def is_by(self, ids: Tensor) -> bool:
@@ -272,8 +279,7 @@ def cross_entropy(
     given: Tensor, weight: Tensor, head: Head, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
     """A plain cross-entropy of logits that were put off; None if it is another kind."""
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-    asked = dict(zip(names, args, strict=False)) | dict(kwargs)
+    asked = _named(LOSS_ARGUMENTS, args, kwargs)
     targets, reduction = asked["target"], asked.get("reduction", "mean")
     plain = (
         all(asked.get(name) is None for name in ("weight", "size_average", "reduce"))
@@ -332,16 +338,13 @@ class _HeadLoss(torch.autograd.Function):
         return gradient, None, None, None, None, None
 
 
-Losses = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
 def differentiate(
     logits: Tensor, columns: Tensor, factors: Tensor, *, compiled: bool = False
 ) -> Tensor:
     """Each row's cross-entropy; the logits become their gradient, each row times its factor."""
     columns, factors = columns.unsqueeze(1), factors.unsqueeze(1)
     # What a row's label picks is read before, and written after, all else is written over.
-    losses, picked = _losses(compiled=compiled)(logits, logits.gather(1, columns), factors)
+    losses, picked = _ways[compiled](logits, logits.gather(1, columns), factors)
     logits.scatter_(1, columns, picked)
     return losses.squeeze(1)
 
@@ -367,39 +370,24 @@ def _frugally(logits: Tensor, picked: Tensor, factors: Tensor) -> tuple[Tensor, 
     return losses, gradients
 
 
-PIECE_BYTES = 64 << 20  # of float32 logits that are worked on at once without a compiler
-_compiled: list[Losses] = []
+@functools.cache
+def _program() -> Losses:
+    return torch.compile(_in_place, backend=quietly("inductor"), dynamic=None)
 
 
-def _losses(*, compiled: bool) -> Losses:
-    if not compiled:
-        return _frugally
-    if not _compiled:
-        _compiled.append(_compiled_or_not())
-    return _compiled[0]
+def _compiled(logits: Tensor, picked: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """The same through a compiler, if that succeeds."""
+    try:
+        with torch._C.DisableTorchFunction():
+            return _program()(logits, picked, factors)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler may raise, before anything is computed
+        reason = why_not_compiled(error)
+        warnings.warn(f"losses run without torch.compile: {reason}", stacklevel=2)
+        _ways[True] = _frugally
+        return _frugally(logits, picked, factors)
 
 
-def _quietly(graph: Any, inputs: Any) -> Any:
-    from torch._dynamo.backends.registry import lookup_backend
-
-    with warnings.catch_warnings():  # torch, while compiling, warns of itself
-        warnings.simplefilter("ignore")
-        return lookup_backend("inductor")(graph, inputs)
-
-
-def _compiled_or_not() -> Losses:
-    program = torch.compile(_in_place, backend=_quietly, dynamic=None)
-
-    def run(logits: Tensor, picked: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-        try:
-            with torch._C.DisableTorchFunction():
-                return program(logits, picked, factors)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a compiler may raise, before anything is computed
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            warnings.warn(f"losses run without torch.compile: {reason}", stacklevel=2)
-            _compiled[0] = _frugally
-            return _frugally(logits, picked, factors)
-
-    return run
+Losses = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+_ways: dict[bool, Losses] = {False: _frugally, True: _compiled}  # by whether a compiler is used

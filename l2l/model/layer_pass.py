@@ -26,10 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from l2l.model.passing import Returns
-from l2l.model.recording import Call
+from l2l.model.passing import Call, Returns
 from l2l.model.skeleton import Part
+
+HIDDEN_STATE = ("hidden", 0)  # beside names of parameters, and ("recorded", index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +45,26 @@ class BackwardResult:
 
 def leaves(tensors: Mapping[str, Tensor], trained: Sequence[str]) -> dict[str, Tensor]:
     """The same tensors, those that are trained as leaves of a new graph."""
-    trained_names = set(trained)
-    return {
-        name: tensor.detach().requires_grad_() if name in trained_names else tensor
-        for name, tensor in tensors.items()
-    }
+    names = set(trained)
+    return {n: t.detach().requires_grad_() if n in names else t for n, t in tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """What a pass works on, as leaves of a new graph."""
+
+    hidden: Tensor
+    recorded: list[Tensor]
+    parameters: dict[str, Tensor]
+    wanted: dict[Any, Tensor]  # those whose gradients are asked for
+
+
+@dataclass(slots=True)
+class Walked:
+    """A layer's pass with its graph, waiting for its backward pass."""
+
+    output: Tensor
+    wanted: dict[Any, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,82 +81,49 @@ class LayerInputs:
     through: Sequence[int]  # recorded tensors that require gradients
     changes_input: bool  # whether the layer writes into its hidden state
 
-    def run(self, hidden: Tensor, recorded: list[Tensor]) -> Tensor:
-        """The layer's output; a layer that writes into its input gets a copy of it."""
-        given = hidden.clone() if self.changes_input else hidden
-        args, kwargs = self.call.arguments(given, recorded)
-        with self.call.autocasting():
-            return Returns.unwrap(self.part.module(*args, **kwargs))
-
-    def leaves(self) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    def leaves(self) -> Leaves:
         """Hidden state, recorded tensors and parameters as leaves of a new graph."""
         hidden = self.hidden.detach().requires_grad_(self.hidden_requires_gradient)
         recorded = [
             tensor.detach().requires_grad_() if index in self.through else tensor
             for index, tensor in enumerate(self.recorded)
         ]
-        return hidden, recorded, leaves(self.tensors, self.trained)
-
-    def marked(self) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-        """The same, bound to the layer's module ([Note: flags])."""
-        hidden, recorded, bound = self.leaves()
-        self.part.bind(bound)
-        return hidden, recorded, bound
-
-    def wanted(
-        self, hidden: Tensor, recorded: list[Tensor], bound: Mapping[str, Tensor]
-    ) -> dict[Any, Tensor]:
-        """The leaves whose gradients are asked for."""
+        bound = leaves(self.tensors, self.trained)
         wanted: dict[Any, Tensor] = {name: bound[name] for name in self.trained}
         wanted |= {("recorded", index): recorded[index] for index in self.through}
         if self.hidden_requires_gradient:
-            wanted["hidden", 0] = hidden
-        return wanted
+            wanted[HIDDEN_STATE] = hidden
+        return Leaves(hidden, recorded, bound, wanted)
+
+    def walk(self, *, with_graph: bool = True) -> Walked:
+        """Run the layer ([Note: flags]); one that writes into its input gets a copy of it."""
+        given = self.leaves()
+        self.part.bind(given.parameters)
+        with torch.set_grad_enabled(with_graph), self.call.autocasting():
+            hidden = given.hidden.clone() if self.changes_input else given.hidden
+            args, kwargs = self.call.arguments(hidden, given.recorded)
+            return Walked(Returns.unwrap(self.part.module(*args, **kwargs)), given.wanted)
+
+    def forward(self) -> Tensor:
+        """The layer's output, without graph."""
+        return self.walk(with_graph=False).output
+
+    def unwind(self, walked: Walked, gradient: Tensor) -> BackwardResult:
+        """Take the gradients of a pass with graph."""
+        return self.result(take_gradients([walked.output], [gradient], walked.wanted))
+
+    def backward(self, gradient: Tensor) -> BackwardResult:
+        """Run the layer again with graph and take its gradients."""
+        return self.unwind(self.walk(), gradient)
 
     def result(self, found: Mapping[Any, Tensor]) -> BackwardResult:
         """Gradients by what they are of."""
+        recorded = {index: found.get(("recorded", index)) for index in self.through}
         return BackwardResult(
-            hidden=found.get(("hidden", 0)),
+            hidden=found.get(HIDDEN_STATE),
             parameters={name: found[name] for name in self.trained if name in found},
-            recorded={
-                index: found["recorded", index]
-                for index in self.through
-                if ("recorded", index) in found
-            },
+            recorded={index: one for index, one in recorded.items() if one is not None},
         )
-
-
-def forward_layer(inputs: LayerInputs) -> Tensor:
-    """The layer's output, without graph."""
-    hidden, recorded, _ = inputs.marked()
-    with torch.no_grad():
-        return inputs.run(hidden, recorded)
-
-
-@dataclass(slots=True)
-class Walked:
-    """A layer's pass with its graph, waiting for its backward pass."""
-
-    output: Tensor
-    wanted: dict[Any, Tensor]
-
-
-def walk_layer(inputs: LayerInputs) -> Walked:
-    """Run the layer with graph."""
-    hidden, recorded, bound = inputs.marked()
-    with torch.enable_grad():
-        output = inputs.run(hidden, recorded)
-    return Walked(output, inputs.wanted(hidden, recorded, bound))
-
-
-def unwind_layer(inputs: LayerInputs, walked: Walked, gradient: Tensor) -> BackwardResult:
-    """Take the gradients of a pass with graph."""
-    return inputs.result(take_gradients([walked.output], [gradient], walked.wanted))
-
-
-def backward_layer(inputs: LayerInputs, gradient: Tensor) -> BackwardResult:
-    """Run the layer again with graph and take its gradients."""
-    return unwind_layer(inputs, walk_layer(inputs), gradient=gradient)
 
 
 def weighed(hidden: Tensor, output: Tensor, survival: float | None) -> Tensor:
@@ -160,22 +144,20 @@ def weigh_gradient(
 
 
 def take_gradients(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Mapping[Any, Tensor]
+    outputs: Sequence[Tensor | GradientEdge],
+    gradients: Sequence[Tensor | None],
+    inputs: Mapping[Any, Tensor],
 ) -> dict[Any, Tensor]:
-    """Gradients of outputs for the inputs that took part in them."""
+    """Gradients of outputs, or of edges of a graph, for the inputs that took part in them."""
     pairs = [
-        (output, gradient)
-        for output, gradient in zip(outputs, gradients, strict=True)
-        if output.requires_grad
+        pair
+        for pair in zip(outputs, gradients, strict=True)
+        if isinstance(pair[0], GradientEdge) or pair[0].requires_grad
     ]
     if not inputs or not pairs:
         return {}
-    found: tuple[Tensor | None, ...] = torch.autograd.grad(
-        [output for output, _ in pairs],
-        list(inputs.values()),
-        [gradient for _, gradient in pairs],
-        allow_unused=True,
+    ends, given = zip(*pairs, strict=True)
+    found: Sequence[Tensor | None] = torch.autograd.grad(
+        ends, list(inputs.values()), given, allow_unused=True
     )
-    return {
-        key: gradient for key, gradient in zip(inputs, found, strict=True) if gradient is not None
-    }
+    return {key: one for key, one in zip(inputs, found, strict=True) if one is not None}

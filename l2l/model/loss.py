@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2l.model.batch import Microbatch, num_rows, take_rows
-from l2l.model.layer_list import CutError
+from l2l.model.batch import Microbatch, has_rows, num_rows, take_rows
+from l2l.model.modules import CutError
 
 IGNORED = -100
 TRIAL_TOKENS = 16
@@ -50,102 +50,83 @@ class Rule(enum.Enum):
     SUM_AND_WEIGHT = "the weights that the user's loss returns"
     UNKNOWN = "none of the rules that were tried"
 
+    def count(self, microbatch: Mapping[str, Any]) -> int:
+        """What a microbatch's mean is over."""
+        labels = microbatch.get("labels")
+        if self not in (Rule.LABELS, Rule.SHIFTED_LABELS) or not isinstance(labels, Tensor):
+            return num_rows(microbatch)
+        return int(((labels if self is Rule.LABELS else labels[..., 1:]) != IGNORED).sum())
 
-def count(rule: Rule, microbatch: Mapping[str, Any]) -> int:
-    """What a microbatch's mean is over, under a rule."""
-    labels = microbatch.get("labels")
-    if rule is Rule.LABELS and isinstance(labels, Tensor):
-        return int((labels != IGNORED).sum())
-    if rule is Rule.SHIFTED_LABELS and isinstance(labels, Tensor):
-        return int((labels[..., 1:] != IGNORED).sum())
-    return num_rows(microbatch)
+    def total(self, microbatches: Sequence[Microbatch]) -> int:
+        """What the loss of some microbatches is a mean over; 0: every label is ignored."""
+        is_known = self not in (Rule.SUM_AND_WEIGHT, Rule.UNKNOWN)
+        return sum(map(self.count, microbatches)) if is_known else 1
 
+    def ignored_targets(self, microbatches: Sequence[Microbatch]) -> str | None:
+        """The name of targets that losses ignore although their rows are counted; None: none."""
+        for microbatch in microbatches if self is Rule.ROWS else ():
+            for name, value in microbatch.items():
+                integers = isinstance(value, Tensor) and not value.is_floating_point()
+                if integers and bool((value == IGNORED).any()):
+                    return name
+        return None
 
-def total_count(rule: Rule, microbatches: list[Microbatch]) -> int:
-    """What the loss of some microbatches is a mean over; 0: every label is ignored."""
-    if rule in (Rule.SUM_AND_WEIGHT, Rule.UNKNOWN):
-        return 1
-    return sum(count(rule, microbatch) for microbatch in microbatches)
+    def refuse_uncountable(self, *, num_microbatches: int, total: int, ignored: str | None) -> None:
+        """Refuse a batch whose loss cannot be put together from those of its microbatches.
 
+        Args:
+            num_microbatches: of all ranks.
+            total: of all ranks.
+            ignored: of any rank (`ignored_targets`).
 
-def ignored_targets(rule: Rule, microbatches: list[Microbatch]) -> str | None:
-    """The name of targets that losses ignore although their rows are counted; None: none are."""
-    for microbatch in microbatches if rule is Rule.ROWS else ():
-        for name, value in microbatch.items():
-            integers = isinstance(value, Tensor) and not value.is_floating_point()
-            if integers and bool((value == IGNORED).any()):
-                return name
-    return None
+        Raises:
+            ValueError: it is such a batch.
+        """
+        advice = "pass loss=(outputs, batch) -> (sum, weight), or let one microbatch hold all rows."
+        if self is Rule.UNKNOWN and num_microbatches > 1:
+            raise ValueError(
+                f"the model's loss over {num_microbatches} microbatches cannot be made that of the "
+                "whole batch: it is not a mean over rows or over labels that are not ignored; "
+                f"{advice}"
+            )
+        if ignored is not None and num_microbatches > 1:
+            raise ValueError(
+                f"{ignored!r} contains {IGNORED}, which losses ignore, but only targets called "
+                f"'labels' are counted. Rename it, {advice}"
+            )
+        if total == 0:
+            raise ValueError(
+                f"every label of the batch is ignored ({IGNORED}), so there is nothing to average. "
+                "Expected at least one label to learn from."
+            )
 
+    def output_shares(self, microbatches: Sequence[Microbatch]) -> list[float]:
+        """What each microbatch's own loss counts in the outputs of a prediction.
 
-def refuse_uncountable(
-    rule: Rule, *, num_microbatches: int, total: int, ignored: str | None
-) -> None:
-    """Refuse a batch whose loss cannot be put together from those of its microbatches.
-
-    Args:
-        rule: what the loss averages over.
-        num_microbatches: of all ranks.
-        total: of all ranks (`total_count`).
-        ignored: of any rank (`ignored_targets`).
-
-    Raises:
-        ValueError: it is such a batch.
-    """
-    if rule is Rule.UNKNOWN and num_microbatches > 1:
-        raise ValueError(
-            f"the model's loss over {num_microbatches} microbatches cannot be made that of the "
-            "whole batch: it is not a mean over rows or over labels that are not ignored. Pass "
-            "loss=(outputs, batch) -> (sum, weight), or let one microbatch hold all rows."
-        )
-    if ignored is not None and num_microbatches > 1:
-        raise ValueError(
-            f"{ignored!r} contains {IGNORED}, which losses ignore, but only targets called "
-            "'labels' are counted. Rename it, pass loss=(outputs, batch) -> (sum, weight), "
-            "or let one microbatch hold all rows."
-        )
-    if total == 0:
-        raise ValueError(
-            f"every label of the batch is ignored ({IGNORED}), so there is nothing to average. "
-            "Expected at least one label to learn from."
-        )
-
-
-def output_shares(rule: Rule | None, microbatches: list[Microbatch]) -> list[float]:
-    """What each microbatch's own loss counts in the outputs of a prediction.
-
-    Where no rule makes it the loss of the whole batch, the loss of several microbatches is NaN.
-    """
-    number = len(microbatches)
-    if rule in (None, Rule.UNKNOWN, Rule.SUM_AND_WEIGHT):
-        return [1.0 if number == 1 else math.nan] * number
-    total = total_count(rule, microbatches)
-    if total == 0 or (number > 1 and ignored_targets(rule, microbatches) is not None):
-        return [math.nan] * number
-    return [count(rule, microbatch) / total for microbatch in microbatches]
-
-
-def loss_of(outputs: Any) -> Tensor | None:
-    """The loss in a model's outputs: `.loss`, `["loss"]`, a scalar, or a tuple that begins so."""
-    if isinstance(outputs, Tensor):
-        return outputs if outputs.dim() == 0 else None
-    if isinstance(outputs, Mapping):
-        found = outputs.get("loss")
-    elif isinstance(outputs, tuple | list):
-        found = outputs[0] if outputs else None
-    else:
-        found = getattr(outputs, "loss", None)
-    return found if isinstance(found, Tensor) and found.dim() == 0 else None
+        Where no rule makes it the loss of the whole batch, the loss of several microbatches is NaN.
+        """
+        number, total = len(microbatches), self.total(microbatches)
+        if self in (Rule.UNKNOWN, Rule.SUM_AND_WEIGHT):
+            return [1.0 if number == 1 else math.nan] * number
+        if total == 0 or (number > 1 and self.ignored_targets(microbatches) is not None):
+            return [math.nan] * number
+        return [self.count(microbatch) / total for microbatch in microbatches]
 
 
 def require_loss(outputs: Any) -> Tensor:
-    """The loss in a model's outputs.
+    """The loss in a model's outputs: `.loss`, `["loss"]`, a scalar, or a tuple that begins so.
 
     Raises:
         ValueError: there is none.
     """
-    found = loss_of(outputs)
-    if found is None:
+    found = getattr(outputs, "loss", None)
+    if isinstance(outputs, Tensor):
+        found = outputs
+    elif isinstance(outputs, Mapping):
+        found = outputs.get("loss")
+    elif isinstance(outputs, tuple | list):
+        found = next(iter(outputs), None)
+    if not isinstance(found, Tensor) or found.dim() > 0:
         raise ValueError(
             f"the model returned {type(outputs).__name__} without a loss. Expected 'labels' in the "
             "batch and a model that returns outputs.loss, or loss=(outputs, batch) -> "
@@ -157,36 +138,25 @@ def require_loss(outputs: Any) -> Tensor:
 def trial_batch(microbatch: Mapping[str, Any], *, cut: bool) -> Microbatch:
     """Two rows of a microbatch; `cut`: of a language model, with few tokens."""
     rows = take_rows(microbatch, 0, 2)
-    if num_rows(rows) == 1:
-        rows = {n: torch.cat([v, v]) if _has_rows(v) else v for n, v in rows.items()}
+    rows = joined([rows, rows]) if num_rows(rows) == 1 else rows
     return shortened(rows) if cut else rows
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> Microbatch:
     """The rows of all parts."""
     return {
-        name: torch.cat([part[name] for part in parts]) if _has_rows(value) else value
+        name: torch.cat([part[name] for part in parts]) if has_rows(value) else value
         for name, value in parts[0].items()
     }
 
 
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
-def num_elements(microbatch: Mapping[str, Any]) -> int:
-    """Elements of all tensors."""
-    return sum(value.numel() for value in microbatch.values() if isinstance(value, Tensor))
-
-
 def shortened(microbatch: Microbatch) -> Microbatch:
     """Rows of a language model with few tokens; of anything else, as they are."""
-    tensors = {n: v for n, v in microbatch.items() if _has_rows(v)}
-    lengths = {value.shape[1] for value in tensors.values() if value.dim() == 2}
-    integers = all(v.dim() == 2 and not v.is_floating_point() for v in tensors.values())
-    if len(lengths) != 1 or not integers:
+    tensors = [value for value in microbatch.values() if has_rows(value)]
+    integers = all(one.dim() == 2 and not one.is_floating_point() for one in tensors)
+    if not integers or len({one.shape[1] for one in tensors}) != 1:
         return microbatch
-    return {n: v[:, :TRIAL_TOKENS] if n in tensors else v for n, v in microbatch.items()}
+    return {n: v[:, :TRIAL_TOKENS] if has_rows(v) else v for n, v in microbatch.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,10 +168,13 @@ class Measured:
     is_single: bool  # whether it computes in float32
 
 
+MeasureLoss = Callable[[Microbatch, int], Measured]
+
+
 def compare_cut_loss(
     rule: Rule,
     microbatches: Sequence[Microbatch],
-    loss: Callable[[Microbatch, int], Measured],
+    loss: MeasureLoss,
 ) -> str | None:
     """Whether a user's loss is made of those of microbatches; None, or why it is not.
 
@@ -232,9 +205,7 @@ def compare_cut_loss(
     )
 
 
-def _compare_parts(
-    rule: Rule, parts: Sequence[Microbatch], loss: Callable[[Microbatch, int], Measured]
-) -> str | None:
+def _compare_parts(rule: Rule, parts: Sequence[Microbatch], loss: MeasureLoss) -> str | None:
     try:
         whole = joined(parts)
         found = loss(whole, 1)
@@ -255,14 +226,13 @@ def _compare_parts(
     tolerance = SINGLE_TOLERANCE if found.is_single else HALF_TOLERANCE
     for mine, own in ((found.total, terms), (found.weight, weights)):
         scale = max(abs(mine), *map(abs, own), 1 / 200)
-        if not math.isfinite(mine + sum(own)) or abs(mine - sum(own)) <= tolerance * scale:
-            continue
-        if loss(whole, 2) != found:  # it draws random numbers, so there is nothing to compare
-            return None
-        return (
-            f"that of {sum(counts)} rows is {found.total:.6g}, and {sum(terms):.6g} put together "
-            f"from {counts[0]} and {counts[1]} of them"
-        )
+        if math.isfinite(mine + sum(own)) and abs(mine - sum(own)) > tolerance * scale:
+            if loss(whole, 2) != found:
+                return None  # it draws random numbers, so there is nothing to compare
+            return (
+                f"that of {sum(counts)} rows is {found.total:.6g}, and {sum(terms):.6g} put "
+                f"together from {counts[0]} and {counts[1]} of them"
+            )
     return None
 
 
@@ -297,7 +267,7 @@ def find_rule(
         elif labels.dim() == 1:
             trial = {**trial, "labels": torch.where(labels == IGNORED, 0, labels)}
     first, second = take_rows(trial, 0, 1), take_rows(trial, 1, 2)
-    counts = count(rule, first), count(rule, second)
+    counts = rule.count(first), rule.count(second)
     expected = (counts[0] * loss(first) + counts[1] * loss(second)) / max(1, sum(counts))
     found = loss(trial)
     if not math.isfinite(found) or not math.isfinite(expected):

@@ -35,34 +35,23 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from l2l.model.configs import (
-    collected,
+from l2l.model.modules import (
+    CutError,
+    Numbering,
+    Template,
+    asked_for,
+    attributes_of,
     configs_of,
-    refuse_router_losses,
+    copy_tree,
+    find_layers,
+    modules_kept,
+    own_numbers,
+    structure_of,
     takes_use_cache,
     without_cache,
 )
-from l2l.model.layer_list import CutError, find_layers
-from l2l.model.module_copy import copy_tree
-from l2l.model.passing import Chain, HandedOn, NotKept, Returns, plain_arguments
-from l2l.model.recording import Recording
-from l2l.model.skeleton import (
-    Part,
-    Stub,
-    UnitTensors,
-    answering,
-    bindings_of,
-    layer_of,
-    tables_of,
-    tensors_of,
-)
-from l2l.model.structures import (
-    Template,
-    attributes_kept,
-    attributes_of,
-    own_numbers,
-    structure_of,
-)
+from l2l.model.passing import Chain, HandedOn, NotKept, Recording, Returns, plain_arguments
+from l2l.model.skeleton import APART, Part, Stub, answering, layer_of
 
 Batch = Mapping[str, Any]
 RunLayer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
@@ -87,36 +76,34 @@ class Partition:
             ValueError: the model cannot be cut; the message says what was seen.
         """
         self.list_name = find_layers(model, layers)
-        refuse_router_losses(model, {})
+        _refuse_router_losses(model, {})
         _refuse_gradient_hooks(model)
         originals = list(model.get_submodule(self.list_name).children())
         self.num_layers = len(originals)
-        owners = {
-            id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-        }
-        copies: dict[int, nn.Module] = {}
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        owners = {id(tensor): name for name, tensor in tensors}
         self.stubs = [Stub(index, layer) for index, layer in enumerate(originals)]
-        copies.update({id(layer): stub for layer, stub in zip(originals, self.stubs, strict=True)})
-        skeleton = copy_tree(model, copies)
-        self.outer_tensors = tensors_of(skeleton, owners)
-        self.tables = tables_of(skeleton, owners)
-        self.skeleton = Part(skeleton, bindings_of(skeleton, owners))
-        self.layers: list[Part] = []
-        self.layer_tensors: list[UnitTensors] = []
-        self.structures: list[str] = []
-        layer_copies = [copy_tree(layer, {}) for layer in originals]
-        numbering = own_numbers(layer_copies)
-        for copy in layer_copies:
-            self.layers.append(Part(copy, bindings_of(copy, owners)))
-            self.layer_tensors.append(tensors_of(copy, owners))
-            self.structures.append(structure_of(copy, numbering))
-        known = {} if like is None else like.templates_by_structure()
-        self.templates = self._make_templates(numbering, owners, known)
+        stubs: dict[int, nn.Module] = {id(layer_of(stub)): stub for stub in self.stubs}
+        self.skeleton = Part(copy_tree(model, stubs), owners)
+        self.outer_tensors = self.skeleton.tensors
+        embeddings = [m for m in self.skeleton.module.modules() if isinstance(m, nn.Embedding)]
+        self.tables = tuple(dict.fromkeys(owners[id(one.weight)] for one in embeddings))
+        copies = [copy_tree(layer, {}) for layer in originals]
+        numbering = own_numbers(copies)
+        self.layers = [Part(copy, owners) for copy in copies]
+        self.layer_tensors = [part.tensors for part in self.layers]
+        self.structures = [structure_of(copy, numbering) for copy in copies]
+        pairs = () if like is None else zip(like.structures, like.templates, strict=True)
+        modules = {structure: template.module for structure, template in pairs}
+        self.templates: list[Template] = []
+        for index, structure in enumerate(self.structures):
+            module = modules.setdefault(structure, copies[index])
+            self.templates.append(_template(index, copies[index], module, numbering, owners))
         self._refuse_shared_weights()
         self.returns: dict[str, Returns] = {}
         self.changing_input: set[str] = set()  # structures that write into their hidden state
         self._modes_as_given = model.training
-        self._takes_use_cache = takes_use_cache(skeleton)
+        self._takes_use_cache = takes_use_cache(self.skeleton.module)
         self._configs = configs_of(model)
         self._around = model.get_submodule(self.list_name.rpartition(".")[0])
 
@@ -132,20 +119,23 @@ class Partition:
 
     def attributes_kept(self) -> contextlib.AbstractContextManager[None]:
         """Put back what the model's code sets on its modules and layers inside the block."""
-        trees = [self.skeleton.module, *(part.module for part in self.layers)]
-        return attributes_kept([*trees, *map(layer_of, self.stubs)])
+        trees = [part.module for part in (self.skeleton, *self.layers)]
+        trees += map(layer_of, self.stubs)
+        modules = (module for tree in trees for module in tree.modules())
+        return modules_kept(module for module in modules if not isinstance(module, Stub))
 
     def batch_statistics(self) -> str | None:
         """A module that, in training, normalizes by statistics of the rows it is given."""
         for part in (self.skeleton, *self.layers):
-            for module, given in part.modes():
+            for module, given in part.given_modes:
                 if isinstance(module, _BatchNorm) and (given or not self._modes_as_given):
                     return type(module).__name__
         return None
 
     def collected(self, batch: Batch) -> str | None:
         """The option by which a batch, or a config, asks for what single layers return."""
-        return collected((self.skeleton.module, self._around), batch)
+        configs = [getattr(one, "config", None) for one in (self.skeleton.module, self._around)]
+        return asked_for(("output_hidden_states", "output_attentions"), configs, batch)
 
     def close(self) -> None:
         """Let go of all tensors; the parts cannot run any more."""
@@ -157,41 +147,12 @@ class Partition:
         self.returns.clear()
         self.changing_input.clear()
 
-    def templates_by_structure(self) -> dict[str, nn.Module]:
-        """The modules that layers run through."""
-        pairs = zip(self.structures, self.templates, strict=True)
-        return {structure: template.module for structure, template in pairs}
-
-    def _make_templates(
-        self,
-        numbering: frozenset[tuple[str, str]],
-        owners: Mapping[int, str],
-        known: Mapping[str, nn.Module],
-    ) -> list[Template]:
-        """For every layer, the module that stands for its structure and the names in it."""
-        modules = dict(known)
-        templates = []
-        for index, structure in enumerate(self.structures):
-            part = self.layers[index]
-            module = modules.setdefault(structure, part.module)
-            tensors = [
-                *part.module.named_parameters(remove_duplicate=False),
-                *part.module.named_buffers(remove_duplicate=False),
-            ]
-            names = {name: owners[id(tensor)] for name, tensor in tensors}
-            numbers = tuple(
-                (module.get_submodule(path), name)
-                for path, name in sorted(numbering & attributes_of(module).keys())
-            )
-            templates.append(Template(module=module, names=names, index=index, numbers=numbers))
-        return templates
-
     def prologue(
         self,
         batch: Batch,
         *,
         learn: RunLayer | None = None,
-        meet: Callable[[int, tuple[Any, ...], dict[str, Any]], None] | None = None,
+        meet: RunLayer | None = None,
     ) -> Recording:
         """Run the model up to its last layer; record what each layer is given.
 
@@ -201,7 +162,7 @@ class Partition:
         Raises:
             ValueError: the model does not run its layers once each and in order.
         """
-        refuse_router_losses(self.skeleton.module, batch)
+        _refuse_router_losses(self.skeleton.module, batch)
         recording, has_graph = Recording(), torch.is_grad_enabled()
         states = None if learn is None else [stub.layer_state() for stub in self.stubs]
 
@@ -214,9 +175,8 @@ class Partition:
             if states is not None and self.stubs[index].layer_state() != states[index]:
                 raise CutError(
                     f"the model changes layer {index} before it calls it, or calls it with other "
-                    "weights than its own (torch.func.functional_call with generated ones). Layers "
-                    "run apart from the model, as they were and with their own parameters: pass "
-                    "them what they need as an argument."
+                    f"weights than its own (torch.func.functional_call). {APART}, as they were and "
+                    "with their own parameters: pass them what they need as an argument."
                 )
             hidden = chain.receive(index, args, kwargs)
             recording.add(index, args, kwargs, hidden)
@@ -230,8 +190,8 @@ class Partition:
 
         chain = Chain(self.num_layers, self._wrap)
         with answering(self.stubs, handler), contextlib.suppress(LayersDone):
-            self._run(batch)
-            chain.incomplete()
+            self.run(self.skeleton.module, batch)
+            chain.refuse_incomplete()
         return recording
 
     def _learn(
@@ -263,9 +223,8 @@ class Partition:
 
         chain = Chain(self.num_layers, self._wrap)
         with answering(self.stubs, handler):
-            outputs = self._run(batch)
-        if chain.num_called < self.num_layers:
-            chain.incomplete()
+            outputs = self.run(self.skeleton.module, batch)
+        chain.refuse_incomplete()
         if any(isinstance(leaf, HandedOn | NotKept) for leaf in pytree.tree_leaves(outputs)):
             raise CutError(
                 "the model's outputs contain what single layers returned (hidden states or "
@@ -277,12 +236,16 @@ class Partition:
     def _wrap(self, index: int, hidden: Tensor) -> Any:
         return self.returns[self.structures[index]].wrap(hidden)
 
-    def _run(self, batch: Batch) -> Any:
+    def run(self, model: nn.Module, batch: Batch) -> Any:
+        """What the model, or its skeleton, returns; without a cache, unless the batch asks for one.
+
+        A cache is of no use in training, and some models attend otherwise where they make one.
+        """
         if "use_cache" in batch:
-            return self.skeleton.module(**batch)
+            return model(**batch)
         extra = {"use_cache": False} if self._takes_use_cache else {}
         with without_cache(self._configs):
-            return self.skeleton.module(**batch, **extra)
+            return model(**batch, **extra)
 
     def _refuse_shared_weights(self) -> None:
         users: dict[str, str] = dict.fromkeys(self.outer_tensors.parameters, "the model around")
@@ -294,6 +257,39 @@ class Partition:
                         "layers. Weights shared between layers cannot be streamed yet."
                     )
                 users[owner] = f"layer {index} of"
+
+
+def _template(
+    index: int,
+    layer: nn.Module,
+    module: nn.Module,
+    numbering: Numbering,
+    owners: Mapping[int, str],
+) -> Template:
+    """The module that stands for a layer's structure, and what is the layer's own in it."""
+    tensors = [
+        *layer.named_parameters(remove_duplicate=False),
+        *layer.named_buffers(remove_duplicate=False),
+    ]
+    numbered = sorted(numbering & attributes_of(module).keys())
+    return Template(
+        module=module,
+        names={name: owners[id(tensor)] for name, tensor in tensors},
+        index=index,
+        numbers=tuple((module.get_submodule(path), name) for path, name in numbered),
+    )
+
+
+def _refuse_router_losses(model: nn.Module, batch: Batch) -> None:
+    """Refuse a model whose config, or a batch that, asks for router losses of the layers."""
+    config = getattr(model, "config", None)
+    configs = [config, getattr(config, "text_config", None)]
+    if batch.get("output_router_logits") or asked_for(["output_router_logits"], configs, {}):
+        raise CutError(
+            f"{type(model).__name__} is set to collect router losses from all layers "
+            "(output_router_logits). The relay does not keep what single layers return; set "
+            "output_router_logits=False."
+        )
 
 
 def _refuse_gradient_hooks(model: nn.Module) -> None:

@@ -13,8 +13,9 @@ from typing import Any, NoReturn, final
 from torch import Tensor, nn
 from typing_extensions import override
 
-from l2l.model.layer_list import CutError
-from l2l.model.structures import attributes_of
+from l2l.model.modules import CutError, attributes_of
+
+APART = "Layers run apart from the model"
 
 Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -44,29 +45,24 @@ class Stub(nn.Module):
             if name in self.__dict__["_written"]:
                 raise CutError(
                     f"the model reads {name!r} of layer {self._index}, which the layer writes when "
-                    "it runs. Layers run apart from the model: return what the model needs as part "
-                    "of the hidden state."
+                    f"it runs. {APART}: return what the model needs as part of the hidden state."
                 ) from None
             return getattr(self.__dict__["_layer"], name)
 
-    def __iter__(self) -> NoReturn:
-        self._refuse_parts()
-
-    def __getitem__(self, key: object) -> NoReturn:
-        self._refuse_parts()
-
-    def _refuse_parts(self) -> NoReturn:
+    def _refuse_parts(self, *_: object) -> NoReturn:
         raise CutError(
             f"the model takes layer {self._index} apart. Expected layers that are called as a "
             "whole: put what belongs together into one module with a forward method."
         )
 
+    __iter__ = __getitem__ = _refuse_parts
+
     @override
     def __setattr__(self, name: str, value: Any) -> None:
         if self.__dict__.get("_handler") is not None and name != "training":
             raise CutError(
-                f"the model sets {name!r} of layer {self._index} while it runs. Layers run "
-                "apart from the model: pass it to them as an argument."
+                f"the model sets {name!r} of layer {self._index} while it runs. {APART}: pass it "
+                "to them as an argument."
             )
         super().__setattr__(name, value)
 
@@ -105,48 +101,58 @@ def answering(stubs: Sequence[Stub], handler: Handler) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
-    """One place in a module tree where a tensor is looked up."""
+class UnitTensors:
+    """The user's tensors that belong to one unit, by owner."""
 
-    module: nn.Module
-    local: str
-    owner: str  # the tensor's name in the whole model; tied parameters have one owner
-    is_parameter: bool
-
-    @property
-    def registry(self) -> dict[str, Any]:
-        """Where the module looks the tensor up."""
-        return self.module._parameters if self.is_parameter else self.module._buffers
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
 
 
 @final
 class Part:
-    """A module tree of ours whose tensors are bound from outside: the skeleton, or one layer."""
+    """A module tree of ours whose tensors are bound from outside: the skeleton, or one layer.
 
-    def __init__(self, module: nn.Module, bindings: tuple[Binding, ...]) -> None:
+    An owner is a tensor's name in the whole model; tied parameters have one owner.
+    """
+
+    def __init__(self, module: nn.Module, owners: Mapping[int, str]) -> None:
+        """`owners` are by `id` of the tensors that the tree has now."""
         self.module = module
-        self._bindings = bindings
-        self._buffer_bindings = [one for one in bindings if not one.is_parameter]
-        self._given_modes = [(child, child.training) for child in module.modules()]
+        self.given_modes = [(child, child.training) for child in module.modules()]
+        """Every module, and whether the user's was in training mode."""
+        self.tensors = UnitTensors(
+            parameters={owners[id(parameter)]: parameter for parameter in module.parameters()},
+            buffers={owners[id(buffer)]: buffer for buffer in module.buffers()},
+        )
+        self._places: list[tuple[dict[str, Any], str, str]] = [
+            (registry, local, owners[id(tensor)])
+            for child in module.modules()
+            for registry in (child._parameters, child._buffers)
+            for local, tensor in registry.items()
+            if tensor is not None
+        ]
+        self._buffer_places = [
+            (child, local, owners[id(buffer)])
+            for child in module.modules()
+            for local, buffer in child._buffers.items()
+            if buffer is not None
+        ]
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Let every lookup of the named tensors find these."""
-        for binding in self._bindings:
-            if binding.owner in tensors:
-                binding.registry[binding.local] = tensors[binding.owner]
+        for registry, local, owner in self._places:
+            if owner in tensors:
+                registry[local] = tensors[owner]
 
     def unbind(self) -> None:
         """Let go of every tensor."""
-        for binding in self._bindings:
-            binding.registry[binding.local] = None
+        for registry, local, _ in self._places:
+            registry[local] = None
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers the tree sees now, by owner."""
-        return {
-            binding.owner: buffer
-            for binding in self._buffer_bindings
-            if (buffer := binding.module._buffers[binding.local]) is not None
-        }
+        found = {owner: module._buffers[local] for module, local, owner in self._buffer_places}
+        return {owner: buffer for owner, buffer in found.items() if buffer is not None}
 
     def assigned(self, bound: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Buffers that its code has put in the place of those that were bound, by owner.
@@ -155,15 +161,15 @@ class Part:
             ValueError: one has another form than before.
         """
         found = {}
-        for binding in self._buffer_bindings:
-            before, now = bound.get(binding.owner), binding.module._buffers[binding.local]
+        for module, local, owner in self._buffer_places:
+            before, now = bound.get(owner), module._buffers[local]
             if before is None or now is None or now is before:
                 continue
             if now.shape == before.shape and now.dtype is before.dtype:
-                found[binding.owner] = now
-            elif binding.local not in binding.module._non_persistent_buffers_set:
+                found[owner] = now
+            elif local not in module._non_persistent_buffers_set:
                 raise CutError(
-                    f"the model's code replaces buffer {binding.owner!r}, {list(before.shape)} of "
+                    f"the model's code replaces buffer {owner!r}, {list(before.shape)} of "
                     f"{before.dtype}, by {list(now.shape)} of {now.dtype}. Expected buffers that "
                     "keep their shape and dtype; register those that are not state with "
                     "persistent=False."
@@ -177,50 +183,7 @@ class Part:
             kept[owner].copy_(buffer.detach())
         self.bind({owner: kept[owner] for owner in assigned})
 
-    def modes(self) -> list[tuple[nn.Module, bool]]:
-        """Every module, and whether the user's was in training mode."""
-        return self._given_modes
-
     def set_training(self, training: bool, *, as_given: bool) -> None:  # noqa: FBT001
         """Set every module's mode; `as_given` restores the modes the user's modules had."""
-        for child, given in self._given_modes:
+        for child, given in self.given_modes:
             child.training = given if training and as_given else training
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitTensors:
-    """The user's tensors that belong to one unit, by owner."""
-
-    parameters: dict[str, nn.Parameter]
-    buffers: dict[str, Tensor]
-
-
-def bindings_of(tree: nn.Module, owners: Mapping[int, str]) -> tuple[Binding, ...]:
-    """Every place in a module tree where a tensor is looked up."""
-    found = []
-    for module in tree.modules():
-        for registry, is_parameter in ((module._parameters, True), (module._buffers, False)):
-            found += [
-                Binding(
-                    module=module, local=local, owner=owners[id(tensor)], is_parameter=is_parameter
-                )
-                for local, tensor in registry.items()
-                if tensor is not None
-            ]
-    return tuple(found)
-
-
-def tensors_of(tree: nn.Module, owners: Mapping[int, str]) -> UnitTensors:
-    """The tensors of a module tree by owner."""
-    return UnitTensors(
-        parameters={owners[id(parameter)]: parameter for parameter in tree.parameters()},
-        buffers={owners[id(buffer)]: buffer for buffer in tree.buffers()},
-    )
-
-
-def tables_of(tree: nn.Module, owners: Mapping[int, str]) -> tuple[str, ...]:
-    """Owners of the weights of embedding modules, each once."""
-    found = [
-        owners[id(module.weight)] for module in tree.modules() if isinstance(module, nn.Embedding)
-    ]
-    return tuple(dict.fromkeys(found))

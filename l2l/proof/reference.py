@@ -29,14 +29,13 @@ from l2l.model import (
     LossFunction,
     Microbatch,
     Partition,
-    configs_of,
+    Rule,
     lend,
+    modules_kept,
     move_batch,
     require_loss,
     same,
     take_back,
-    takes_use_cache,
-    without_cache,
 )
 from l2l.parameter_server import ParameterServer
 from l2l.proof.evidence import Evidence
@@ -46,6 +45,17 @@ _HOST = torch.device("cpu")
 
 SeedOf = Callable[[int | None, int], int]
 """The seed of a layer, or of the code around them (None), for a microbatch."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Subject:
+    """What a proof is about."""
+
+    model: nn.Module  # the user's, whose weights are in the server
+    partition: Partition  # the same model, cut
+    server: ParameterServer
+    device: Device  # whose random numbers are drawn
+    loss_function: LossFunction | None  # the user's; None: the model's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,40 +75,32 @@ class Reference:
 
     def __init__(
         self,
+        subject: Subject,
         *,
-        model: nn.Module,
-        partition: Partition,
-        server: ParameterServer,
-        device: Device,
-        loss_function: LossFunction | None,
+        rows: Sequence[Microbatch],
+        rule: Rule,
         buffers: Mapping[str, Tensor],
         seed_of: SeedOf,
         on_host: bool,
-        room: int = 0,
+        room: int,
     ) -> None:
         """Nothing happens yet.
 
         Args:
-            model: the user's, whose weights are in the server.
-            partition: the same model, cut.
-            server: where its weights are.
-            device: whose random numbers are drawn.
-            loss_function: the user's; None: the model's own.
+            subject: what runs.
+            rows: microbatches, on the host.
+            rule: what their loss averages over.
             buffers: as training has left them, by owner, those that training changes.
             seed_of: see `SeedOf`.
             on_host: whether to run there, in evaluation mode: random numbers would be others.
             room: device memory that weights of layers may take, beyond those of two.
         """
-        self._model = model
-        self._partition = partition
-        self._server = server
-        self._device = device
-        self._loss_function = loss_function
-        self._seed_of = seed_of
-        self._on_host = on_host
-        self._room = room
-        self._place = torch.device("cpu") if on_host else device.torch_device
-        self._layers = list(model.get_submodule(partition.list_name).children())
+        self._model, self._partition = subject.model, subject.partition
+        self._server, self._device = subject.server, subject.device
+        self._loss_function = subject.loss_function
+        self.rows, self._rule = rows, rule
+        self._seed_of, self._on_host, self._room = seed_of, on_host, room
+        self._place = _HOST if on_host else subject.device.torch_device
         self._given = dict(buffers)
         self._buffers: dict[str, Tensor] = {}  # of layers, as their code has left them
         self._flats: OrderedDict[int, Tensor] = OrderedDict()  # weights of layers that are here
@@ -107,49 +109,31 @@ class Reference:
         self._running: int | None = None
         self._outer_random: Any = None
         self._m = self._saved_bytes = 0
+
+    def run(self, factor: float) -> Evidence:
+        """Losses, gradients and buffers, with losses times a factor that is divided out again."""
         self._evidence = Evidence(self._place)
-        self._factor = 1.0
-
-    def run(
-        self,
-        microbatches: Sequence[Microbatch],
-        shares: Sequence[float],
-        *,
-        divide_by_weight: bool,
-        factor: float = 1.0,
-        piece_of: Callable[[str, Tensor], Tensor] = lambda owner, gradient: gradient,
-    ) -> Evidence:
-        """Losses, gradients and buffers of some microbatches.
-
-        Args:
-            microbatches: on the host.
-            shares: what the loss of each counts.
-            divide_by_weight: whether the user's loss returns (sum, weight) and its quotient counts.
-            factor: losses are multiplied with it, gradients divided by it again.
-            piece_of: what of a parameter's gradient is kept.
-        """
-        self._evidence, self._factor = Evidence(self._place), factor
         self._buffers = {k: v.to(self._place, copy=True) for k, v in self._given.items()}
-        self._piece_of = piece_of
         weights: list[float] = []
         with self._model_as_given(), self._device.private_random_state():
-            for m, microbatch in enumerate(microbatches):
+            for m, microbatch in enumerate(self.rows):
                 self._m = m
-                weights.append(self._one(microbatch, shares[m]))
+                share = self._rule.total([microbatch]) / max(1, self._rule.total(self.rows))
+                weights.append(self._one(microbatch, share, factor))
             self._evidence.buffers = self._changed_buffers()
-        total = sum(weights) if divide_by_weight else 1.0
+        total = sum(weights) if self._rule is Rule.SUM_AND_WEIGHT else 1.0
         found = self._evidence.scaled(1.0 / (total * factor))
         found.losses = [loss / total for loss in found.losses]
         return found
 
-    def _one(self, microbatch: Microbatch, share: float) -> float:
+    def _one(self, microbatch: Microbatch, share: float, factor: float) -> float:
         """A microbatch, forward and backward; the weight that the user's loss gives it."""
         inputs = move_batch(microbatch, self._place)
         self._device.seed(self._seed_of(None, self._m))
         self._saved_bytes = 0
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with torch.enable_grad(), hooks:
-            outputs = self._outputs(inputs)
+            outputs = self._partition.run(self._model, inputs)
             function, weight = self._loss_function, 1.0
             found = require_loss(outputs) if function is None else function(outputs, inputs)
             if isinstance(found, tuple):
@@ -157,19 +141,8 @@ class Reference:
             loss = found * share
             self._evidence.losses.append(float(loss.detach()))
             if loss.requires_grad:
-                (loss.float() * self._factor).backward()  # type: ignore[no-untyped-call]
+                (loss.float() * factor).backward()  # type: ignore[no-untyped-call]
         return weight
-
-    def _outputs(self, inputs: Microbatch) -> Any:
-        """What the model returns; without a cache, unless the batch asks for one.
-
-        A cache is of no use in training, and some models attend otherwise where they make one.
-        """
-        if "use_cache" in inputs:
-            return self._model(**inputs)
-        extra = {"use_cache": False} if takes_use_cache(self._model) else {}
-        with without_cache(configs_of(self._model)):
-            return self._model(**inputs, **extra)
 
     # ----------------------------------------------------------------------------------------------
     # The user's model with real weights
@@ -177,31 +150,34 @@ class Reference:
     @contextlib.contextmanager
     def _model_as_given(self) -> Iterator[None]:
         """Real weights around the layers, watched layers; all is as before at the end."""
+        trains = self._model.training
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget)
-            for module in self._model.modules():
-                stack.callback(_put_back, module, _contents(module))
+            stack.enter_context(modules_kept(self._model.modules()))
             if "torch._dynamo" in sys.modules:  # else nothing was compiled, and it takes a second
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            self._set_modes()
-            parameters = {**self._partition.outer_tensors.parameters}
-            for tensors in self._partition.layer_tensors:
-                parameters |= tensors.parameters
-            units = self._server.units
-            dtypes = {
-                owner: unit.form.weight_layout.dtype_of(owner)
-                for unit in units.values()
-                for owner in unit.form.weight_layout.names
+            for module in self._model.modules():  # as `Partition.set_training`
+                given = module.training or not trains
+                module.__dict__["training"] = given and not self._on_host
+                for registry in (module._parameters, module._buffers):
+                    stack.callback(registry.update, dict[str, Any](registry))
+            units, partition = self._server.units, self._partition
+            parameters = {
+                owner: parameter
+                for tensors in (partition.outer_tensors, *partition.layer_tensors)
+                for owner, parameter in tensors.parameters.items()
             }
+            self._units = {o: u for u in units.values() for o in u.form.weight_layout.names}
             for owner, parameter in parameters.items():
-                lend(parameter, self._nothing(parameter, dtypes[owner]))
+                dtype = self._units[owner].form.weight_layout.dtype_of(owner)
+                lend(parameter, self._nothing(parameter, dtype))
                 stack.callback(_restore, parameter, parameter.grad)
                 parameter.grad = None
                 if parameter.requires_grad:
                     taken = functools.partial(self._take, owner)
                     hook = parameter.register_post_accumulate_grad_hook(taken)  # type: ignore[no-untyped-call]
                     stack.callback(hook.remove)
-            for owner, buffer in self._partition.skeleton.buffers().items():
+            for owner, buffer in partition.skeleton.buffers().items():
                 self._set_buffer(owner, buffer.to(self._place, copy=True))
             for name in units:
                 if not name.startswith("L"):
@@ -210,16 +186,10 @@ class Reference:
                     for owner, view in units[name].form.weight_layout.views(weights).items():
                         if owner in parameters:
                             parameters[owner].data = view
-            for index, layer in enumerate(self._layers):
+            layers = self._model.get_submodule(partition.list_name)
+            for index, layer in enumerate(layers.children()):
                 self._watch(index, layer)
             yield
-
-    def _set_modes(self) -> None:
-        """As `Partition.set_training`; on the host in evaluation mode."""
-        trains = self._model.training
-        for module in self._model.modules():
-            given = module.training if trains else True
-            module.__dict__["training"] = given and not self._on_host
 
     def _nothing(self, parameter: nn.Parameter, dtype: torch.dtype | None) -> Tensor:
         value = torch.nan if parameter.is_floating_point() else 0
@@ -246,15 +216,8 @@ class Reference:
 
     def _watch(self, index: int, layer: nn.Module) -> None:
         """Have the weights there whenever the layer's code runs, called in whatever way."""
-
-        def enter(*_: Any) -> None:
-            self._enter(index)
-
-        def leave(*_: Any) -> None:
-            self._leave(index)
-
-        layer.register_forward_pre_hook(enter, prepend=True)
-        layer.register_forward_hook(leave, always_call=True)
+        layer.register_forward_pre_hook(lambda *_: self._enter(index), prepend=True)
+        layer.register_forward_hook(lambda *_: self._leave(index), always_call=True)
         inner = layer.forward
 
         @functools.wraps(inner)
@@ -292,21 +255,17 @@ class Reference:
         self._running = None
         self._device.random_numbers.set_state(self._outer_random)
 
-    def _start_of(self, owner: str, index: int | None) -> Tensor:
-        """A buffer before the first microbatch."""
-        if owner in self._given:
-            return self._given[owner]
-        assert index is not None
-        return self._server.units[f"L{index}"].weight_of(owner)
-
     def _changed_buffers(self) -> dict[str, Tensor]:
         """Buffers that are not what they were before the first microbatch."""
-        outer = self._partition.skeleton.buffers()
-        found = {o: left for o in outer if (left := self._buffer(o)) is not None}
-        layer_of = {o: i for i, t in enumerate(self._partition.layer_tensors) for o in t.buffers}
-        found |= {o: one for o, one in self._buffers.items() if o in layer_of}
-        starts = {o: outer[o] if o in outer else self._start_of(o, layer_of[o]) for o in found}
-        return {o: one.cpu() for o, one in found.items() if not same(one, starts[o])}
+        outer, found = self._partition.skeleton.buffers(), dict[str, Tensor]()
+        for owner in [*outer, *(o for one in self._partition.layer_tensors for o in one.buffers)]:
+            left = self._buffer(owner) if owner in outer else self._buffers.get(owner)
+            start = outer.get(owner, self._given.get(owner))
+            if start is None:
+                start = self._units[owner].weight_of(owner)
+            if left is not None and not same(left, start):
+                found[owner] = left.cpu()
+        return found
 
     # ----------------------------------------------------------------------------------------------
     # What autograd saves and gives
@@ -345,42 +304,19 @@ class Reference:
         if isinstance(packed, _Spot):
             flat = self._weights(packed.layer).view(packed.dtype)
             return flat.as_strided(packed.shape, packed.strides, packed.offset)
-        if isinstance(packed, tuple):
-            device, tensor = packed
-            waited: Tensor = tensor.to(device)
-            return waited
-        assert isinstance(packed, Tensor)
-        return packed
+        found: Tensor = packed[1].to(packed[0]) if isinstance(packed, tuple) else packed
+        return found
 
     def _take(self, owner: str, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        self._evidence.add(owner, self._piece_of(owner, gradient))
+        unit = self._units[owner]  # of which this rank may hold a piece
+        piece = gradient.reshape(-1)[unit.form.trained.piece(owner, unit.share)]
+        self._evidence.add(owner, piece)
 
     def _forget(self) -> None:
         for held in (self._flats, self._spans, self._around, self._buffers):
             held.clear()
-
-
-Contents = dict[str, tuple[Any, Any]]
-"""Attributes of a module: each with a copy of what is in it, if it is a container."""
-
-
-def _contents(module: nn.Module) -> Contents:
-    return {
-        name: (value, value.copy() if isinstance(value, dict | set) else None)
-        for name, value in module.__dict__.items()
-    }
-
-
-def _put_back(module: nn.Module, contents: Contents) -> None:
-    """Let a module have the attributes, and containers the entries, that it had."""
-    module.__dict__.clear()
-    for name, (value, inside) in contents.items():
-        if inside is not None:
-            value.clear()
-            value.update(inside)
-        module.__dict__[name] = value
 
 
 def _restore(parameter: nn.Parameter, gradient: Tensor | None) -> None:

@@ -24,12 +24,9 @@ from l2l.model import (
     Program,
     RecordedTensor,
     Walked,
-    backward_layer,
-    forward_layer,
-    unwind_layer,
-    walk_layer,
     weigh_gradient,
     weighed,
+    why_not_compiled,
 )
 from l2l.parameter_server import ParameterServer
 from l2l.run.buffers import ChangingBuffers
@@ -84,7 +81,7 @@ class LayerPasses:
             output, handed = self._try(index, program, inputs, anchors, room=kept != NOTHING)
         if output is None:
             self._seed(step, index, m)
-            output = forward_layer(inputs)
+            output = inputs.forward()
         self._buffers.leave_layer(index)
         output = weighed(inputs.hidden, output, step.survival.get(index))
         if kept != NOTHING:
@@ -106,7 +103,7 @@ class LayerPasses:
         inputs = self._streamed_inputs(step, index, m, slot, recorded, before, changing)
         handed = step.handed.pop((index, m), None)
         if handed is None or not self._compiler.trusts(self._partition.structures[index], handed):
-            backward = partial(backward_layer, inputs)
+            backward = inputs.backward
         else:
             if kept != NOTHING:
                 handed.packed.kept = self._stash.get(kept, f"k{index} m{m}")
@@ -145,8 +142,7 @@ class LayerPasses:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler may raise
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            self._compiler.give_up(structure, reason[0])
+            self._compiler.give_up(structure, why_not_compiled(error))
             return None, None
         if handed.packed.kept and anchors is not None and not room:
             self._compiler.give_up(structure, "its backward pass needs more than its inputs")
@@ -176,7 +172,7 @@ class LayerPasses:
             result = program.backward(inputs, handed, gradient=gradient, anchors=anchors)
         if self._compiler.must_check(structure, handed):
             self._seed(step, index, m)
-            expected = backward_layer(inputs, gradient=gradient)
+            expected = inputs.backward(gradient)
             if not self._compiler.check(structure, program, result, expected):
                 return expected
         return result
@@ -249,7 +245,7 @@ class LayerPasses:
         for layer in step.program.shape.tail:
             self._seed(step, layer, m)
             inputs = self._tail_inputs(step, layer, m, recorded, hidden, requires=False)
-            hidden = forward_layer(inputs)
+            hidden = inputs.forward()
             self._buffers.leave_layer(layer)
         return hidden
 
@@ -278,7 +274,7 @@ class LayerPasses:
             if output is not None and handed is not None:
                 return handed, output
             self._seed(step, index, m)
-        walked = walk_layer(inputs)
+        walked = inputs.walk()
         self._buffers.leave_layer(index)
         return walked, walked.output.detach()
 
@@ -286,7 +282,7 @@ class LayerPasses:
         self, inputs: LayerInputs, walked: Handed | Walked, gradient: Tensor
     ) -> BackwardResult:
         if isinstance(walked, Walked):
-            return unwind_layer(inputs, walked, gradient=gradient)
+            return inputs.unwind(walked, gradient)
         with self._compiler.timed(walked.program):
             return walked.program.backward(inputs, walked, gradient=gradient, anchors=None)
 

@@ -38,9 +38,9 @@ from l2l.model import (
     Rule,
     compare_cut_loss,
     move_batch,
-    num_elements,
     num_rows,
     take_rows,
+    token_length,
     trial_batch,
 )
 from l2l.parameter_server import ParameterServer
@@ -105,7 +105,7 @@ class Trial:
                 self._outer.bind_only({})
                 raise ValueError(self._needs()) from error
             except Exception as error:  # a model of fixed length cannot run a few tokens
-                if isinstance(error, CutError) and num_elements(few) == num_elements(whole):
+                if isinstance(error, CutError) and token_length(few) == token_length(whole):
                     raise
                 self.cut = False
                 self._learn(whole, wants_rule=wants_rule)
@@ -275,7 +275,7 @@ class Trial:
             self._partition.forget()  # what was learnt: the next batch is to be tried as the first
             raise
         for structure in self._partition.changing_input:  # it would write into a cell
-            self._compiler.refuse(structure)
+            self._compiler.uncompiled.add(structure)
         changing = kept.changed()
         kept.put_back()
         self._outer.facts = OuterFacts(changing=changing)
