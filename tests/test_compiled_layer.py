@@ -20,8 +20,7 @@ from transformers import (
 )
 
 import l2l
-from l2l.model.compiled_layer import Compiler, GradientSum, Handed, Packed
-from l2l.model.layer_pass import BackwardResult
+from l2l.model.layer_pass import BackwardResult, Compiler, GradientSum, Handed, Packed
 from l2l.planner.hardware import H200
 
 BACKEND = "aot_eager_decomp_partition"  # traces and cuts as the real one does, and compiles nothing

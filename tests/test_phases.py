@@ -38,12 +38,11 @@ from reference import Gradients, counts, reference_gradients, shared_embeddings,
 from torch import Tensor, nn
 
 import l2l
-import l2l.model.compiled_layer
+import l2l.model.layer_pass
 from l2l.device import CheckingDevice
 from l2l.model import same
-from l2l.model.compiled_layer import Compiler, Handed, Packed, Program
-from l2l.model.layer_pass import BackwardResult
-from l2l.model.loss import Rule
+from l2l.model.batch import Rule
+from l2l.model.layer_pass import BackwardResult, Compiler, Handed, Packed, Program
 from l2l.run.lookup import TableLookup
 from l2l.run.outer_pass import pieces
 from l2l.run.transfer import Transfer
@@ -415,7 +414,7 @@ def test_compiled_layers(name: str):
     ("name", "keep"), [("llama_tied", 0.3), ("llama_tied", 1.0), ("bert_masked_lm", 0.3)]
 )
 def test_compiled_layers_that_keep_results(name: str, keep: float, monkeypatch: Any):
-    monkeypatch.setattr(l2l.model.compiled_layer, "SMALL_BYTES", 0)
+    monkeypatch.setattr(l2l.model.layer_pass, "SMALL_BYTES", 0)
     family = FAMILIES[name]
     recorder = l2l.RecordGradients()
     overrides = {"keep": keep, "num_kept_cells": 2}
@@ -440,7 +439,7 @@ def test_compiled_layers_that_keep_results(name: str, keep: float, monkeypatch: 
 @compiling
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
 def test_all_together(name: str, monkeypatch: Any):
-    monkeypatch.setattr(l2l.model.compiled_layer, "SMALL_BYTES", 0)
+    monkeypatch.setattr(l2l.model.layer_pass, "SMALL_BYTES", 0)
     family = FAMILIES[name]
     overrides = {
         "keep": 0.3,

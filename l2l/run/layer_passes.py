@@ -24,9 +24,6 @@ from l2l.model import (
     Program,
     RecordedTensor,
     Walked,
-    weigh_gradient,
-    weighed,
-    why_not_compiled,
 )
 from l2l.parameter_server import ParameterServer
 from l2l.run.buffers import ChangingBuffers
@@ -83,7 +80,7 @@ class LayerPasses:
             self._seed(step, index, m)
             output = inputs.forward()
         self._buffers.leave_layer(index)
-        output = weighed(inputs.hidden, output, step.survival.get(index))
+        output = inputs.weighed(output)
         if kept != NOTHING:
             self._stash.put(kept, f"k{index} m{m}", [] if handed is None else handed.packed.kept)
         if handed is not None:
@@ -109,7 +106,7 @@ class LayerPasses:
                 handed.packed.kept = self._stash.get(kept, f"k{index} m{m}")
             anchors = self._anchors(slot, recorded, before)
             backward = partial(self._compiled_backward, step, index, m, inputs, handed, anchors)
-        result = weigh_gradient(gradient, step.survival.get(index), backward)
+        result = inputs.weigh_gradient(gradient, backward)
         add = self._compiler.gradient_sum(self._partition.structures[index])
         self._updates.accumulate(step, action.unit, gradient_slot, result.parameters, add)
         if to != NOTHING:
@@ -142,7 +139,7 @@ class LayerPasses:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler may raise
-            self._compiler.give_up(structure, why_not_compiled(error))
+            self._compiler.give_up(structure, error)
             return None, None
         if handed.packed.kept and anchors is not None and not room:
             self._compiler.give_up(structure, "its backward pass needs more than its inputs")
@@ -211,7 +208,7 @@ class LayerPasses:
         for layer in step.program.shape.tail:
             inputs = self._tail_inputs(step, layer, m, recorded, hidden, requires=needs)
             walked, output = self._walk(layer, inputs, step, m)
-            hidden = weighed(hidden, output, step.survival.get(layer))
+            hidden = inputs.weighed(output)
             walks.append((inputs, walked))
             needs = needs or self._adds_gradient(step, layer, m)
         return walks, hidden, needs
@@ -230,7 +227,7 @@ class LayerPasses:
             if gradient is None:
                 break
             unwind = partial(self._unwind, inputs, walked)
-            result = weigh_gradient(gradient, step.survival.get(layer), unwind)
+            result = inputs.weigh_gradient(gradient, unwind)
             if self.trained(f"L{layer}"):
                 add = self._compiler.gradient_sum(self._partition.structures[layer])
                 self._updates.accumulate(step, f"L{layer}", f"GL{layer}", result.parameters, add)
@@ -315,6 +312,7 @@ class LayerPasses:
             recorded=recorded,
             through=step.through[m],
             changes_input=self._partition.structures[index] in self._partition.changing_input,
+            survival=step.survival.get(index),
         )
 
     def requires_gradient(self, step: Step, below: Iterable[int], m: int) -> bool:
