@@ -30,7 +30,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, final
+from typing import Any, ClassVar, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,9 @@ QUESTIONS = frozenset(
 """What is answered without the weights, by whichever of these this version of torch has."""
 CUT_OFF = (Tensor.detach, _property("data").__get__, torch.detach)
 """What gives no gradient to anybody."""
+SET_DATA, SET_GRAD = _property("data").__set__, _property("grad").__set__
+SET_FLAG = (_property("requires_grad").__set__, Tensor.requires_grad_)
+ADD_HOOK = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 class Reader:
@@ -197,35 +200,48 @@ class Place:
     hollow: Tensor  # what the parameter holds meanwhile
 
 
-class Held:
-    """What makes a parameter a held one: an additional base of its class."""
+class Guarded:
+    """A tensor through which every function of torch passes that is given it."""
+
+    answered: ClassVar[frozenset[Any]] = frozenset()  # without the weights
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """See the module."""
-        if func in QUESTIONS:
+        if func in cls.answered:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return _answer(func, args, kwargs or {})
+
+    def ordinary(self: Any) -> Any:
+        """The same as an ordinary tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def __iter__(self: Any) -> Iterator[Any]:
+        return iter(Tensor.unbind(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), self.ordinary())
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.ordinary().__reduce_ex__(protocol)
+
+
+class Held(Guarded):
+    """What makes a parameter a held one: an additional base of its class."""
+
+    answered = QUESTIONS
 
     @override
     def __hash__(self) -> int:
         return id(self)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(Tensor.unbind(self))  # type: ignore[arg-type]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return memo.setdefault(id(self), self._ordinary())
-
     @override
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._ordinary().__reduce_ex__(protocol)
-
-    def _ordinary(self: Any) -> Any:
-        """A parameter like this one, with its weights in memory of its own."""
+    def ordinary(self: Any) -> Any:
         place: Place = self.__dict__[KEY]
         value = place.reader.value(place, self, "copy")
         made = nn.Parameter(value, requires_grad=self.requires_grad)
@@ -234,33 +250,14 @@ class Held:
         return made
 
 
-class WeightCopy(Tensor):
+class WeightCopy(Guarded, Tensor):
     """A copy of weights that are in an engine, to be read; see [Note: copies]."""
 
     whole: WeightCopy | None  # what it is a view of: alive as long as this
 
-    @classmethod
-    @override
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run anything that does not write."""
-        return _answer(func, args, kwargs or {})
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.unbind())
-
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return memo.setdefault(id(self), self.as_subclass(Tensor).clone())
-
-    @override
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            plain = self.as_subclass(Tensor)
-        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return memo.setdefault(id(self), self.ordinary().clone())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -333,11 +330,11 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Held)]
     if held and func is torch._has_compatible_shallow_copy_type:
         return True  # else it would be replaced by another instead of being set, which is refused
-    if held and func in SETTERS:
-        return _set(func, *args, **kwargs)
+    if held and func in (SET_DATA, SET_GRAD, *SET_FLAG, *ADD_HOOK):
+        return _set(func, args[0], next(iter([*args[1:], *kwargs.values()]), True))
     name = _name(func)
     for one in _targets(name, args, kwargs):
-        if isinstance(one, Held | WeightCopy):
+        if isinstance(one, Guarded):
             _refuse_write(name, one)
     if held and any(word in name for word in PASSES.split()):
         _refuse_pass(name, held[0], others)
@@ -482,53 +479,28 @@ def _is_own(parameter: Any, value: Any) -> bool:
         )
 
 
-def _is_none(_: Any, value: Any) -> bool:
-    return value is None
-
-
-def _is_as_before(parameter: Any, requires_grad: Any = True) -> bool:  # noqa: FBT002
-    return bool(requires_grad == parameter.requires_grad)
-
-
-def _never(*_: Any, **__: Any) -> bool:
-    return False
-
-
-def _set(func: Any, parameter: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let something be set to what it is anyway, or refuse to."""
-    is_harmless, reason = SETTERS[func]
-    if not is_harmless(parameter, *args, **kwargs):
-        raise RuntimeError(reason.format(repr(parameter.__dict__[KEY].owner)))
-    if is_harmless is not _is_own:
-        with torch._C.DisableTorchFunctionSubclass():
-            func(parameter, *args, **kwargs)
-    return parameter
-
-
-_FREEZE = (
-    _is_as_before,
-    "requires_grad of {} is set while its weights are in an engine, which would go on as before. "
-    "Use engine.layers.freeze or engine.layers.thaw for whole layers, or set it before.",
-)
-_HOOK = (
-    _never,
-    "a hook is added to {}, whose weights are in an engine. It would never run: gradients do not "
-    "come to the model's own parameters.",
-)
-SETTERS: dict[Any, tuple[Callable[..., bool], str]] = {
-    _property("data").__set__: (
-        _is_own,
-        "{} is given another tensor, or another type or device, while its weights are in an "
-        f"engine: it would be lost. {CLOSE}.",
-    ),
-    _property("grad").__set__: (
-        _is_none,
-        "{} is given a gradient, but its weights are in an engine, and no other optimizer can "
-        "change them. Use engine.step, or close the engine first with engine.close().",
-    ),
-    _property("requires_grad").__set__: _FREEZE,
-    Tensor.requires_grad_: _FREEZE,
-    Tensor.register_hook: _HOOK,
-    Tensor.register_post_accumulate_grad_hook: _HOOK,
-}
-"""What sets something: when that changes nothing, and why it is refused else."""
+def _set(func: Any, parameter: Any, value: Any) -> Any:
+    """Let something of a held parameter be set to what it is anyway, or refuse to."""
+    owner = parameter.__dict__[KEY].owner
+    if func in ADD_HOOK:
+        raise RuntimeError(
+            f"a hook is added to {owner!r}, whose weights are in an engine. It would never run: "
+            "gradients do not come to the model's own parameters."
+        )
+    if func in SET_FLAG and value != parameter.requires_grad:
+        raise RuntimeError(
+            f"requires_grad of {owner!r} is set while its weights are in an engine, which would go "
+            "on as before. Use engine.layers.freeze or engine.layers.thaw, or set it before."
+        )
+    if func == SET_GRAD and value is not None:
+        raise RuntimeError(
+            f"{owner!r} is given a gradient, but its weights are in an engine, and no other "
+            "optimizer can change them. Use engine.step, or close the engine first."
+        )
+    if func == SET_DATA and not _is_own(parameter, value):
+        raise RuntimeError(
+            f"{owner!r} is given another tensor, type or device, while its weights are in an "
+            f"engine: it would be lost. {CLOSE}."
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return None if func == SET_DATA else func(parameter, value)

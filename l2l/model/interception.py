@@ -76,11 +76,11 @@ class Lookup:
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lookup:
         """Read the arguments of `torch.nn.functional.embedding`."""
         given = _named(LOOKUP_ARGUMENTS, args, kwargs)
-        others = (given.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
+        options = [given.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")]
+        plain = all(option is None or option is False for option in options)
         weight, padding = given["weight"], given.get("padding_idx")
         if padding is not None and padding < 0:
             padding += weight.shape[0]
-        plain = not any(one is not None and one is not False for one in others)
         return cls(weight=weight, ids=given["input"], padding_idx=padding, plain=plain)
 
     def is_by(self, ids: Tensor) -> bool:
@@ -118,27 +118,21 @@ class Readers(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Note the function's tensor arguments, then run it."""
+        kwargs = kwargs or {}
         if self.watching and func not in METADATA:
-            self._note(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def note_given(self, tensors: Iterable[Tensor | None]) -> None:
-        """Note tensors that are handed on as they are: no function reads those."""
-        for name in (self._names.get(id(tensor)) for tensor in tensors):
-            if name is not None:
-                self.readings.setdefault(name, Reading()).otherwise = True
-
-    def _note(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            name = self._names.get(id(leaf))
-            if name is None:
-                continue
-            reading = self.readings.setdefault(name, Reading())
             lookup = Lookup.of(args, kwargs) if func is F.embedding else None
-            if lookup is not None and lookup.weight is leaf and lookup.plain:
-                reading.lookups.append(lookup)
-            else:
-                reading.otherwise = True
+            self.note(pytree.tree_leaves((args, kwargs)), lookup)
+        return func(*args, **kwargs)
+
+    def note(self, read: Iterable[Any], lookup: Lookup | None = None) -> None:
+        """Note what is read, or handed on as it is."""
+        for one in read:
+            if (name := self._names.get(id(one))) is not None:
+                reading = self.readings.setdefault(name, Reading())
+                if lookup is not None and lookup.plain and lookup.weight is one:
+                    reading.lookups.append(lookup)
+                else:
+                    reading.otherwise = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,10 +249,8 @@ class Answers(TorchFunctionMode):
 
         def compute(tensor: Tensor) -> Tensor:
             one = self._put_off.get(id(tensor))
-            if one is None:
-                return tensor
-            logits = F.linear(one.given, one.weight)
-            return logits.to(tensor.dtype)
+            found = None if one is None else F.linear(one.given, one.weight).to(tensor.dtype)
+            return tensor if found is None else found
 
         with torch._C.DisableTorchFunction():
             return pytree.tree_map_only(Tensor, compute, tree)
@@ -278,12 +270,11 @@ class Answers(TorchFunctionMode):
 
 def _keeps_words(index: Any, num_dimensions: int) -> bool:
     """Whether an index leaves the last dimension as it is."""
-    whole = slice(None)
     if not isinstance(index, tuple):
         return num_dimensions > 1 and isinstance(index, slice)
     plain = all(isinstance(one, slice) or one is Ellipsis for one in index)
     reaches = Ellipsis in index or len(index) == num_dimensions
-    return plain and (not reaches or index[-1] == whole)
+    return plain and (not reaches or index[-1] == slice(None))
 
 
 def cross_entropy(
@@ -410,33 +401,14 @@ _ways: dict[bool, Losses] = {False: _frugally, True: _compiled}  # by whether a 
 MAX_ELEMENTS = 1 << 18  # of what is mirrored: tokens of a microbatch, not pairs of them
 HOST = torch.device("cpu")
 
-QUESTIONS = {
-    Tensor.__bool__,
-    Tensor.__int__,
-    Tensor.__index__,
-    Tensor.__contains__,
-    Tensor.item,
-    Tensor.tolist,
-    torch.equal,
-    Tensor.equal,
-    torch.is_nonzero,
+QUESTIONS = {torch.equal, torch.is_nonzero} | {
+    getattr(Tensor, name)
+    for name in ("__bool__", "__int__", "__index__", "__contains__", "item", "tolist", "equal")
 }
 _MAKERS = {torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor}
 _EXACT_MAKERS = {torch.zeros, torch.ones, torch.full}  # also of floating-point numbers
 _NOT_REPEATED = ("rand", "bernoulli", "multinomial", "dropout", "empty", "cuda")
 """Parts of the names of functions that would not give the same again, or not on the host."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Mirrored:
-    tensor: Tensor  # on the device; kept, so that its `id` is nobody else's
-    version: int
-    values: Tensor  # the same on the host
-
-    @property
-    def is_valid(self) -> bool:
-        """Whether the tensor has not been written to since."""
-        return self.tensor._version == self.version
 
 
 @final
@@ -446,7 +418,8 @@ class HostMirror(TorchFunctionMode):
     def __init__(self, on_device: Mapping[str, Any], on_host: Mapping[str, Any]) -> None:
         """The entries of a batch on the device, and the same on the host."""
         super().__init__()
-        self._mirrored: dict[int, _Mirrored] = {}
+        self._mirrored: dict[int, tuple[Tensor, int, Tensor]] = {}
+        """By `id`: a tensor, which is kept so that this stays its own; its version; its values."""
         for name, tensor in on_device.items():
             values = on_host.get(name)
             if isinstance(tensor, Tensor) and isinstance(values, Tensor) and values.is_cpu:
@@ -488,19 +461,19 @@ class HostMirror(TorchFunctionMode):
 
     def _is_known(self, tensor: Tensor) -> bool:
         mirrored = self._mirrored.get(id(tensor))
-        return mirrored is not None and mirrored.is_valid
+        return mirrored is not None and mirrored[0]._version == mirrored[1]
 
     def _note(self, tensor: Tensor, values: Any, *, as_given: bool) -> None:
         alike = isinstance(values, Tensor) and values.shape == tensor.shape
         small = tensor.numel() <= MAX_ELEMENTS
         exact = as_given or not tensor.is_floating_point()
         if alike and values.dtype is tensor.dtype and small and exact:
-            self._mirrored[id(tensor)] = _Mirrored(tensor, tensor._version, values)
+            self._mirrored[id(tensor)] = (tensor, tensor._version, values)
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         def moved(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
-                return self._mirrored[id(leaf)].values
+                return self._mirrored[id(leaf)][2]
             return HOST if isinstance(leaf, torch.device) else leaf
 
         args, kwargs = pytree.tree_map(moved, (args, kwargs))
@@ -522,5 +495,4 @@ def _can_have_one(func: Any, result: Any) -> bool:
     if result.is_floating_point() and func not in _EXACT_MAKERS:
         return False
     name = getattr(func, "__name__", "")
-    repeatable = not any(word in name for word in _NOT_REPEATED)
-    return repeatable and result.numel() <= MAX_ELEMENTS
+    return result.numel() <= MAX_ELEMENTS and not any(word in name for word in _NOT_REPEATED)

@@ -20,7 +20,7 @@ import contextlib
 import inspect
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, final
 
@@ -332,61 +332,39 @@ MAX_OBJECTS = 1000
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 OPAQUE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 
-Contents = dict[Any, Any]
 
-
-def _contents(value: Any) -> Contents | None:
-    """What an object holds, by place; None: nothing that can be seen."""
+def _contents(value: Any) -> tuple[dict[Any, Any], dict[str, Any]] | None:
+    """Entries and attributes of an object; None: nothing that can be seen."""
     if isinstance(value, (*PLAIN, *OPAQUE, Tensor)):
         return None
-    found: Contents = {}
-    if isinstance(value, dict):
-        found |= {("entry", key): entry for key, entry in value.items()}
-    elif isinstance(value, list | tuple | deque):
-        found |= {("entry", place): entry for place, entry in enumerate(value)}
-    elif isinstance(value, set):
-        found |= {("member", member): None for member in value}
-    if hasattr(value, "__dict__"):
-        found |= {("attribute", name): entry for name, entry in vars(value).items()}
+    entries: dict[Any, Any] = dict(value) if isinstance(value, dict) else {}
+    if isinstance(value, list | tuple | deque | set):
+        entries = dict(enumerate(value))
+    attributes = dict(vars(value)) if hasattr(value, "__dict__") else {}
     for name in getattr(type(value), "__slots__", ()):
         if isinstance(name, str) and hasattr(value, name):
-            found["attribute", name] = getattr(value, name)
-    return found
+            attributes[name] = getattr(value, name)
+    return entries, attributes
 
 
-def _put_back(value: Any, contents: Contents) -> None:
-    entries = {key[1]: entry for key, entry in contents.items() if key[0] == "entry"}
-    if isinstance(value, dict):
-        value.clear()
-        value.update(entries)
-    elif isinstance(value, list | deque):
-        value.clear()
-        value.extend(entries.values())
-    elif isinstance(value, set):
-        value.clear()
-        value.update(key[1] for key in contents if key[0] == "member")
-    attributes = {key[1]: entry for key, entry in contents.items() if key[0] == "attribute"}
-    if hasattr(value, "__dict__"):
-        vars(value).clear()
-    for name, entry in attributes.items():
-        object.__setattr__(value, name, entry)
+def _are_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    return now.keys() == before.keys() and all(
+        one is before[key]
+        or (isinstance(one, PLAIN) and type(one) is type(before[key]) and one == before[key])
+        for key, one in now.items()
+    )
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and one == other)
-
-
-def named_arguments(module: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Contents:
+def named_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """A layer's arguments by name."""
     try:
         names = list(inspect.signature(module.forward).parameters)
     except (TypeError, ValueError):
         names = []
-    positional = {
-        names[place] if place < len(names) else f"number {place}": value
-        for place, value in enumerate(args)
-    }
-    return {**positional, **kwargs}
+    names += [f"number {place}" for place in range(len(names), len(args))]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def objects_in(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
@@ -400,14 +378,13 @@ def objects_in(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
     waiting = deque((name, value, False, MAX_DEPTH) for name, value in arguments.items())
     while waiting and len(seen) < MAX_OBJECTS:
         name, value, shared, depth = waiting.popleft()
-        contents = _contents(value) if id(value) not in seen else None
-        if contents is None:
-            continue
-        seen.add(id(value))
-        shared = shared or pytree.tree_is_leaf(value)
-        yield name, value, shared
-        if depth:
-            waiting.extend((name, entry, shared, depth - 1) for entry in contents.values())
+        contents = _contents(value)
+        if contents is not None and id(value) not in seen:
+            seen.add(id(value))
+            shared = shared or pytree.tree_is_leaf(value)
+            yield name, value, shared
+            inside = [entry for part in contents for entry in part.values()] if depth else []
+            waiting.extend((name, entry, shared, depth - 1) for entry in inside)
 
 
 @final
@@ -416,24 +393,19 @@ class State:
 
     def __init__(self, name: str, value: Any, *, shared: bool) -> None:
         self.name, self.value, self._shared = name, value, shared
-        self._contents = _contents(value) or {}
-        held = self._contents.values() if shared else ()
+        self._entries, self._attributes = _contents(value) or ({}, {})
+        held = [*self._entries.values(), *self._attributes.values()] if shared else []
+        tensors = [one for one in held if isinstance(one, Tensor) and not one.is_inference()]
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            self._tensors = [
-                (one, one._version, one.clone())
-                for one in held
-                if isinstance(one, Tensor) and not one.is_inference()
-            ]
+            self._tensors = [(one, one._version, one.clone()) for one in tensors]
 
     def is_past(self) -> bool:
         """Whether the object holds something else now."""
-        now = _contents(self.value) or {}
+        entries, attributes = _contents(self.value) or ({}, {})
         with torch._C.DisableTorchFunctionSubclass():
-            return (
-                any(tensor._version != version for tensor, version, _ in self._tensors)
-                or now.keys() != self._contents.keys()
-                or not all(_is_same(entry, self._contents[key]) for key, entry in now.items())
-            )
+            written = any(tensor._version != version for tensor, version, _ in self._tensors)
+        same_entries = _are_same(entries, self._entries)
+        return written or not same_entries or not _are_same(attributes, self._attributes)
 
     def now(self) -> State:
         """The same object as it is now."""
@@ -441,8 +413,18 @@ class State:
 
     def restore(self) -> None:
         """Let the object be as it was."""
-        if not isinstance(self.value, tuple):
-            _put_back(self.value, self._contents)
+        if isinstance(self.value, dict | list | deque | set):
+            self.value.clear()
+        if isinstance(self.value, dict):
+            self.value.update(self._entries)
+        elif isinstance(self.value, set):
+            self.value.update(self._entries.values())
+        elif isinstance(self.value, list | deque):
+            self.value.extend(self._entries.values())
+        if hasattr(self.value, "__dict__"):
+            vars(self.value).clear()
+        for name, entry in self._attributes.items():
+            object.__setattr__(self.value, name, entry)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for tensor, _, values in self._tensors:
                 tensor.copy_(values)

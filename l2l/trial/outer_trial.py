@@ -52,7 +52,7 @@ class OuterTrial:
         kept.put_back()
         hidden = recording.hidden
         assert hidden is not None
-        first.note_given([hidden, *recording.tensors])
+        first.note([hidden, *recording.tensors])
 
         def start() -> None:
             second.watching = True
