@@ -206,9 +206,7 @@ class Guarded:
     answered: ClassVar[frozenset[Any]] = frozenset()  # without the weights
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See the module."""
         if func in cls.answered:
             with torch._C.DisableTorchFunctionSubclass():

@@ -114,9 +114,7 @@ class Readers(TorchFunctionMode):
         self.readings: dict[str, Reading] = {}
 
     @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the function's tensor arguments, then run it."""
         kwargs = kwargs or {}
         if self.watching and func not in METADATA:
@@ -163,43 +161,30 @@ class _PutOff:
 
 
 @final
+@dataclass(eq=False, kw_only=True)
 class Answers(TorchFunctionMode):
-    """Answers lookups in tables that are not there; puts off the logits of heads."""
+    """Answers lookups in tables that are not there; puts off the logits of heads.
 
-    def __init__(
-        self,
-        *,
-        rows: Mapping[int, Callable[[Lookup], Tensor]],
-        heads: Mapping[int, Head],
-        absent: Mapping[int, str],
-    ) -> None:
-        """All mappings are by `id` of the weight tensor that the model's code sees.
+    All mappings are by `id` of the weight tensor that the model's code sees.
+    """
 
-        Args:
-            rows: answers to lookups.
-            heads: weights whose products are put off.
-            absent: names of parameters that must not be read otherwise.
-        """
-        super().__init__()
-        self._rows = rows
-        self._heads = heads
-        self.absent = absent
-        self._put_off: dict[int, _PutOff] = {}
+    rows: Mapping[int, Callable[[Lookup], Tensor]]  # answers to lookups
+    heads: Mapping[int, Head]  # weights whose products are put off
+    absent: Mapping[int, str]  # names of parameters that must not be read otherwise
+    _put_off: dict[int, _PutOff] = field(default_factory=dict)
 
     @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer, or run the function as it is."""
         kwargs = kwargs or {}
         if func in METADATA:
             return func(*args, **kwargs)
         if func is F.embedding:
             lookup = Lookup.of(args, kwargs)
-            if id(lookup.weight) in self._rows:
-                return self._rows[id(lookup.weight)](lookup)
+            if id(lookup.weight) in self.rows:
+                return self.rows[id(lookup.weight)](lookup)
         elif func is F.linear and self._is_head(args, kwargs):
-            return self._stand_in(args[0], args[1], self._heads[id(args[1])])
+            return self._stand_in(args[0], args[1], self.heads[id(args[1])])
         if self._put_off:
             found = self._use(func, args, kwargs)
             if found is not None:
@@ -212,7 +197,7 @@ class Answers(TorchFunctionMode):
 
     def _is_head(self, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether a linear map is that of a head, without a bias."""
-        known = len(args) > 1 and id(args[1]) in self._heads
+        known = len(args) > 1 and id(args[1]) in self.heads
         return known and all(bias is None for bias in (*args[2:], *kwargs.values()))
 
     def _stand_in(
@@ -426,9 +411,7 @@ class HostMirror(TorchFunctionMode):
                 self._note(tensor, values, as_given=True)
 
     @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer, or run the function, for what is mirrored also on the host."""
         kwargs = kwargs or {}
         if func in METADATA:

@@ -44,25 +44,27 @@ def find_layers(model: nn.Module, name: str | None) -> str:
         f"\n    {path}: {len(lists[path])} modules, {sizes[path]:,} of {total:,} parameters"
         for path in largest[:12]
     )
-    kind, expected = type(model).__name__, "the dotted name of an nn.ModuleList or nn.Sequential"
-    if name is not None and name not in lists:
-        raise CutError(
-            f"layers={name!r} is not a list of layers of {kind}. Expected {expected}. Seen:{seen}"
-        )
+    best = name or (largest[0] if largest else "")
+    others = [
+        other
+        for other in largest
+        if other != best and not f"{other}.".startswith(f"{best}.")
+        if not best.startswith(f"{other}.") and sizes[other] > total / 10
+    ]
+    problem = None
     if not lists:
-        raise CutError(
-            f"{kind} has no list of layers among {[name for name, _ in model.named_children()]}. "
-            f"Put the layers into one, and if there are several give layers={expected}."
+        problem = f"has no list of layers among {[name for name, _ in model.named_children()]}"
+    elif best not in lists:
+        problem = f"has no list of layers {name!r}"
+    elif name is None and others:
+        problem = (
+            "has more than one list of layers, and only one can be streamed; others stay around"
         )
-    best = name or largest[0]
-    for other in largest if name is None else ():
-        apart = not other.startswith(f"{best}.") and not best.startswith(f"{other}.")
-        if apart and other != best and sizes[other] > total / 10:
-            raise CutError(
-                f"{kind} has more than one list of layers; only one can be streamed. Name it with "
-                "layers='dotted.name'; the others then stay with the prologue or epilogue, on the "
-                f"device. Seen:{seen}"
-            )
+    if problem is not None:
+        raise CutError(
+            f"{type(model).__name__} {problem}. Expected layers='dotted.name' of an nn.ModuleList "
+            f"or nn.Sequential. Seen:{seen or ' none'}"
+        )
     return best
 
 
@@ -118,9 +120,8 @@ def asked_for(names: Iterable[str], configs: Iterable[Any], batch: Mapping[str, 
     """The option that a batch turns on, or leaves to a config that does."""
     configs = list(configs)
     for name in names:
-        if batch.get(name) or (
-            batch.get(name) is None and any(getattr(one, name, False) for one in configs)
-        ):
+        asked = batch.get(name)
+        if asked or (asked is None and any(getattr(one, name, False) for one in configs)):
             return name
     return None
 
@@ -176,7 +177,7 @@ def structure_of(layer: nn.Module, numbering: Numbering) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Template:
     """The one module that runs all layers of a structure, and what is a layer's own in it.
 

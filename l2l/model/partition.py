@@ -43,7 +43,6 @@ from typing_extensions import override
 
 from l2l.model.modules import (
     CutError,
-    Numbering,
     Template,
     asked_for,
     attributes_of,
@@ -59,7 +58,8 @@ from l2l.model.modules import (
 from l2l.model.passing import Chain, HandedOn, NotKept, Recording, Returns, plain_arguments
 
 Batch = Mapping[str, Any]
-RunLayer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+"""What a stub's call becomes: the layer's number, and what it is given."""
 
 
 class LayersDone(BaseException):
@@ -101,9 +101,11 @@ class Partition:
         pairs = () if like is None else zip(like.structures, like.templates, strict=True)
         modules = {structure: template.module for structure, template in pairs}
         self.templates: list[Template] = []
-        for index, structure in enumerate(self.structures):
-            module = modules.setdefault(structure, copies[index])
-            self.templates.append(_template(index, copies[index], module, numbering, owners))
+        for index, part in enumerate(self.layers):
+            module = modules.setdefault(self.structures[index], part.module)
+            numbered = sorted(numbering & attributes_of(module).keys())
+            numbers = tuple((module.get_submodule(path), name) for path, name in numbered)
+            self.templates.append(Template(module, part.names, index, numbers))
         self._refuse_shared_weights()
         self.returns: dict[str, Returns] = {}
         self.changing_input: set[str] = set()  # structures that write into their hidden state
@@ -156,8 +158,8 @@ class Partition:
         self,
         batch: Batch,
         *,
-        learn: RunLayer | None = None,
-        meet: RunLayer | None = None,
+        learn: Handler | None = None,
+        meet: Handler | None = None,
     ) -> Recording:
         """Run the model up to its last layer; record what each layer is given.
 
@@ -200,7 +202,7 @@ class Partition:
         return recording
 
     def _learn(
-        self, index: int, run: RunLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, index: int, run: Handler, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Run a real layer; note the form of what it returns, and whether it writes into inputs."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -264,27 +266,6 @@ class Partition:
                 users[owner] = f"layer {index} of"
 
 
-def _template(
-    index: int,
-    layer: nn.Module,
-    module: nn.Module,
-    numbering: Numbering,
-    owners: Mapping[int, str],
-) -> Template:
-    """The module that stands for a layer's structure, and what is the layer's own in it."""
-    tensors = [
-        *layer.named_parameters(remove_duplicate=False),
-        *layer.named_buffers(remove_duplicate=False),
-    ]
-    numbered = sorted(numbering & attributes_of(module).keys())
-    return Template(
-        module=module,
-        names={name: owners[id(tensor)] for name, tensor in tensors},
-        index=index,
-        numbers=tuple((module.get_submodule(path), name) for path, name in numbered),
-    )
-
-
 def _refuse_router_losses(model: nn.Module, batch: Batch) -> None:
     """Refuse a model whose config, or a batch that, asks for router losses of the layers."""
     config = getattr(model, "config", None)
@@ -312,8 +293,6 @@ def _refuse_gradient_hooks(model: nn.Module) -> None:
 
 
 APART = "Layers run apart from the model"
-
-Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @final
@@ -420,34 +399,32 @@ class Part:
             parameters={owners[id(parameter)]: parameter for parameter in module.parameters()},
             buffers={owners[id(buffer)]: buffer for buffer in module.buffers()},
         )
-        self._places: list[tuple[dict[str, Any], str, str]] = [
-            (registry, local, owners[id(tensor)])
+        parameters = module.named_parameters(remove_duplicate=False)
+        named = [*parameters, *module.named_buffers(remove_duplicate=False)]
+        self.names = {name: owners[id(tensor)] for name, tensor in named}  # in the tree -> owner
+        self._places: list[tuple[nn.Module, dict[str, Any], str, str]] = [
+            (child, registry, local, owners[id(tensor)])
             for child in module.modules()
             for registry in (child._parameters, child._buffers)
             for local, tensor in registry.items()
             if tensor is not None
         ]
-        self._buffer_places = [
-            (child, local, owners[id(buffer)])
-            for child in module.modules()
-            for local, buffer in child._buffers.items()
-            if buffer is not None
-        ]
+        self._buffers = [place for place in self._places if place[1] is place[0]._buffers]
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Let every lookup of the named tensors find these."""
-        for registry, local, owner in self._places:
+        for _, registry, local, owner in self._places:
             if owner in tensors:
                 registry[local] = tensors[owner]
 
     def unbind(self) -> None:
         """Let go of every tensor."""
-        for registry, local, _ in self._places:
+        for _, registry, local, _ in self._places:
             registry[local] = None
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers the tree sees now, by owner."""
-        found = {owner: module._buffers[local] for module, local, owner in self._buffer_places}
+        found = {owner: registry[local] for _, registry, local, owner in self._buffers}
         return {owner: buffer for owner, buffer in found.items() if buffer is not None}
 
     def assigned(self, bound: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -457,8 +434,8 @@ class Part:
             ValueError: one has another form than before.
         """
         found = {}
-        for module, local, owner in self._buffer_places:
-            before, now = bound.get(owner), module._buffers[local]
+        for module, registry, local, owner in self._buffers:
+            before, now = bound.get(owner), registry[local]
             if before is None or now is None or now is before:
                 continue
             if now.shape == before.shape and now.dtype is before.dtype:

@@ -46,9 +46,7 @@ class HandedOn(Tensor):
 
     @classmethod
     @override
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer questions about shape, refuse everything else."""
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
