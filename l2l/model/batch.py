@@ -312,11 +312,7 @@ Measure = Callable[[Microbatch, int], tuple[float, float, bool]]
 """A user's loss of some rows: sum, weight (1 for a scalar), whether it computes in float32."""
 
 
-def compare_cut_loss(
-    rule: Rule,
-    microbatches: Sequence[Microbatch],
-    loss: Measure,
-) -> str | None:
+def compare_cut_loss(rule: Rule, microbatches: Sequence[Microbatch], loss: Measure) -> str | None:
     """Whether a user's loss is made of those of microbatches; None, or why it is not.
 
     Tried with some rows of the first two: so few that pairs and other groups stay together where

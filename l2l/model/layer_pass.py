@@ -64,9 +64,7 @@ from torch.func import functional_call
 from l2l.device import Device
 from l2l.model.modules import Template
 from l2l.model.partition import Part
-from l2l.model.passing import Call, Returns
-
-HIDDEN_STATE = ("hidden", 0)  # beside names of parameters, and ("recorded", index)
+from l2l.model.passing import HIDDEN, Call, Returns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +124,9 @@ class LayerInputs:
         ]
         bound = leaves(self.tensors, self.trained)
         wanted: dict[Any, Tensor] = {name: bound[name] for name in self.trained}
-        wanted |= {("recorded", index): recorded[index] for index in self.through}
+        wanted |= {index: recorded[index] for index in self.through}
         if self.hidden_requires_gradient:
-            wanted[HIDDEN_STATE] = hidden
+            wanted[HIDDEN.index] = hidden
         return Leaves(hidden, recorded, bound, wanted)
 
     def walk(self, *, with_graph: bool = True) -> Walked:
@@ -146,7 +144,7 @@ class LayerInputs:
 
     def unwind(self, walked: Walked, gradient: Tensor) -> BackwardResult:
         """Take the gradients of a pass with graph."""
-        return self.result(take_gradients([walked.output], [gradient], walked.wanted))
+        return result_of(take_gradients([walked.output], [gradient], walked.wanted))
 
     def backward(self, gradient: Tensor) -> BackwardResult:
         """Run the layer again with graph and take its gradients."""
@@ -154,11 +152,9 @@ class LayerInputs:
 
     def weighed(self, output: Tensor) -> Tensor:
         """What is handed on of the layer's output."""
-        return (
-            output
-            if self.survival is None
-            else self.hidden + (output - self.hidden) / self.survival
-        )
+        if self.survival is None:
+            return output
+        return self.hidden + (output - self.hidden) / self.survival
 
     def weigh_gradient(
         self, gradient: Tensor, backward: Callable[[Tensor], BackwardResult]
@@ -171,14 +167,15 @@ class LayerInputs:
         hidden = passed if result.hidden is None else passed + result.hidden
         return replace(result, hidden=hidden)
 
-    def result(self, found: Mapping[Any, Tensor]) -> BackwardResult:
-        """Gradients by what they are of."""
-        recorded = {index: found.get(("recorded", index)) for index in self.through}
-        return BackwardResult(
-            hidden=found.get(HIDDEN_STATE),
-            parameters={name: found[name] for name in self.trained if name in found},
-            recorded={index: one for index, one in recorded.items() if one is not None},
-        )
+
+def result_of(found: Mapping[Any, Tensor]) -> BackwardResult:
+    """Gradients by what they are of: names of parameters, or indices of recorded tensors."""
+    others = {key: gradient for key, gradient in found.items() if not isinstance(key, str)}
+    return BackwardResult(
+        hidden=others.pop(HIDDEN.index, None),
+        parameters={key: gradient for key, gradient in found.items() if isinstance(key, str)},
+        recorded=others,
+    )
 
 
 def take_gradients(
@@ -240,17 +237,6 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(code, function.__globals__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A view of something that is in a slot or cell."""
-
-    anchor: str
-    offset_bytes: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
 @final
 class Packed:
     """The tensors that a graph needs for its backward pass: the graph's hooks.
@@ -275,8 +261,7 @@ class Packed:
         address = tensor.data_ptr() if tensor.numel() else 0
         for name, device, start, end in self._spans:
             if start <= address < end and tensor.device == device:
-                shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-                return _Place(name, address - start, shape, strides, tensor.dtype)
+                return name, address - start, tensor.dtype, tensor.size(), tensor.stride()
         if tensor.nbytes <= SMALL_BYTES:
             return tensor
         self.kept.append(tensor)
@@ -284,12 +269,13 @@ class Packed:
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor again: what is in its place now, or what was kept."""
-        if isinstance(packed, _Place):
-            key, base = (packed.anchor, packed.dtype), self._bases[packed.anchor]
-            if key not in self._typed:
-                self._typed[key] = base[: base.numel() // 16 * 16].view(packed.dtype)
-            start = (base.storage_offset() + packed.offset_bytes) // packed.dtype.itemsize
-            return self._typed[key].as_strided(packed.shape, packed.strides, start)
+        if isinstance(packed, tuple):
+            name, offset_bytes, dtype, size, stride = packed
+            base = self._bases[name]
+            if (name, dtype) not in self._typed:
+                self._typed[name, dtype] = base[: base.numel() // 16 * 16].view(dtype)
+            start = (base.storage_offset() + offset_bytes) // dtype.itemsize
+            return self._typed[name, dtype].as_strided(size, stride, start)
         found: Tensor = self.kept[packed] if isinstance(packed, int) else packed
         return found
 
@@ -360,12 +346,7 @@ class Program:
         return output.detach(), handed
 
     def backward(
-        self,
-        inputs: LayerInputs,
-        handed: Handed,
-        *,
-        gradient: Tensor,
-        anchors: Mapping[str, Tensor] | None,
+        self, handed: Handed, *, gradient: Tensor, anchors: Mapping[str, Tensor] | None
     ) -> BackwardResult:
         """Gradients of a layer; `anchors` as in its forward pass, as they are now."""
         handed.packed.set_anchors(anchors or {})
@@ -374,7 +355,7 @@ class Program:
         handed.edge = None
         handed.packed.set_anchors({})
         handed.packed.kept.clear()
-        return inputs.result(found)
+        return result_of(found)
 
 
 def _sum(sums: list[Tensor], gradients: list[Tensor]) -> None:

@@ -31,7 +31,7 @@ Their tensors are bound from outside, so a tree sees whatever weights are there 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
@@ -155,11 +155,7 @@ class Partition:
         self.changing_input.clear()
 
     def prologue(
-        self,
-        batch: Batch,
-        *,
-        learn: Handler | None = None,
-        meet: Handler | None = None,
+        self, batch: Batch, *, learn: Handler | None = None, meet: Handler | None = None
     ) -> Recording:
         """Run the model up to its last layer; record what each layer is given.
 
@@ -173,7 +169,7 @@ class Partition:
         recording, has_graph = Recording(), torch.is_grad_enabled()
         states = None if learn is None else [stub.layer_state() for stub in self.stubs]
 
-        def handler(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def visit(index: int, args: Any, kwargs: Any, hidden: Tensor) -> None:
             if has_graph and not torch.is_grad_enabled():
                 raise CutError(
                     f"the model runs layer {index} under torch.no_grad(). To leave layers "
@@ -185,7 +181,6 @@ class Partition:
                     f"weights than its own (torch.func.functional_call). {APART}, as they were and "
                     "with their own parameters: pass them what they need as an argument."
                 )
-            hidden = chain.receive(index, args, kwargs)
             recording.add(index, args, kwargs, hidden)
             if meet is not None:
                 meet(index, *plain_arguments(args, kwargs, hidden))
@@ -193,17 +188,12 @@ class Partition:
                 self._learn(index, learn, *plain_arguments(args, kwargs, hidden))
             if index == self.num_layers - 1:
                 raise LayersDone
-            return chain.hand_on(index, hidden)
 
-        chain = Chain(self.num_layers, self._wrap)
-        with answering(self.stubs, handler), contextlib.suppress(LayersDone):
-            self.run(self.skeleton.module, batch)
-            chain.refuse_incomplete()
+        with contextlib.suppress(LayersDone):
+            self._walk(batch, visit)
         return recording
 
-    def _learn(
-        self, index: int, run: Handler, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _learn(self, index: int, run: Handler, args: Any, kwargs: Any) -> None:
         """Run a real layer; note the form of what it returns, and whether it writes into inputs."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
@@ -220,24 +210,39 @@ class Partition:
         `on_delivery` is called when the code after the layers begins.
         """
 
-        def handler(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = chain.receive(index, args, kwargs)
-            if index == self.num_layers - 1:
-                if on_delivery is not None:
-                    on_delivery()
-                return self._wrap(index, hidden)
-            return chain.hand_on(index, given)
+        def visit(index: int, args: Any, kwargs: Any, given: Tensor) -> Any:
+            if index < self.num_layers - 1:
+                return None
+            if on_delivery is not None:
+                on_delivery()
+            return self._wrap(index, hidden)
 
-        chain = Chain(self.num_layers, self._wrap)
-        with answering(self.stubs, handler):
-            outputs = self.run(self.skeleton.module, batch)
-        chain.refuse_incomplete()
+        outputs = self._walk(batch, visit)
         if any(isinstance(leaf, HandedOn | NotKept) for leaf in pytree.tree_leaves(outputs)):
             raise CutError(
                 "the model's outputs contain what single layers returned (hidden states or "
                 "attentions), which the relay does not keep. Turn output_hidden_states and "
                 "output_attentions off."
             )
+        return outputs
+
+    def _walk(self, batch: Batch, visit: Callable[[int, Any, Any, Tensor], Any]) -> Any:
+        """Run the model without its layers; `visit` sees each call, and may say what it returns."""
+        chain = Chain(self.num_layers, self._wrap)
+
+        def handler(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            hidden = chain.receive(index, args, kwargs)
+            found = visit(index, args, kwargs, hidden)
+            return chain.hand_on(index, hidden) if found is None else found
+
+        for stub in self.stubs:
+            stub.__dict__["_handler"] = handler
+        try:
+            outputs = self.run(self.skeleton.module, batch)
+        finally:
+            for stub in self.stubs:
+                stub.__dict__["_handler"] = None
+        chain.refuse_incomplete()
         return outputs
 
     def _wrap(self, index: int, hidden: Tensor) -> Any:
@@ -361,18 +366,6 @@ def layer_of(stub: Stub) -> nn.Module:
     """
     layer: nn.Module = stub.__dict__["_layer"]
     return layer
-
-
-@contextlib.contextmanager
-def answering(stubs: Sequence[Stub], handler: Handler) -> Iterator[None]:
-    """Let calls of the stubs go to `handler` inside the block."""
-    for stub in stubs:
-        stub.__dict__["_handler"] = handler
-    try:
-        yield
-    finally:
-        for stub in stubs:
-            stub.__dict__["_handler"] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Passes through layers: streamed ones forward and backward, those of the tail with graph.
 
-Layers run through a compiler where they can (compiled_layer.py), else as they are (layer_pass.py).
+Layers run through a compiler where they can, else as they are (layer_pass.py in the model room).
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class LayerPasses:
         structure = self._partition.structures[index]
         program = handed.program
         with self._compiler.timed(program):
-            result = program.backward(inputs, handed, gradient=gradient, anchors=anchors)
+            result = program.backward(handed, gradient=gradient, anchors=anchors)
         if self._compiler.must_check(structure, handed):
             self._seed(step, index, m)
             expected = inputs.backward(gradient)
@@ -281,7 +281,7 @@ class LayerPasses:
         if isinstance(walked, Walked):
             return inputs.unwind(walked, gradient)
         with self._compiler.timed(walked.program):
-            return walked.program.backward(inputs, walked, gradient=gradient, anchors=None)
+            return walked.program.backward(walked, gradient=gradient, anchors=None)
 
     # ----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ On two rows, with the real weights, on the device:
   entry of the batch alone (interception.py);
 - whether the epilogue does without the prologue: it must give the same bits with nothing of the
   prologue's units there. If it does not, all units around the layers stay for the whole step;
-- what the model's loss averages over ([Note: counting rule] in loss.py), and whether it may be
+- what the model's loss averages over ([Note: counting rule] in batch.py), and whether it may be
   taken over positions of a row, piece by piece ([Note: pieces] in outer_pass.py).
 
 Buffers that layers change stay on the device from then on, in the relay; all other buffers of a
@@ -137,7 +137,7 @@ class Trial:
     def why_not_cut(self, microbatches: Sequence[Microbatch]) -> str | None:
         """Why a given loss over these microbatches is not that of the batch; None: it is.
 
-        As with the model's own ([Note: counting rule] in loss.py), the layers are left out.
+        As with the model's own ([Note: counting rule] in batch.py), the layers are left out.
         """
         function, rule = self._outer.loss_function, self.rule
         if function is None or rule is None:
