@@ -154,9 +154,8 @@ class Reader:
         if self.num_running:
             raise CutError(
                 f"code that the engine runs ('{function}') reads {owner!r} of the model itself, "
-                "whose weights are in the engine. Expected code that uses the parameters of the "
-                "module it is part of. A layer whose forward was replaced, or given to "
-                "torch.compile, must use its own self, not the module it was taken from; a loss "
+                "whose weights are in the engine. Expected code that uses parameters of its own "
+                "module: a forward that was replaced, or compiled, must use its own self; a loss "
                 "gets what it needs from the outputs; a penalty on weights is weight_decay."
             )
         if self.places.get(owner) is not place:
@@ -430,11 +429,10 @@ def _refuse_pass(name: str, parameter: Any, others: list[Tensor]) -> None:
     about_weights = all(isinstance(one, WeightCopy) or not one.dim() for one in others)
     if not about_weights and not place.reader.num_running:  # in a step there is more to say
         raise RuntimeError(
-            f"the model's weights are in an engine ('{name}' was given {place.owner!r}), so the "
-            "model, or a part of it, cannot be called by itself. Use engine.step, engine.evaluate "
-            "or engine.predict. For anything else, such as model.generate, close the engine first "
-            "with engine.close(), or write a copy with engine.export and load that. To compute "
-            "something from the weights alone read them with .detach()."
+            f"the model's weights are in an engine ('{name}' was given {place.owner!r}), so it, or "
+            "a part of it, cannot be called by itself. Use engine.step, engine.evaluate or "
+            "engine.predict. For anything else, such as model.generate, close the engine first, or "
+            "load what engine.export writes; weights alone are read with .detach()."
         )
 
 
