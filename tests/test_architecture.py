@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "parameter_server": "device distributed model schedule",
     "checkpoint": "device distributed files model parameter_server",
     "hugging_face": "files model parameter_server",
-    "proof": "device distributed model parameter_server",
+    "proof": "device model parameter_server",
     "run": "device model parameter_server schedule",
     "trial": "device model parameter_server run schedule",
     "planner": "device distributed files model parameter_server run schedule trial",

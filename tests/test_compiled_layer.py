@@ -20,8 +20,7 @@ from transformers import (
 )
 
 import l2l
-from l2l.model.compiled_layer import Compiler, GradientSum, Handed, Packed
-from l2l.model.layer_pass import BackwardResult
+from l2l.model.layer_pass import BackwardResult, Compiler, GradientSum, Handed, Packed
 from l2l.planner.hardware import H200
 
 BACKEND = "aot_eager_decomp_partition"  # traces and cuts as the real one does, and compiles nothing
@@ -103,7 +102,7 @@ def test_any_number_of_lengths_takes_two_compilations(build, number: int, padded
     with inside.engine(build(3), device="cpu", compile=BACKEND) as engine:
         for number, length in enumerate(lengths):
             engine.step(batch(length, padded=padded, seed=number))
-        assert inside.compiler(engine).num_programs == 1
+        assert len(inside.compiler(engine).programs) == 1
     assert counters["stats"]["unique_graphs"] == 2
 
 
@@ -113,7 +112,7 @@ def test_depth_adds_no_compilation(num_layers: int) -> None:
     with inside.engine(llama(num_layers), device="cpu", **settings) as engine:
         for number in range(2):
             engine.step(batch(16, padded=False, seed=number))
-        assert inside.compiler(engine).num_programs == 2  # of streamed layers, and of the tail
+        assert len(inside.compiler(engine).programs) == 2  # of streamed layers, and of the tail
     assert counters["stats"]["unique_graphs"] == 2
 
 
@@ -185,17 +184,17 @@ def test_what_draws_other_random_numbers_keeps_nothing_then_runs_uncompiled() ->
         for value in (1.0, 2.0)
     )
     partial, nothing = compiler.program("layer", keep=0.5), compiler.program("layer", keep=0.0)
-    kept = Handed(partial, Packed(None), is_first=True)
+    kept = Handed(partial, Packed(), is_first=True)
     assert compiler.must_check("layer", kept)
     assert not compiler.check("layer", partial, wrong, right)
     assert not compiler.trusts("layer", kept)
     assert compiler.program("layer", keep=0.5) is nothing
     assert compiler.program("layer", keep=1.0) not in (partial, nothing)
 
-    handed = Handed(nothing, Packed(None), is_first=True)
+    handed = Handed(nothing, Packed(), is_first=True)
     assert compiler.check("layer", nothing, right, right)
     assert compiler.trusts("layer", handed)
-    assert not compiler.must_check("layer", Handed(nothing, Packed(None)))
+    assert not compiler.must_check("layer", Handed(nothing, Packed()))
     assert compiler.must_check("layer", handed)  # something else was compiled
     with pytest.warns(UserWarning, match="random numbers"):
         assert not compiler.check("layer", nothing, wrong, right)

@@ -595,8 +595,8 @@ def test_layers_of_one_kind_have_one_structure(name: str) -> None:
     assert first == third != second
     assert partition.templates[0].module is partition.templates[2].module
     for index, template in enumerate(partition.templates):
-        template.tensors({owner: torch.empty(()) for owner in template.names.values()})
-        assert all(module.__dict__[word] == index for module, word in template.numbers)
+        with template.tensors({owner: torch.empty(()) for owner in template.names.values()}):
+            assert all(module.__dict__[word] == index for module, word in template.numbers)
     assert partition.templates[0].numbers == partition.templates[2].numbers
     assert name == "qwen3_moe" or any(
         word == "layer_idx" for _, word in partition.templates[0].numbers

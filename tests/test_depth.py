@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import l2l
 from l2l.engine.depth import Choice, checked_layers
-from l2l.model.layer_list import find_layers
+from l2l.model.modules import find_layers
 
 ROWS = 6
 ADAMW = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}

@@ -1,5 +1,6 @@
 """What other code meets in a model that is in an engine: the truth, or an error that says more."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -24,8 +25,8 @@ from torch.optim.swa_utils import AveragedModel
 from l2l.distributed import Share
 from l2l.engine import Engine
 from l2l.model import UnitTensors
-from l2l.model.held import KEY, is_held, lend, take_back
-from l2l.model.layer_list import CutError
+from l2l.model.held import KEY, is_held, lent
+from l2l.model.modules import CutError
 from l2l.parameter_server import ParameterServer, UnitForm
 
 Opened = tuple[Engine, nn.Module, dict[str, Tensor]]
@@ -513,18 +514,19 @@ def test_parameters_can_be_lent_a_tensor() -> None:
         engine.step(family.batch(2))
         expected = engine.state_dict()
         parameters = dict(model.named_parameters())
-        for name, parameter in parameters.items():
-            lend(parameter, expected[name].double())
-            assert not is_held(parameter)
-            assert parameter.requires_grad
-        batch = {k: v.double() if v.is_floating_point() else v for k, v in family.batch(2).items()}
-        model(**batch)["loss"].backward()
+        with contextlib.ExitStack() as stack:
+            for name, parameter in parameters.items():
+                stack.enter_context(lent(parameter, expected[name].double()))
+                assert not is_held(parameter)
+                assert parameter.requires_grad
+            batch = family.batch(2)
+            batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+            model(**batch)["loss"].backward()
+            assert any(parameter.grad is not None for parameter in parameters.values())
         for parameter in parameters.values():
-            take_back(parameter)
             assert is_held(parameter)
             assert parameter.dtype is torch.float32
-            assert parameter.grad is None or parameter.grad.dtype is torch.float64
-        assert any(parameter.grad is not None for parameter in parameters.values())
+            assert parameter.grad is None
         model.zero_grad()
         assert all(parameters[name] is one for name, one in model.named_parameters())
         assert same(model.state_dict(), expected)

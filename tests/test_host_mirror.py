@@ -6,7 +6,7 @@ import torch
 from families import FAMILIES, masks
 from torch import Tensor
 
-from l2l.model.host_mirror import MAX_ELEMENTS, QUESTIONS, HostMirror
+from l2l.model.interception import MAX_ELEMENTS, QUESTIONS, HostMirror
 from l2l.run.around_layers import AroundLayers
 from l2l.run.outer_pass import OuterPass
 

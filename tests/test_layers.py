@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
 import l2l
-from l2l.model.layer_list import find_layers
+from l2l.model.modules import find_layers
 
 ROWS = 4
 ADAMW = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import l2l
 from l2l.device import CheckingDevice, QueuedEvent, Work
 from l2l.engine import Engine
-from l2l.model.compiled_layer import Compiler
+from l2l.model.layer_pass import Compiler
 from l2l.run.stash import Stash
 from l2l.schedule import Lane, Schedule, Shape, Wait, WaitLast, make_schedule, validate
 
@@ -635,7 +635,7 @@ def test_a_step_that_leaves_or_settles_updates_fails_when_any_wait_is_deleted(na
 def test_a_step_that_keeps_results_fails_when_any_wait_is_deleted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("l2l.model.compiled_layer.SMALL_BYTES", 0)  # the tensors here are all small
+    monkeypatch.setattr("l2l.model.layer_pass.SMALL_BYTES", 0)  # the tensors here are all small
     compiler = Compiler(backend=KEPT.settings["compile"])
     monkeypatch.setattr(inside.COMPILER, lambda **_: compiler)  # compiles once for all
     kept: list[int] = []

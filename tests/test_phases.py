@@ -38,12 +38,11 @@ from reference import Gradients, counts, reference_gradients, shared_embeddings,
 from torch import Tensor, nn
 
 import l2l
-import l2l.model.compiled_layer
+import l2l.model.layer_pass
 from l2l.device import CheckingDevice
 from l2l.model import same
-from l2l.model.compiled_layer import Compiler, Handed, Packed, Program
-from l2l.model.layer_pass import BackwardResult
-from l2l.model.loss import Rule
+from l2l.model.batch import Rule
+from l2l.model.layer_pass import BackwardResult, Compiler, Handed, Packed, Program
 from l2l.run.lookup import TableLookup
 from l2l.run.outer_pass import pieces
 from l2l.run.transfer import Transfer
@@ -415,7 +414,7 @@ def test_compiled_layers(name: str):
     ("name", "keep"), [("llama_tied", 0.3), ("llama_tied", 1.0), ("bert_masked_lm", 0.3)]
 )
 def test_compiled_layers_that_keep_results(name: str, keep: float, monkeypatch: Any):
-    monkeypatch.setattr(l2l.model.compiled_layer, "SMALL_BYTES", 0)
+    monkeypatch.setattr(l2l.model.layer_pass, "SMALL_BYTES", 0)
     family = FAMILIES[name]
     recorder = l2l.RecordGradients()
     overrides = {"keep": keep, "num_kept_cells": 2}
@@ -440,7 +439,7 @@ def test_compiled_layers_that_keep_results(name: str, keep: float, monkeypatch: 
 @compiling
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
 def test_all_together(name: str, monkeypatch: Any):
-    monkeypatch.setattr(l2l.model.compiled_layer, "SMALL_BYTES", 0)
+    monkeypatch.setattr(l2l.model.layer_pass, "SMALL_BYTES", 0)
     family = FAMILIES[name]
     overrides = {
         "keep": 0.3,
@@ -1092,7 +1091,7 @@ def test_one_program_serves_any_depth(depth: int):
     with make_engine(family.build(), family, **settings) as engine:
         loss = engine.step(batch).loss
         engine.evaluate(batch)
-        assert inside.compiler(engine).num_programs == 1
+        assert len(inside.compiler(engine).programs) == 1
         assert all(map(inside.compiler(engine).compiles, inside.partition(engine).structures))
     assert_gradients((loss, recorder.gradients), plain_gradients(family, batch))
 
@@ -1108,7 +1107,7 @@ def test_compiled_layers_take_any_length():
             loss = engine.step(batch).loss
             inside.server(engine).settle_all()
             assert_gradients((loss, recorder.gradients), plain_gradients(family, batch))
-        assert inside.compiler(engine).num_programs == 2  # streamed, and in the tail
+        assert len(inside.compiler(engine).programs) == 2  # streamed, and in the tail
 
 
 @compiling
@@ -1270,7 +1269,7 @@ def test_the_comparison_of_random_layers():
     compiler.note_random("a")
     program = compiler.program("a", keep=0.0)
     assert program is not None
-    handed, infinite = Handed(program, Packed(None)), result(torch.inf * large, noise)
+    handed, infinite = Handed(program, Packed()), result(torch.inf * large, noise)
     assert compiler.check("a", program, infinite, infinite)
     assert compiler.must_check("a", handed)  # that told nothing
     assert compiler.check("a", program, result(1.001 * large, -noise), right)

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 import l2l
 from l2l.device import CheckingDevice
-from l2l.model.recording import HIDDEN, RecordedTensor, Recording
-from l2l.model.recording import Call as RecordedCall
-from l2l.model.skeleton import Part, Stub
+from l2l.model.partition import Part, Stub
+from l2l.model.passing import HIDDEN, RecordedTensor, Recording
+from l2l.model.passing import Call as RecordedCall
 from l2l.parameter_server import Adafactor
 from l2l.proof import Evidence, Proof, ProofError, ProofMemory
 from l2l.proof.evidence import ODD_FACTOR, WHOLE_ELEMENTS, check
@@ -359,7 +359,7 @@ def test_the_models_own_code_may_run_on_the_host(
 def test_where_the_models_own_code_runs() -> None:
     with engine_of(Words()) as engine:
         proof, least = inside.proof(engine), inside.proof(engine)._least_bytes()
-        proof._device = SimpleNamespace(torch_device=torch.device("cuda"))
+        proof.device = SimpleNamespace(torch_device=torch.device("cuda"))
         assert proof._places(least) == (False, True)
         assert proof._places(least - 1) == (True,)
         assert proof._places(None) == (False, True)
@@ -429,13 +429,13 @@ def test_the_key_depends_on_code_and_structure() -> None:
 
 def test_the_reference_holds_two_layers_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
-    enter = l2l.proof.reference.Reference._enter
+    enter = l2l.proof.proof.Reference._enter
 
     def watched(self: Any, index: int) -> None:
         enter(self, index)
         held.append(len(self._flats))
 
-    monkeypatch.setattr(l2l.proof.reference.Reference, "_enter", watched)
+    monkeypatch.setattr(l2l.proof.proof.Reference, "_enter", watched)
     with engine_of(Words(depth=7)) as engine:
         engine.step(batch())
     assert len(held) == 14

@@ -511,7 +511,7 @@ def test_a_device_seeds_the_default_generators_only_if_it_must():
         with inside.engine(model, device="cpu", microbatch_size=2) as engine:
             engine.step({"ids": IDS, "labels": IDS})
             assert engine.device.random_numbers.seeds_defaults is must
-            assert inside.compiler(engine).draws_random_numbers
+            assert inside.compiler(engine).random
 
 
 @pytest.mark.parametrize("backend", [BACKEND, pytest.param("inductor", marks=pytest.mark.thorough)])

@@ -13,7 +13,7 @@ from l2l.checkpoint import Persistence
 from l2l.engine.depth import Choice, Depth, checked_layers
 from l2l.engine.resources import Resources
 from l2l.hugging_face import Incoming, export_model
-from l2l.model import Partition, UnitTensors, refuse_replaced, registered
+from l2l.model import Partition, UnitTensors
 from l2l.parameter_server import UnitForm, units_of
 from l2l.proof import Proof, ProofMemory
 from l2l.run import OuterPass, Relay, Updates
@@ -112,7 +112,7 @@ class Network:
 
     def bind(self) -> None:
         """Let the code around the layers see buffers on the device; note the model's parameters."""
-        self._registered = registered(self._model)
+        self._server.reader.watch(self._model)
         self.partition.skeleton.bind(
             {
                 owner: buffer.detach().to(self._device.torch_device, copy=True)
@@ -122,7 +122,6 @@ class Network:
 
     def running(self) -> AbstractContextManager[None]:
         """While the block runs, nobody reads the model's own parameters; it has those it had."""
-        refuse_replaced(self._registered)
         return self._server.reader.running()
 
     def seed_of_rank(self, seed: int) -> int:

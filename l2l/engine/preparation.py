@@ -18,14 +18,11 @@ from l2l.engine.resources import Resources
 from l2l.model import (
     Microbatch,
     Rule,
-    ignored_targets,
     num_rows,
-    refuse_uncountable,
     split_batch,
     split_into,
     take_rows,
     token_length,
-    total_count,
 )
 from l2l.schedule import OuterUnit
 
@@ -90,9 +87,7 @@ class Preparation:
         total = sum(rank.count for rank in ranks) if counts else 1
         if counts:
             ignored = next((rank.ignored for rank in ranks if rank.ignored is not None), None)
-            refuse_uncountable(
-                rule, num_microbatches=num_microbatches, total=total, ignored=ignored
-            )
+            rule.refuse_uncountable(num_microbatches=num_microbatches, total=total, ignored=ignored)
         number = max(1, *(rank.num_microbatches for rank in ranks))
         microbatches, num_own = split_into(batch, number, microbatch_size=rows)
         self.resources.transfer.reserve(self.placement.shape(len(microbatches), training=training))
@@ -137,8 +132,8 @@ class Preparation:
         mine = _Rank(
             layers=choice.layers,
             num_microbatches=len(own),
-            count=total_count(rule, own) if own and counts else 0,
-            ignored=ignored_targets(rule, own) if counts else None,
+            count=rule.total(own) if own and counts else 0,
+            ignored=rule.ignored_targets(own) if counts else None,
             num_tokens=sum(num_rows(one) * token_length(one) for one in own),
             why_not_cut=self.network.trial.why_not_cut(own) if counts else None,
         )
@@ -203,7 +198,7 @@ class Preparation:
             facts=self.network.outer.facts,
             record=trial.record,
             buffer_bytes=trial.resident_buffer_bytes(),
-            draws_random_numbers=self.resources.compiler.draws_random_numbers,
+            draws_random_numbers=bool(self.resources.compiler.random),
         )
         if world.is_parallel:  # all go by the plan of the one with most to do
             parts: list[Any] = [batch] if isinstance(batch, Mapping) else list(batch)

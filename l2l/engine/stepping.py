@@ -17,7 +17,7 @@ from l2l.engine.network import Network
 from l2l.engine.placement import Placement
 from l2l.engine.preparation import Preparation
 from l2l.engine.resources import Resources
-from l2l.model import join_outputs, no_rows, output_shares
+from l2l.model import Rule, join_outputs, no_rows
 from l2l.planner import STATE_ON_HOST
 from l2l.run import Program, Step
 
@@ -67,7 +67,7 @@ class Stepping:
         own = cut.microbatches[: step.num_own]
         if not own:  # this rank has no rows
             return no_rows(step.outputs[0])
-        shares = output_shares(self.network.trial.rule, own)
+        shares = (self.network.trial.rule or Rule.UNKNOWN).output_shares(own)
         return join_outputs([step.outputs[m] for m in range(len(own))], shares)
 
     # ----------------------------------------------------------------------------------------------

@@ -1,20 +1,48 @@
-"""A batch and its microbatches: checked, and cut along the rows.
+"""A batch, its microbatches and their outputs: checked, cut along the rows, joined, compared.
 
 A batch is a dict of tensors that share their first dimension (entries that are not tensors, or are
 scalars, go to every microbatch), or a list of such dicts, each of which is one microbatch with a
 length of its own.
+
+The loss of a step over its microbatches is the loss of the whole batch.
+
+A model's own loss is a mean over something: over labels that are not ignored (shifted by one for
+causal models, unshifted for others), or over rows. Microbatch m must therefore count `n_m / N` with
+n that something. Weighting microbatches equally is wrong as soon as padding differs between them.
+
+[Note: counting rule] Which of the three it is, is found by experiment before the first step, on two
+rows of at most `TRIAL_TOKENS` tokens, with the model's own epilogue:
+
+- labels of integers in two dimensions: all labels are ignored but those of the first position. A
+  causal loss never looks there and has nothing to average; any other loss is finite and not zero.
+- then the rule is verified: the loss of two rows with different numbers of labels must be the
+  weighted mean of the losses of each row alone. A loss that is not (a sum, two heads with different
+  counts) is refused as soon as there is more than one microbatch to weigh.
+
+A user's `loss` returns (sum, weight), whose quotient over the whole batch is the loss, or a scalar,
+taken as a mean over rows. That is verified too, for the number of rows that microbatches have: a
+loss may compare rows with each other, all of them or pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from l2l.model.modules import CutError
+
 Microbatch = dict[str, Any]
+
+
+def has_rows(value: Any) -> bool:
+    """Whether an entry of a batch has rows of its own."""
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def num_rows(batch: Mapping[str, Any]) -> int:
@@ -23,47 +51,37 @@ def num_rows(batch: Mapping[str, Any]) -> int:
     Raises:
         ValueError: there is no tensor, the tensors disagree, or there are no rows.
     """
-    rows = {
-        name: value.shape[0]
-        for name, value in batch.items()
-        if isinstance(value, Tensor) and value.dim() > 0
+    rows: dict[str, int] = {
+        name: value.shape[0] for name, value in batch.items() if has_rows(value)
     }
-    if not rows:
+    if len(set(rows.values())) != 1 or 0 in rows.values():
         raise ValueError(
-            f"the batch has no tensor with rows; found {sorted(batch)}. Expected a dict such as "
-            "{'input_ids': tensor of [rows, length], 'labels': ...}."
+            f"of the entries {sorted(batch)} of the batch, these have rows: {rows}. Expected a "
+            "dict such as {'input_ids': tensor of [rows, length], 'labels': ...}, with the same "
+            "number of rows in each tensor, and at least one."
         )
-    if len(set(rows.values())) > 1:
-        raise ValueError(
-            f"the batch's tensors have unequal first dimensions: {rows}. Expected the same number "
-            "of rows in each."
-        )
-    count = next(iter(rows.values()))
-    if count == 0:
-        raise ValueError(f"the batch has zero rows: {rows}. Expected at least one.")
-    return count
+    return next(iter(rows.values()))
 
 
 def token_length(batch: Mapping[str, Any]) -> int:
     """Positions in a row: the second dimension of the batch's tensors of two."""
     lengths = [v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.dim() == 2]
-    return max(1, *lengths, 1)
+    return max(lengths, default=1) or 1
 
 
 def take_rows(batch: Mapping[str, Any], start: int, end: int) -> Microbatch:
     """Rows `start` to `end` of every tensor that has rows."""
-    return {
-        name: value[start:end] if isinstance(value, Tensor) and value.dim() > 0 else value
-        for name, value in batch.items()
-    }
+    return {name: value[start:end] if has_rows(value) else value for name, value in batch.items()}
+
+
+def map_batch(change: Callable[[Tensor], Tensor], batch: Mapping[str, Any]) -> Microbatch:
+    """The batch with its tensors changed."""
+    return {n: change(v) if isinstance(v, Tensor) else v for n, v in batch.items()}
 
 
 def move_batch(batch: Mapping[str, Any], device: torch.device | str) -> Microbatch:
     """The batch with its tensors on a device."""
-    return {
-        name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in batch.items()
-    }
+    return map_batch(lambda tensor: tensor.to(device), batch)
 
 
 def split_batch(batch: Any, *, microbatch_size: int) -> list[Microbatch]:
@@ -73,19 +91,16 @@ def split_batch(batch: Any, *, microbatch_size: int) -> list[Microbatch]:
         ValueError: as `num_rows`, or the batch is neither a dict nor a list of dicts.
     """
     if isinstance(batch, Mapping):
-        rows = num_rows(batch)
-        return [
-            take_rows(batch, start, min(start + microbatch_size, rows))
-            for start in range(0, rows, microbatch_size)
-        ]
-    if not isinstance(batch, list | tuple) or not batch:
+        starts = range(0, num_rows(batch), microbatch_size)
+        return [take_rows(batch, start, start + microbatch_size) for start in starts]
+    is_list = isinstance(batch, list | tuple) and len(batch) > 0
+    if not is_list or not all(isinstance(one, Mapping) for one in batch):
+        kinds = sorted({type(one).__name__ for one in batch}) if is_list else "nothing"
         raise ValueError(
-            f"the batch is {'an empty ' if batch == [] else ''}{type(batch).__name__}. Expected a "
-            "dict of tensors, or a list of dicts, each its own microbatch."
+            f"the batch is a {type(batch).__name__} of {kinds}. Expected a dict of tensors, or a "
+            "list of dicts, each its own microbatch."
         )
     for one in batch:
-        if not isinstance(one, Mapping):
-            raise ValueError(f"the list of microbatches holds {type(one).__name__}; expected dicts")
         num_rows(one)
     return [dict(one) for one in batch]
 
@@ -100,19 +115,16 @@ def split_into(batch: Any, number: int, *, microbatch_size: int) -> tuple[list[M
     if len(found) < number and isinstance(batch, Mapping):
         rows = num_rows(batch)
         parts = min(rows, number)
-        ends = [rows * (index + 1) // parts for index in range(parts)]
-        starts = [0, *ends[:-1]]
-        found = [take_rows(batch, a, b) for a, b in zip(starts, ends, strict=True)]
+        ends = [rows * index // parts for index in range(parts + 1)]
+        found = [take_rows(batch, ends[i], ends[i + 1]) for i in range(parts)]
     return [*found, *(dict(found[-1]) for _ in range(number - len(found)))], len(found)
 
 
 def no_rows(outputs: Any) -> Any:
     """Outputs without their rows; scalars are zero."""
-
-    def emptied(tensor: Tensor) -> Tensor:
-        return tensor[:0] if tensor.dim() else torch.zeros_like(tensor)
-
-    return pytree.tree_map_only(Tensor, emptied, outputs)
+    return pytree.tree_map_only(
+        Tensor, lambda one: one[:0] if one.dim() else torch.zeros_like(one), outputs
+    )
 
 
 def join_outputs(outputs: list[Any], shares: list[float]) -> Any:
@@ -121,28 +133,283 @@ def join_outputs(outputs: list[Any], shares: list[float]) -> Any:
     Raises:
         ValueError: the outputs hold something whose rows cannot be joined.
     """
-    if len(outputs) == 1:
-        return outputs[0]
-    flat = [pytree.tree_flatten(one) for one in outputs]
-    joined: list[Any] = []
-    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
-        first = leaves[0]
-        if isinstance(first, Tensor) and first.dim() == 0:
-            weighted = [leaf * share for leaf, share in zip(leaves, shares, strict=True)]
-            joined.append(torch.stack(weighted).sum())
-        elif isinstance(first, Tensor):
-            if len({leaf.shape[1:] for leaf in leaves}) > 1:
-                raise ValueError(
-                    "the outputs of the microbatches have different lengths and cannot be joined. "
-                    "Call predict for each, or pad them to one length."
-                )
-            joined.append(torch.cat(leaves))
-        elif first is None or isinstance(first, bool | int | float | str):
-            joined.append(first)
-        else:
+
+    def join(first: Any, *others: Any) -> Any:
+        leaves = [first, *others]
+        if not isinstance(first, Tensor | bool | int | float | str | None):
             raise ValueError(
                 f"the model returns {type(first).__name__}, whose rows cannot be joined over the "
                 "microbatches. Return a dict, a tuple or a ModelOutput, or let one microbatch hold "
                 "all rows."
             )
-    return pytree.tree_unflatten(joined, flat[0][1])
+        if not isinstance(first, Tensor):
+            return first
+        if first.dim() == 0:
+            weighted = [leaf * share for leaf, share in zip(leaves, shares, strict=True)]
+            return torch.stack(weighted).sum()
+        if len({leaf.shape[1:] for leaf in leaves}) > 1:
+            raise ValueError(
+                "the outputs of the microbatches have different lengths and cannot be joined. "
+                "Call predict for each, or pad them to one length."
+            )
+        return torch.cat(leaves)
+
+    return outputs[0] if len(outputs) == 1 else pytree.tree_map(join, *outputs)
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two nested values have the same tensors in them, wherever these are.
+
+    NaN is like NaN, and what is no tensor is like anything else that is none.
+    """
+    pairs = [pytree.tree_leaves(first), pytree.tree_leaves(second)]
+    return len(pairs[0]) == len(pairs[1]) and all(map(_same_tensor, *pairs))
+
+
+def _same_tensor(first: Any, second: Any) -> bool:
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return isinstance(first, Tensor) == isinstance(second, Tensor)
+    if first.shape != second.shape or first.dtype is not second.dtype:
+        return False
+    second = second.to(first.device)
+    return torch.equal(first.isnan(), second.isnan()) and torch.equal(
+        first.nan_to_num(), second.nan_to_num()
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The loss
+
+
+IGNORED = -100
+TRIAL_TOKENS = 16
+MAX_TRIAL_ROWS = 16
+SINGLE_TOLERANCE = 2e-5
+HALF_TOLERANCE = 2e-2
+
+LossFunction = Callable[[Any, Mapping[str, Any]], Tensor | tuple[Tensor, Any]]
+
+
+class Rule(enum.Enum):
+    """What a loss averages over."""
+
+    ROWS = "rows"
+    LABELS = "labels that are not ignored"
+    SHIFTED_LABELS = "labels that are not ignored, from the second position on"
+    SUM_AND_WEIGHT = "the weights that the user's loss returns"
+    UNKNOWN = "none of the rules that were tried"
+
+    def count(self, microbatch: Mapping[str, Any]) -> int:
+        """What a microbatch's mean is over."""
+        labels = microbatch.get("labels")
+        if self not in (Rule.LABELS, Rule.SHIFTED_LABELS) or not isinstance(labels, Tensor):
+            return num_rows(microbatch)
+        return int(((labels if self is Rule.LABELS else labels[..., 1:]) != IGNORED).sum())
+
+    def total(self, microbatches: Sequence[Microbatch]) -> int:
+        """What the loss of some microbatches is a mean over; 0: every label is ignored."""
+        is_known = self not in (Rule.SUM_AND_WEIGHT, Rule.UNKNOWN)
+        return sum(map(self.count, microbatches)) if is_known else 1
+
+    def ignored_targets(self, microbatches: Sequence[Microbatch]) -> str | None:
+        """The name of targets that losses ignore although their rows are counted; None: none."""
+        for microbatch in microbatches if self is Rule.ROWS else ():
+            for name, value in microbatch.items():
+                integers = isinstance(value, Tensor) and not value.is_floating_point()
+                if integers and bool((value == IGNORED).any()):
+                    return name
+        return None
+
+    def refuse_uncountable(self, *, num_microbatches: int, total: int, ignored: str | None) -> None:
+        """Refuse a batch whose loss cannot be put together from those of its microbatches.
+
+        Args:
+            num_microbatches: of all ranks.
+            total: of all ranks.
+            ignored: of any rank (`ignored_targets`).
+
+        Raises:
+            ValueError: it is such a batch.
+        """
+        advice = "pass loss=(outputs, batch) -> (sum, weight), or let one microbatch hold all rows."
+        if self is Rule.UNKNOWN and num_microbatches > 1:
+            raise ValueError(
+                f"the model's loss over {num_microbatches} microbatches cannot be made that of the "
+                "whole batch: it is not a mean over rows or over labels that are not ignored; "
+                f"{advice}"
+            )
+        if ignored is not None and num_microbatches > 1:
+            raise ValueError(
+                f"{ignored!r} contains {IGNORED}, which losses ignore, but only targets called "
+                f"'labels' are counted. Rename it, {advice}"
+            )
+        if total == 0:
+            raise ValueError(
+                f"every label of the batch is ignored ({IGNORED}), so there is nothing to average. "
+                "Expected at least one label to learn from."
+            )
+
+    def output_shares(self, microbatches: Sequence[Microbatch]) -> list[float]:
+        """What each microbatch's own loss counts in the outputs of a prediction.
+
+        Where no rule makes it the loss of the whole batch, the loss of several microbatches is NaN.
+        """
+        number, total = len(microbatches), self.total(microbatches)
+        if self in (Rule.UNKNOWN, Rule.SUM_AND_WEIGHT):
+            return [1.0 if number == 1 else math.nan] * number
+        if total == 0 or (number > 1 and self.ignored_targets(microbatches) is not None):
+            return [math.nan] * number
+        return [self.count(microbatch) / total for microbatch in microbatches]
+
+
+def require_loss(outputs: Any) -> Tensor:
+    """The loss in a model's outputs: `.loss`, `["loss"]`, a scalar, or a tuple that begins so.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = getattr(outputs, "loss", None)
+    if isinstance(outputs, Tensor):
+        found = outputs
+    elif isinstance(outputs, Mapping):
+        found = outputs.get("loss")
+    elif isinstance(outputs, tuple | list):
+        found = next(iter(outputs), None)
+    if not isinstance(found, Tensor) or found.dim() > 0:
+        raise ValueError(
+            f"the model returned {type(outputs).__name__} without a loss. Expected 'labels' in the "
+            "batch and a model that returns outputs.loss, or loss=(outputs, batch) -> "
+            "(sum, weight) given to the engine."
+        )
+    return found
+
+
+def trial_batch(microbatch: Mapping[str, Any], *, cut: bool) -> Microbatch:
+    """Two rows of a microbatch; `cut`: of a language model, with few tokens."""
+    rows = take_rows(microbatch, 0, 2)
+    rows = joined([rows, rows]) if num_rows(rows) == 1 else rows
+    return shortened(rows) if cut else rows
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> Microbatch:
+    """The rows of all parts."""
+    return {
+        name: torch.cat([part[name] for part in parts]) if has_rows(value) else value
+        for name, value in parts[0].items()
+    }
+
+
+def shortened(microbatch: Microbatch) -> Microbatch:
+    """Rows of a language model with few tokens; of anything else, as they are."""
+    tensors = [value for value in microbatch.values() if has_rows(value)]
+    integers = all(one.dim() == 2 and not one.is_floating_point() for one in tensors)
+    if not integers or len({one.shape[1] for one in tensors}) != 1:
+        return microbatch
+    return {n: v[:, :TRIAL_TOKENS] if has_rows(v) else v for n, v in microbatch.items()}
+
+
+Measure = Callable[[Microbatch, int], tuple[float, float, bool]]
+"""A user's loss of some rows: sum, weight (1 for a scalar), whether it computes in float32."""
+
+
+def compare_cut_loss(rule: Rule, microbatches: Sequence[Microbatch], loss: Measure) -> str | None:
+    """Whether a user's loss is made of those of microbatches; None, or why it is not.
+
+    Tried with some rows of the first two: so few that pairs and other groups stay together where
+    they do in a microbatch, or, if these show a difference, all of them.
+
+    Args:
+        rule: how losses of microbatches are put together.
+        microbatches: of the batch.
+        loss: gives the loss of rows, with a seed for what it draws.
+    """
+    first, second = microbatches[:2]
+    rows = num_rows(first)
+    few = rows if rows <= MAX_TRIAL_ROWS else MAX_TRIAL_ROWS + rows % MAX_TRIAL_ROWS
+    verdict = None
+    for number in dict.fromkeys((few, rows)):
+        parts = take_rows(first, 0, number), take_rows(second, 0, number)
+        for cut in (True, False):  # of fixed length, it may not take a few tokens
+            chosen = [shortened(part) if cut else part for part in parts]
+            verdict = _compare_parts(rule, chosen, loss)
+            if verdict is None:
+                return None
+    return (
+        f"loss= cannot be cut into microbatches of {rows} rows: {verdict}. A loss sees the rows of "
+        "one microbatch at a time, so rows that it compares with each other must be in the same: "
+        "give microbatch_size=all rows of a batch, for pairs an even one, or let the loss return "
+        "(sum, weight) whose sums and weights over microbatches add up."
+    )
+
+
+def _compare_parts(rule: Rule, parts: Sequence[Microbatch], loss: Measure) -> str | None:
+    try:
+        whole = joined(parts)
+        found = loss(whole, 1)
+    except CutError:
+        raise
+    except Exception:  # rows of different lengths; or it fails in the step too, and says so itself
+        return None
+    counts = [num_rows(part) for part in parts]
+    try:
+        losses = [loss(part, 1) for part in parts]
+    except CutError:
+        raise
+    except Exception as error:
+        return f"on {counts[0]} rows alone it fails ({type(error).__name__}: {error})"
+    shares = [1.0 if rule is Rule.SUM_AND_WEIGHT else n / sum(counts) for n in counts]
+    terms = [one[0] * share for one, share in zip(losses, shares, strict=True)]
+    weights = [one[1] * share for one, share in zip(losses, shares, strict=True)]
+    tolerance = SINGLE_TOLERANCE if found[2] else HALF_TOLERANCE
+    for mine, own in ((found[0], terms), (found[1], weights)):
+        scale = max(abs(mine), *map(abs, own), 1 / 200)
+        if math.isfinite(mine + sum(own)) and abs(mine - sum(own)) > tolerance * scale:
+            if loss(whole, 2) != found:
+                return None  # it draws random numbers, so there is nothing to compare
+            return (
+                f"that of {sum(counts)} rows is {found[0]:.6g}, and {sum(terms):.6g} put "
+                f"together from {counts[0]} and {counts[1]} of them"
+            )
+    return None
+
+
+def find_rule(
+    trial: Microbatch, loss: Callable[[Microbatch], float], *, is_single: bool
+) -> tuple[Rule, bool]:
+    """Find and verify what a model's loss averages over ([Note: counting rule]).
+
+    Args:
+        trial: two rows.
+        loss: gives the loss of rows.
+        is_single: whether it computes in float32.
+
+    Returns:
+        the rule, and whether that is final: with weights that give no finite loss it is a guess.
+    """
+    labels = trial.get("labels")
+    rule = Rule.ROWS
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        rule = Rule.LABELS
+        if labels.dim() == 2 and labels.shape[1] > 1:
+            chosen = torch.where(labels == IGNORED, 0, labels)
+            first_only = torch.full_like(labels, IGNORED)
+            first_only[:, 0] = chosen[:, 0]
+            alone = loss({**trial, "labels": first_only})
+            if math.isnan(alone) or alone == 0.0:
+                rule = Rule.SHIFTED_LABELS
+            uneven = torch.full_like(labels, IGNORED)
+            uneven[0, :3] = chosen[0, :3]
+            uneven[1, -1] = chosen[1, -1]
+            trial = {**trial, "labels": uneven}
+        elif labels.dim() == 1:
+            trial = {**trial, "labels": torch.where(labels == IGNORED, 0, labels)}
+    first, second = take_rows(trial, 0, 1), take_rows(trial, 1, 2)
+    counts = rule.count(first), rule.count(second)
+    expected = (counts[0] * loss(first) + counts[1] * loss(second)) / max(1, sum(counts))
+    found = loss(trial)
+    if not math.isfinite(found) or not math.isfinite(expected):
+        return rule, False
+    # 16-bit losses carry two to three digits; most wrong rules are off by far more.
+    tolerance = SINGLE_TOLERANCE if is_single else HALF_TOLERANCE
+    close = math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance / 200)
+    return (rule if close else Rule.UNKNOWN), True

@@ -43,9 +43,7 @@ class FakeWeights(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_for_meta = torch.device(kwargs.get("device") or "cpu").type == "meta"

@@ -30,16 +30,16 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, final
+from typing import Any, ClassVar, NoReturn, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from l2l.model.layer_list import CutError
+from l2l.model.modules import CutError
 
-KEY = "_l2l_place"  # where a parameter notes its place
+KEY = "_l2l_place"  # where a parameter, or a copy, notes its place
 
 PROPERTIES = """
     shape dtype device ndim requires_grad layout is_cuda is_cpu is_meta is_leaf grad grad_fn nbytes
@@ -51,43 +51,35 @@ METHODS = """
     size dim ndimension numel nelement element_size is_floating_point is_complex is_signed
     get_device is_inference is_conj is_neg is_shared is_pinned is_same_size retain_grad new_empty
     new_zeros new_ones new_full new_tensor new_empty_strided __len__ __hash__ __dlpack_device__
-    _is_view _is_zerotensor stride is_contiguous storage_offset
-"""
-FUNCTIONS = """
-    is_floating_point is_complex is_signed is_inference is_conj is_neg numel get_device is_same_size
-    result_type empty_like zeros_like ones_like full_like rand_like randn_like randint_like
+    _is_view _is_zerotensor stride is_contiguous storage_offset result_type empty_like zeros_like
+    ones_like full_like rand_like randn_like randint_like
 """
 PASSES = """
-    linear bilinear embedding embedding_bag layer_norm rms_norm group_norm batch_norm instance_norm
-    native_layer_norm native_group_norm native_batch_norm prelu multi_head_attention_forward
-    scaled_dot_product_attention _native_multi_head_attention _transformer_encoder_layer_fwd matmul
-    mm bmm mv addmm addmv addbmm baddbmm chain_matmul einsum tensordot __matmul__ __rmatmul__ mul
-    __mul__ __rmul__ multiply lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell
-    rnn_relu_cell _grouped_mm _scaled_mm conv1d conv2d conv3d conv_transpose1d conv_transpose2d
-    conv_transpose3d convolution conv_tbc
+    linear embedding layer_norm rms_norm group_norm batch_norm instance_norm prelu attention mm mv
+    mul einsum tensordot encoder_layer lstm gru rnn conv
 """
+"""Parts of the names of what modules do with their weights and what they are given."""
+NO_WRITES = frozenset({"requires_grad_", "share_memory_", "detach_"})
+"""What ends in an underscore, but changes no values."""
+CLOSE = "Close the engine first with engine.close(), change the model, and make a new one"
 
 
-def _existing(owner: Any, names: str) -> list[Any]:
-    """Those of the named attributes that this version of torch has."""
-    return [getattr(owner, name) for name in names.split() if hasattr(owner, name)]
+def _property(name: str) -> Any:
+    return getattr(Tensor, name)
 
 
 QUESTIONS = frozenset(
-    [one.__get__ for one in _existing(Tensor, PROPERTIES)]
-    + _existing(Tensor, METHODS)
-    + _existing(torch, FUNCTIONS)
-    + [one.__delete__ for one in _existing(Tensor, "grad")]
+    [_property(name).__get__ for name in PROPERTIES.split() if hasattr(Tensor, name)]
+    + [getattr(torch, name) for name in METHODS.split() if hasattr(torch, name)]
+    + [getattr(Tensor, name) for name in METHODS.split() if hasattr(Tensor, name)]
+    + [_property("grad").__delete__]
 )
-"""What is answered without the weights."""
-_CUT_OFF = frozenset(
-    [Tensor.detach, Tensor.data.__get__, torch.detach]  # type: ignore[attr-defined]
-)
+"""What is answered without the weights, by whichever of these this version of torch has."""
+CUT_OFF = (Tensor.detach, _property("data").__get__, torch.detach)
 """What gives no gradient to anybody."""
-_NO_WRITES = frozenset({"requires_grad_", "share_memory_", "detach_"})
-"""What ends in an underscore, but changes no values."""
-_PASSES = frozenset(PASSES.split())
-"""What modules do with their weights and what they are given, by name."""
+SET_DATA, SET_GRAD = _property("data").__set__, _property("grad").__set__
+SET_FLAG = (_property("requires_grad").__set__, Tensor.requires_grad_)
+ADD_HOOK = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 class Reader:
@@ -101,31 +93,45 @@ class Reader:
                 perhaps as a view.
         """
         self._read = weakref.WeakMethod(read)
-        self._prepare: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._prepare: Callable[[], Callable[[], None] | None] = lambda: None
         self.places: dict[str, Place] = {}
         self.lost: str | None = None  # why there are no weights any more
+        self.num_running = 0  # steps that run now
         self._copies: dict[str, tuple[weakref.ref[WeightCopy], int]] = {}
-        self._num_running = 0
         self._is_prepared = False
+        self._watched: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
 
     def prepare_with(self, prepare: Callable[[], None]) -> None:
         """Have a bound method called before the first read, and before the first after a step."""
         self._prepare = weakref.WeakMethod(prepare)
 
+    def watch(self, model: nn.Module) -> None:
+        """Note where a model's modules look up their parameters."""
+        registries = [module._parameters for module in model.modules()]
+        self._watched = [
+            (one, name, p) for one in registries for name, p in one.items() if p is not None
+        ]
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Inside the block nothing may be read: a step runs."""
+        """Inside the block nothing may be read: a step runs.
+
+        Raises:
+            RuntimeError: a module has got another parameter than the one that is held.
+        """
+        for registry, name, parameter in self._watched:
+            if registry.get(name) is not parameter:
+                raise RuntimeError(
+                    f"{parameter.__dict__[KEY].owner!r} was replaced by another parameter "
+                    "(load_state_dict with assign=True does that), while its engine goes on with "
+                    f"the one it has. {CLOSE}."
+                )
         self.forget()
-        self._num_running += 1
+        self.num_running += 1
         try:
             yield
         finally:
-            self._num_running -= 1
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a step runs."""
-        return bool(self._num_running)
+            self.num_running -= 1
 
     def forget(self) -> None:
         """The weights change: copies that were given out are of the past."""
@@ -144,25 +150,19 @@ class Reader:
             ValueError: a step runs.
             RuntimeError: they cannot be read.
         """
-        owner = place.owner
-        if self._num_running:
+        owner, read, prepare = place.owner, self._read(), self._prepare()
+        if self.num_running:
             raise CutError(
                 f"code that the engine runs ('{function}') reads {owner!r} of the model itself, "
-                "whose weights are in the engine. Expected code that uses the parameters of the "
-                "module it is part of. A layer whose forward was replaced, or given to "
-                "torch.compile, must use its own self, not the module it was taken from; a loss "
+                "whose weights are in the engine. Expected code that uses parameters of its own "
+                "module: a forward that was replaced, or compiled, must use its own self; a loss "
                 "gets what it needs from the outputs; a penalty on weights is weight_decay."
             )
         if self.places.get(owner) is not place:
             raise RuntimeError(f"{owner!r} was removed from the engine, and its weights with it.")
-        read = self._read()
         if self.lost is not None or read is None:
             reason = self.lost or "the engine that held them is gone"
-            raise RuntimeError(
-                f"there are no weights for {owner!r}: {reason}. Make the model anew, from a "
-                "checkpoint or an export."
-            )
-        prepare = None if self._prepare is None else self._prepare()
+            raise RuntimeError(f"there are no weights for {owner!r}: {reason}. {ANEW}")
         if prepare is not None and not self._is_prepared:
             prepare()
             self._is_prepared = True
@@ -171,17 +171,21 @@ class Reader:
             value = found.detach().to(device="cpu", dtype=parameter.dtype)
             return value.clone() if value.data_ptr() == found.data_ptr() else value
 
-    def copy(self, place: Place, parameter: Tensor, function: str) -> WeightCopy:
+    def copy(self, parameter: Tensor, function: str) -> WeightCopy:
         """The same as a tensor that is not written to; see [Note: copies]."""
+        place: Place = parameter.__dict__[KEY]
         known, version = self._copies.get(place.owner, (None, 0))
-        found = None if known is None or self._num_running else known()
+        found = None if known is None or self.num_running else known()
         if found is not None and found._version == version and self.places[place.owner] is place:
             return found
         with torch._C.DisableTorchFunctionSubclass():
             made = self.value(place, parameter, function).as_subclass(WeightCopy)
             self._copies[place.owner] = (weakref.ref(made), made._version)
-            made.place, made.whole = place, None
+            made.__dict__[KEY], made.whole = place, None
         return made
+
+
+ANEW = "Make the model anew, from a checkpoint or an export."
 
 
 @final
@@ -195,67 +199,62 @@ class Place:
     hollow: Tensor  # what the parameter holds meanwhile
 
 
-class Held:
-    """What makes a parameter a held one: an additional base of its class."""
+class Guarded:
+    """A tensor through which every function of torch passes that is given it."""
+
+    answered: ClassVar[frozenset[Any]] = frozenset()  # without the weights
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See the module."""
-        del types
-        if func in QUESTIONS:
+        if func in cls.answered:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return _answer(func, args, kwargs or {})
+
+    def ordinary(self: Any) -> Any:
+        """The same as an ordinary tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def __iter__(self: Any) -> Iterator[Any]:
+        return iter(Tensor.unbind(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), self.ordinary())
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.ordinary().__reduce_ex__(protocol)
+
+
+class Held(Guarded):
+    """What makes a parameter a held one: an additional base of its class."""
+
+    answered = QUESTIONS
 
     @override
     def __hash__(self) -> int:
         return id(self)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(Tensor.unbind(self))  # type: ignore[arg-type]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        found: nn.Parameter = _ordinary(self)
-        memo[id(self)] = found
-        return found
-
     @override
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _ordinary(self).__reduce_ex__(protocol)
+    def ordinary(self: Any) -> Any:
+        place: Place = self.__dict__[KEY]
+        value = place.reader.value(place, self, "copy")
+        made = nn.Parameter(value, requires_grad=self.requires_grad)
+        made.__class__ = place.kind
+        made.__dict__.update({k: v for k, v in self.__dict__.items() if k != KEY})
+        return made
 
 
-class WeightCopy(Tensor):
+class WeightCopy(Guarded, Tensor):
     """A copy of weights that are in an engine, to be read; see [Note: copies]."""
 
-    place: Place
     whole: WeightCopy | None  # what it is a view of: alive as long as this
 
-    @classmethod
     @override
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run anything that does not write."""
-        return _answer(func, args, kwargs or {})
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.unbind())
-
-    @override
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            found = self.as_subclass(Tensor).clone()
-        memo[id(self)] = found
-        return found
-
-    @override
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            plain = self.as_subclass(Tensor)
-        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), self.ordinary().clone())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -285,26 +284,23 @@ def release(parameter: nn.Parameter) -> None:
             del place.reader.places[place.owner]
 
 
-def lend(parameter: nn.Parameter, tensor: Tensor) -> None:
-    """Let a held parameter be an ordinary one with this tensor, until `take_back`."""
+@contextlib.contextmanager
+def lent(parameter: nn.Parameter, tensor: Tensor) -> Iterator[None]:
+    """Let a held parameter be an ordinary one with this tensor, and no gradient, in the block."""
     place: Place = parameter.__dict__[KEY]
     parameter.__class__ = place.kind
-    parameter.data = tensor
-
-
-def take_back(parameter: nn.Parameter) -> None:
-    """End what `lend` has begun."""
-    place: Place = parameter.__dict__[KEY]
-    parameter.data = place.hollow
-    parameter.__class__ = _held_class(place.kind)
+    parameter.data, gradient, parameter.grad = tensor, parameter.grad, None
+    try:
+        yield
+    finally:
+        parameter.data, parameter.grad = place.hollow, gradient
+        parameter.__class__ = _held_class(place.kind)
 
 
 def reason_for(parameter: nn.Parameter) -> str:
     """Why a held parameter has no weights of its own, and what to do, as an end of a sentence."""
     lost = parameter.__dict__[KEY].reader.lost
-    if lost is None:
-        return "its weights are in another engine. Close that one first."
-    return f"{lost}. Make the model anew, from a checkpoint or an export."
+    return f"{lost}. {ANEW}" if lost else "its weights are in another engine. Close that one first."
 
 
 def is_held(parameter: object) -> bool:
@@ -312,50 +308,11 @@ def is_held(parameter: object) -> bool:
     return isinstance(parameter, Held)
 
 
-Registered = list[tuple[dict[str, Any], str, nn.Parameter]]
-
-
-def registered(model: nn.Module) -> Registered:
-    """Where a model's modules look up their parameters."""
-    return [
-        (module._parameters, name, parameter)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    ]
-
-
-def refuse_replaced(expected: Registered) -> None:
-    """Refuse a model whose modules have got other parameters than those that are held.
-
-    Raises:
-        RuntimeError: with the parameter.
-    """
-    for registry, name, parameter in expected:
-        if registry.get(name) is not parameter:
-            place: Place = parameter.__dict__[KEY]
-            raise RuntimeError(
-                f"{place.owner!r} was replaced by another parameter while its weights are in an "
-                "engine (load_state_dict with assign=True does that), which goes on with the one "
-                "it has. Close the engine first, change the model, and make a new one."
-            )
-
-
 @functools.cache
 def _held_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     members = {"__module__": __name__, "__doc__": f"A {kind.__name__} whose weights are elsewhere."}
     meta: Any = type(kind)
     made: type[nn.Parameter] = meta(f"Held{kind.__name__}", (Held, kind), members)
-    return made
-
-
-def _ordinary(parameter: Any) -> Any:
-    """A parameter like a held one, with its weights in memory of its own."""
-    place: Place = parameter.__dict__[KEY]
-    value = place.reader.value(place, parameter, "copy")
-    made = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    made.__class__ = place.kind
-    made.__dict__.update({k: v for k, v in parameter.__dict__.items() if k != KEY})
     return made
 
 
@@ -368,15 +325,17 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     held: list[Any] = [leaf for leaf in leaves if isinstance(leaf, Held)]
     others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Held)]
-    if held and func in _SETTERS:
-        return _SETTERS[func](*args, **kwargs)
+    if held and func is torch._has_compatible_shallow_copy_type:
+        return True  # else it would be replaced by another instead of being set, which is refused
+    if held and func in (SET_DATA, SET_GRAD, *SET_FLAG, *ADD_HOOK):
+        return _set(func, args[0], next(iter([*args[1:], *kwargs.values()]), True))
     name = _name(func)
     for one in _targets(name, args, kwargs):
-        if isinstance(one, Held | WeightCopy):
+        if isinstance(one, Guarded):
             _refuse_write(name, one)
-    if held and name in _PASSES:
+    if held and any(word in name for word in PASSES.split()):
         _refuse_pass(name, held[0], others)
-    copies = {id(one): _copy(one, name) for one in held}
+    copies = {id(one): one.__dict__[KEY].reader.copy(one, name) for one in held}
     watched = [*copies.values(), *(one for one in others if isinstance(one, WeightCopy))]
     asks = torch.is_grad_enabled() and any(one.requires_grad for one in held)
     seen = [*watched, *others] if asks else watched
@@ -385,44 +344,45 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [copies.get(id(leaf), leaf) for leaf in leaves]
         new_args, new_kwargs = pytree.tree_unflatten(given, spec)
         result = func(*new_args, **new_kwargs)
-        changed = [
-            one for one, version in zip(seen, versions, strict=True) if _version(one) != version
-        ]
+        changed = [one for one, old in zip(seen, versions, strict=True) if _version(one) != old]
         if changed:
             written = [one for one in changed if isinstance(one, WeightCopy)]
             _refuse_write(name, written[0] if written else held[0], elsewhere=not written)
-        asking = held[0].__dict__[KEY] if asks and func not in _CUT_OFF else None
-        return pytree.tree_map(lambda one: _given_out(one, watched, asking, others), result)
+        owner = held[0].__dict__[KEY].owner if asks and func not in CUT_OFF else None
+        return pytree.tree_map(lambda one: _given_out(one, watched, owner, others), result)
 
 
 def _targets(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """What a function writes to, by its name; not every kernel notes that it has written."""
     found = pytree.tree_leaves(kwargs.get("out"))
     is_inside = name == "__setitem__" or (name.startswith("__i") and hasattr(operator, name))
-    is_inside |= name.endswith("_") and not name.startswith("__") and name not in _NO_WRITES
+    is_inside |= name.endswith("_") and not name.startswith("__") and name not in NO_WRITES
     if is_inside:
         found += pytree.tree_leaves(args[:1] or tuple(kwargs.values())[:1])
     return found
 
 
 def _given_out(
-    result: Any, watched: list[WeightCopy], asking: Place | None, others: list[Tensor]
+    result: Any, watched: list[WeightCopy], owner: str | None, others: list[Tensor]
 ) -> Any:
-    """A result as it leaves: see [Note: copies] and [Note: no gradient]."""
+    """A result as it leaves: see [Note: copies], and with an `owner` [Note: no gradient]."""
     if not isinstance(result, Tensor):
         if hasattr(result, "setflags"):  # an array of numpy
             result.setflags(write=False)
         return result
     if any(result is one for one in others):
         return result
-    if asking is not None and (result.is_floating_point() or result.is_complex()):
+    if owner is not None and (result.is_floating_point() or result.is_complex()):
         anchor = torch.empty(0, requires_grad=True)
-        result = _NoGradient.apply(result, anchor, asking.owner)  # type: ignore[no-untyped-call]
+        result = _NoGradient.apply(result, anchor, owner)  # type: ignore[no-untyped-call]
     storage = _storage(result)
     for one in watched:
         if storage is not None and storage == _storage(one):
             view = result.as_subclass(WeightCopy)
-            view.place, view.whole = one.place, one if one.whole is None else one.whole
+            view.__dict__[KEY], view.whole = (
+                one.__dict__[KEY],
+                one if one.whole is None else one.whole,
+            )
             return view
     return result.as_subclass(Tensor) if isinstance(result, WeightCopy) else result
 
@@ -444,18 +404,12 @@ def _name(func: Any) -> str:
     return str(own)
 
 
-def _copy(parameter: Any, name: str) -> WeightCopy:
-    place: Place = parameter.__dict__[KEY]
-    return place.reader.copy(place, parameter, name)
-
-
 class _NoGradient(torch.autograd.Function):
     """Gives a value that requires a gradient, and refuses to give that."""
 
     @staticmethod
     @override
     def forward(ctx: Any, value: Tensor, anchor: Tensor, owner: str) -> Tensor:
-        del anchor
         ctx.owner = owner
         return value.view_as(value)
 
@@ -471,25 +425,22 @@ class _NoGradient(torch.autograd.Function):
 
 def _refuse_pass(name: str, parameter: Any, others: list[Tensor]) -> None:
     """Refuse to run a part of the model outside the engine."""
-    if all(isinstance(one, WeightCopy) or not one.dim() for one in others):
-        return  # a question about weights alone
     place: Place = parameter.__dict__[KEY]
-    if place.reader.is_running:
-        return  # there is more to say of that
-    raise RuntimeError(
-        f"the model's weights are in an engine ('{name}' was given {place.owner!r}), so the model, "
-        "or a part of it, cannot be called by itself. Use engine.step, engine.evaluate or "
-        "engine.predict. For anything else, such as model.generate, close the engine first with "
-        "engine.close(), or write a copy with engine.export and load that. To compute something "
-        "from the weights alone read them with .detach()."
-    )
+    about_weights = all(isinstance(one, WeightCopy) or not one.dim() for one in others)
+    if not about_weights and not place.reader.num_running:  # in a step there is more to say
+        raise RuntimeError(
+            f"the model's weights are in an engine ('{name}' was given {place.owner!r}), so it, or "
+            "a part of it, cannot be called by itself. Use engine.step, engine.evaluate or "
+            "engine.predict. For anything else, such as model.generate, close the engine first, or "
+            "load what engine.export writes; weights alone are read with .detach()."
+        )
 
 
 def _refuse_write(name: str, tensor: Any, *, elsewhere: bool = False) -> NoReturn:
-    place: Place = tensor.place if isinstance(tensor, WeightCopy) else tensor.__dict__[KEY]
+    place: Place = tensor.__dict__[KEY]
     owner = place.owner
     place.reader.forget()  # it may have happened, to a copy
-    if place.reader.is_running:
+    if place.reader.num_running:
         raise CutError(
             f"code that the engine runs ('{name}') writes to {owner!r} of the model itself, whose "
             "weights are in the engine. Expected code that leaves parameters to the optimizer."
@@ -500,10 +451,9 @@ def _refuse_write(name: str, tensor: Any, *, elsewhere: bool = False) -> NoRetur
             "be given for weights that are in an engine. Do it inside torch.no_grad()."
         )
     raise RuntimeError(
-        f"'{name}' writes to {owner!r}, whose weights are in an engine: it would be lost. Close "
-        "the engine first with engine.close(), change the weights, and make a new one; or go on "
-        "from a checkpoint with engine.load. What was read from a parameter may be changed in a "
-        "copy of it: .clone()."
+        f"'{name}' writes to {owner!r}, whose weights are in an engine: it would be lost. {CLOSE}; "
+        "or go on from a checkpoint with engine.load. What was read from a parameter may be "
+        "changed in a copy of it: .clone()."
     )
 
 
@@ -511,70 +461,42 @@ def _refuse_write(name: str, tensor: Any, *, elsewhere: bool = False) -> NoRetur
 # Setting something of a held parameter
 
 
-def _set_data(parameter: Any, value: Tensor) -> None:
-    """Nothing changes if it is set to what was read from it: model.to("cpu") does that."""
-    place: Place = parameter.__dict__[KEY]
+def _is_own(parameter: Any, value: Any) -> bool:
+    """Whether a value is all that was read from a parameter: model.to("cpu") sets it to that."""
     with torch._C.DisableTorchFunctionSubclass():
-        same = (
+        return (
             isinstance(value, WeightCopy)
-            and value.place is place
+            and value.__dict__[KEY] is parameter.__dict__[KEY]
             and value.whole is not None
             and value.dtype is parameter.dtype
             and value.device == parameter.device
             and value.shape == parameter.shape
             and value.data_ptr() == value.whole.data_ptr()
         )
-    if not same:
+
+
+def _set(func: Any, parameter: Any, value: Any) -> Any:
+    """Let something of a held parameter be set to what it is anyway, or refuse to."""
+    owner = parameter.__dict__[KEY].owner
+    if func in ADD_HOOK:
         raise RuntimeError(
-            f"{place.owner!r} is given another tensor, or another type or device, while its "
-            "weights are in an engine: it would be lost. Close the engine first with "
-            "engine.close(), change the model, and make a new one."
+            f"a hook is added to {owner!r}, whose weights are in an engine. It would never run: "
+            "gradients do not come to the model's own parameters."
         )
-
-
-def _is_compatible(*_: Any) -> bool:
-    """Asked whether its data can be set, or it must be replaced by another: the former refuses."""
-    return True
-
-
-def _set_grad(parameter: Any, value: Tensor | None) -> None:
-    if value is not None:
+    if func in SET_FLAG and value != parameter.requires_grad:
         raise RuntimeError(
-            f"{parameter.__dict__[KEY].owner!r} is given a gradient, but its weights are in an "
-            "engine, and no other optimizer can change them. Use engine.step, or close the engine "
-            "first with engine.close()."
+            f"requires_grad of {owner!r} is set while its weights are in an engine, which would go "
+            "on as before. Use engine.layers.freeze or engine.layers.thaw, or set it before."
+        )
+    if func == SET_GRAD and value is not None:
+        raise RuntimeError(
+            f"{owner!r} is given a gradient, but its weights are in an engine, and no other "
+            "optimizer can change them. Use engine.step, or close the engine first."
+        )
+    if func == SET_DATA and not _is_own(parameter, value):
+        raise RuntimeError(
+            f"{owner!r} is given another tensor, type or device, while its weights are in an "
+            f"engine: it would be lost. {CLOSE}."
         )
     with torch._C.DisableTorchFunctionSubclass():
-        parameter.grad = None
-
-
-def _set_requires_grad(parameter: Any, requires_grad: bool = True) -> Any:  # noqa: FBT001, FBT002
-    if requires_grad != parameter.requires_grad:
-        raise RuntimeError(
-            f"requires_grad of {parameter.__dict__[KEY].owner!r} is set while its weights are in "
-            "an engine, which would go on as before. Use engine.layers.freeze or "
-            "engine.layers.thaw for whole layers, or set it before the engine is made."
-        )
-    return parameter
-
-
-def _add_hook(parameter: Any, *_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError(
-        f"a hook is added to {parameter.__dict__[KEY].owner!r}, whose weights are in an engine. It "
-        "would never run: gradients do not come to the model's own parameters."
-    )
-
-
-def _setter(name: str) -> Any:
-    return getattr(Tensor, name).__set__
-
-
-_SETTERS: dict[Any, Callable[..., Any]] = {
-    _setter("data"): _set_data,
-    _setter("grad"): _set_grad,
-    _setter("requires_grad"): _set_requires_grad,
-    Tensor.requires_grad_: _set_requires_grad,
-    torch._has_compatible_shallow_copy_type: _is_compatible,
-    Tensor.register_hook: _add_hook,
-    Tensor.register_post_accumulate_grad_hook: _add_hook,
-}
+        return None if func == SET_DATA else func(parameter, value)

@@ -17,10 +17,22 @@ gradients of hidden state and head, the latter straight into its float32 sum. An
 stand-in computes the logits after all. Because gradients are made before the rest of the code has
 run, what that code does with the loss must be known: it is proven on a trial (trial.py) that
 it returns it as it is.
+
+What a model's code asks about small tensors on the device, answered by the host.
+
+The code around the layers looks at its inputs: is this mask all ones, do positions begin anew? Each
+`if mask.all():` makes the host wait until the device has done everything it was given, and then the
+device waits for the host. But masks and positions are made of the batch, which came from the host,
+or of nothing. So whatever the code computes of integers is computed on the host as well, on a
+*mirror image*, and questions are answered there. Integers are the same everywhere. Floating-point
+numbers are mirrored as they come, but not what is computed of them, unless that is an integer
+again, as with comparisons; and nothing is that is random.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,12 +45,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from l2l.model.layer_pass import quietly
 from l2l.model.passing import METADATA
 
+PIECE_BYTES = 64 << 20  # of float32 logits that are worked on at once without a compiler
 EVEN_ROWS = 128  # of matrices: products of others take as long as the next multiple's
+
+LOOKUP_ARGUMENTS = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
+LOSS_ARGUMENTS = "input target weight size_average ignore_index reduce reduction label_smoothing"
 
 Sum = Callable[[Tensor, Tensor], None]
 """Adds outputs' gradient and inputs of a matrix product to a weight's gradient."""
+
+
+def _named(names: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a function of torch by name."""
+    return dict(zip(names.split(), args, strict=False)) | dict(kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +75,9 @@ class Lookup:
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lookup:
         """Read the arguments of `torch.nn.functional.embedding`."""
-        names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
-        given = dict(zip((*names, "sparse"), args, strict=False)) | dict(kwargs)
-        plain = (
-            given.get("max_norm") is None
-            and not given.get("scale_grad_by_freq")
-            and not given.get("sparse")
-        )
+        given = _named(LOOKUP_ARGUMENTS, args, kwargs)
+        options = [given.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")]
+        plain = all(option is None or option is False for option in options)
         weight, padding = given["weight"], given.get("padding_idx")
         if padding is not None and padding < 0:
             padding += weight.shape[0]
@@ -96,31 +114,23 @@ class Readers(TorchFunctionMode):
         self.readings: dict[str, Reading] = {}
 
     @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the function's tensor arguments, then run it."""
+        kwargs = kwargs or {}
         if self.watching and func not in METADATA:
-            self._note(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def note_given(self, tensors: Iterable[Tensor | None]) -> None:
-        """Note tensors that are handed on as they are: no function reads those."""
-        for name in (self._names.get(id(tensor)) for tensor in tensors):
-            if name is not None:
-                self.readings.setdefault(name, Reading()).otherwise = True
-
-    def _note(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            name = self._names.get(id(leaf))
-            if name is None:
-                continue
-            reading = self.readings.setdefault(name, Reading())
             lookup = Lookup.of(args, kwargs) if func is F.embedding else None
-            if lookup is not None and lookup.weight is leaf and lookup.plain:
-                reading.lookups.append(lookup)
-            else:
-                reading.otherwise = True
+            self.note(pytree.tree_leaves((args, kwargs)), lookup)
+        return func(*args, **kwargs)
+
+    def note(self, read: Iterable[Any], lookup: Lookup | None = None) -> None:
+        """Note what is read, or handed on as it is."""
+        for one in read:
+            if (name := self._names.get(id(one))) is not None:
+                reading = self.readings.setdefault(name, Reading())
+                if lookup is not None and lookup.plain and lookup.weight is one:
+                    reading.lookups.append(lookup)
+                else:
+                    reading.otherwise = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,43 +161,30 @@ class _PutOff:
 
 
 @final
+@dataclass(eq=False, kw_only=True)
 class Answers(TorchFunctionMode):
-    """Answers lookups in tables that are not there; puts off the logits of heads."""
+    """Answers lookups in tables that are not there; puts off the logits of heads.
 
-    def __init__(
-        self,
-        *,
-        rows: Mapping[int, Callable[[Lookup], Tensor]],
-        heads: Mapping[int, Head],
-        absent: Mapping[int, str],
-    ) -> None:
-        """All mappings are by `id` of the weight tensor that the model's code sees.
+    All mappings are by `id` of the weight tensor that the model's code sees.
+    """
 
-        Args:
-            rows: answers to lookups.
-            heads: weights whose products are put off.
-            absent: names of parameters that must not be read otherwise.
-        """
-        super().__init__()
-        self._rows = rows
-        self._heads = heads
-        self.absent = absent
-        self._put_off: dict[int, _PutOff] = {}
+    rows: Mapping[int, Callable[[Lookup], Tensor]]  # answers to lookups
+    heads: Mapping[int, Head]  # weights whose products are put off
+    absent: Mapping[int, str]  # names of parameters that must not be read otherwise
+    _put_off: dict[int, _PutOff] = field(default_factory=dict)
 
     @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer, or run the function as it is."""
         kwargs = kwargs or {}
         if func in METADATA:
             return func(*args, **kwargs)
         if func is F.embedding:
             lookup = Lookup.of(args, kwargs)
-            if id(lookup.weight) in self._rows:
-                return self._rows[id(lookup.weight)](lookup)
+            if id(lookup.weight) in self.rows:
+                return self.rows[id(lookup.weight)](lookup)
         elif func is F.linear and self._is_head(args, kwargs):
-            return self._stand_in(args[0], args[1], self._heads[id(args[1])])
+            return self._stand_in(args[0], args[1], self.heads[id(args[1])])
         if self._put_off:
             found = self._use(func, args, kwargs)
             if found is not None:
@@ -200,7 +197,7 @@ class Answers(TorchFunctionMode):
 
     def _is_head(self, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether a linear map is that of a head, without a bias."""
-        known = len(args) > 1 and id(args[1]) in self._heads
+        known = len(args) > 1 and id(args[1]) in self.heads
         return known and all(bias is None for bias in (*args[2:], *kwargs.values()))
 
     def _stand_in(
@@ -237,10 +234,8 @@ class Answers(TorchFunctionMode):
 
         def compute(tensor: Tensor) -> Tensor:
             one = self._put_off.get(id(tensor))
-            if one is None:
-                return tensor
-            logits = F.linear(one.given, one.weight)
-            return logits.to(tensor.dtype)
+            found = None if one is None else F.linear(one.given, one.weight).to(tensor.dtype)
+            return tensor if found is None else found
 
         with torch._C.DisableTorchFunction():
             return pytree.tree_map_only(Tensor, compute, tree)
@@ -260,20 +255,18 @@ class Answers(TorchFunctionMode):
 
 def _keeps_words(index: Any, num_dimensions: int) -> bool:
     """Whether an index leaves the last dimension as it is."""
-    whole = slice(None)
     if not isinstance(index, tuple):
         return num_dimensions > 1 and isinstance(index, slice)
     plain = all(isinstance(one, slice) or one is Ellipsis for one in index)
     reaches = Ellipsis in index or len(index) == num_dimensions
-    return plain and (not reaches or index[-1] == whole)
+    return plain and (not reaches or index[-1] == slice(None))
 
 
 def cross_entropy(
     given: Tensor, weight: Tensor, head: Head, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
     """A plain cross-entropy of logits that were put off; None if it is another kind."""
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-    asked = dict(zip(names, args, strict=False)) | dict(kwargs)
+    asked = _named(LOSS_ARGUMENTS, args, kwargs)
     targets, reduction = asked["target"], asked.get("reduction", "mean")
     plain = (
         all(asked.get(name) is None for name in ("weight", "size_average", "reduce"))
@@ -332,16 +325,13 @@ class _HeadLoss(torch.autograd.Function):
         return gradient, None, None, None, None, None
 
 
-Losses = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
 def differentiate(
     logits: Tensor, columns: Tensor, factors: Tensor, *, compiled: bool = False
 ) -> Tensor:
     """Each row's cross-entropy; the logits become their gradient, each row times its factor."""
     columns, factors = columns.unsqueeze(1), factors.unsqueeze(1)
     # What a row's label picks is read before, and written after, all else is written over.
-    losses, picked = _losses(compiled=compiled)(logits, logits.gather(1, columns), factors)
+    losses, picked = _ways[compiled](logits, logits.gather(1, columns), factors)
     logits.scatter_(1, columns, picked)
     return losses.squeeze(1)
 
@@ -367,39 +357,125 @@ def _frugally(logits: Tensor, picked: Tensor, factors: Tensor) -> tuple[Tensor, 
     return losses, gradients
 
 
-PIECE_BYTES = 64 << 20  # of float32 logits that are worked on at once without a compiler
-_compiled: list[Losses] = []
+@functools.cache
+def _program() -> Losses:
+    return torch.compile(_in_place, backend=quietly("inductor"), dynamic=None)
 
 
-def _losses(*, compiled: bool) -> Losses:
-    if not compiled:
-        return _frugally
-    if not _compiled:
-        _compiled.append(_compiled_or_not())
-    return _compiled[0]
+def _compiled(logits: Tensor, picked: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """The same through a compiler, if that succeeds."""
+    try:
+        with torch._C.DisableTorchFunction():
+            return _program()(logits, picked, factors)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler may raise, before anything is computed
+        warnings.warn(f"losses run without torch.compile: {error!r:.200}", stacklevel=2)
+        _ways[True] = _frugally
+        return _frugally(logits, picked, factors)
 
 
-def _quietly(graph: Any, inputs: Any) -> Any:
-    from torch._dynamo.backends.registry import lookup_backend
-
-    with warnings.catch_warnings():  # torch, while compiling, warns of itself
-        warnings.simplefilter("ignore")
-        return lookup_backend("inductor")(graph, inputs)
+Losses = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+_ways: dict[bool, Losses] = {False: _frugally, True: _compiled}  # by whether a compiler is used
 
 
-def _compiled_or_not() -> Losses:
-    program = torch.compile(_in_place, backend=_quietly, dynamic=None)
+# --------------------------------------------------------------------------------------------------
+# Questions that the host answers
 
-    def run(logits: Tensor, picked: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-        try:
-            with torch._C.DisableTorchFunction():
-                return program(logits, picked, factors)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a compiler may raise, before anything is computed
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            warnings.warn(f"losses run without torch.compile: {reason}", stacklevel=2)
-            _compiled[0] = _frugally
-            return _frugally(logits, picked, factors)
 
-    return run
+MAX_ELEMENTS = 1 << 18  # of what is mirrored: tokens of a microbatch, not pairs of them
+HOST = torch.device("cpu")
+
+QUESTIONS = {torch.equal, torch.is_nonzero} | {
+    getattr(Tensor, name)
+    for name in ("__bool__", "__int__", "__index__", "__contains__", "item", "tolist", "equal")
+}
+_MAKERS = {torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor}
+_EXACT_MAKERS = {torch.zeros, torch.ones, torch.full}  # also of floating-point numbers
+_NOT_REPEATED = ("rand", "bernoulli", "multinomial", "dropout", "empty", "cuda")
+"""Parts of the names of functions that would not give the same again, or not on the host."""
+
+
+@final
+class HostMirror(TorchFunctionMode):
+    """Answers questions about integers on the device without asking it."""
+
+    def __init__(self, on_device: Mapping[str, Any], on_host: Mapping[str, Any]) -> None:
+        """The entries of a batch on the device, and the same on the host."""
+        super().__init__()
+        self._mirrored: dict[int, tuple[Tensor, int, Tensor]] = {}
+        """By `id`: a tensor, which is kept so that this stays its own; its version; its values."""
+        for name, tensor in on_device.items():
+            values = on_host.get(name)
+            if isinstance(tensor, Tensor) and isinstance(values, Tensor) and values.is_cpu:
+                self._note(tensor, values, as_given=True)
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer, or run the function, for what is mirrored also on the host."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            return func(*args, **kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        known = all(self._is_known(tensor) for tensor in tensors)
+        if tensors and known and func in QUESTIONS:
+            return self._on_host(func, args, kwargs)
+        if tensors and known and func is Tensor.__getitem__ and not _is_by_tensors(args[1]):
+            return self._indexed(args, tensors[0].device)
+        result = func(*args, **kwargs)
+        known = known and all(self._is_known(tensor) for tensor in tensors)  # none was written to
+        if known and (tensors or func in _MAKERS) and _can_have_one(func, result):
+            with contextlib.suppress(Exception):  # then it has none, and is asked itself
+                values = self._on_host(func, args, kwargs)
+                self._note(result, values, as_given=func in _EXACT_MAKERS)
+        return result
+
+    def _indexed(self, args: Any, device: torch.device) -> Tensor:
+        """Elements of a known tensor by lists of numbers, which would be brought there one by one.
+
+        Torch waits until they are there.
+        """
+        values: Tensor = self._on_host(Tensor.__getitem__, args, {})
+        given = values.pin_memory() if device.type == "cuda" else values.clone()
+        result: Tensor = given.to(device, non_blocking=True)
+        self._note(result, values, as_given=True)
+        return result
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        mirrored = self._mirrored.get(id(tensor))
+        return mirrored is not None and mirrored[0]._version == mirrored[1]
+
+    def _note(self, tensor: Tensor, values: Any, *, as_given: bool) -> None:
+        alike = isinstance(values, Tensor) and values.shape == tensor.shape
+        small = tensor.numel() <= MAX_ELEMENTS
+        exact = as_given or not tensor.is_floating_point()
+        if alike and values.dtype is tensor.dtype and small and exact:
+            self._mirrored[id(tensor)] = (tensor, tensor._version, values)
+
+    def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        def moved(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self._mirrored[id(leaf)][2]
+            return HOST if isinstance(leaf, torch.device) else leaf
+
+        args, kwargs = pytree.tree_map(moved, (args, kwargs))
+        if isinstance(kwargs.get("device"), str):
+            kwargs["device"] = HOST
+        return func(*args, **kwargs)
+
+
+def _is_by_tensors(index: Any) -> bool:
+    """Whether an index has no list of numbers in it."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return not any(isinstance(part, list) for part in parts)
+
+
+def _can_have_one(func: Any, result: Any) -> bool:
+    """Whether a tensor is one that the host can have as well, in no time."""
+    if type(result) is not Tensor or result.is_complex():
+        return False
+    if result.is_floating_point() and func not in _EXACT_MAKERS:
+        return False
+    name = getattr(func, "__name__", "")
+    return result.numel() <= MAX_ELEMENTS and not any(word in name for word in _NOT_REPEATED)

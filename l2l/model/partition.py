@@ -22,50 +22,44 @@ gradient of that path is found there, and nothing is lost.
 each structure runs on a few rows (trial.py); its return value tells how to wrap a hidden state.
 Entries besides the hidden state are handed on as `NotKept`, and a layer that consumes one (T5's
 position bias) is refused.
+
+Module trees of ours: the skeleton with a stub in the place of every layer, and single layers.
+
+Their tensors are bound from outside, so a tree sees whatever weights are there at the moment.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any, final
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
-from l2l.model.configs import (
-    collected,
+from l2l.model.modules import (
+    CutError,
+    Template,
+    asked_for,
+    attributes_of,
     configs_of,
-    refuse_router_losses,
+    copy_tree,
+    find_layers,
+    modules_kept,
+    own_numbers,
+    structure_of,
     takes_use_cache,
     without_cache,
 )
-from l2l.model.layer_list import CutError, find_layers
-from l2l.model.module_copy import copy_tree
-from l2l.model.passing import Chain, HandedOn, NotKept, Returns, plain_arguments
-from l2l.model.recording import Recording
-from l2l.model.skeleton import (
-    Part,
-    Stub,
-    UnitTensors,
-    answering,
-    bindings_of,
-    layer_of,
-    tables_of,
-    tensors_of,
-)
-from l2l.model.structures import (
-    Template,
-    attributes_kept,
-    attributes_of,
-    own_numbers,
-    structure_of,
-)
+from l2l.model.passing import Chain, HandedOn, NotKept, Recording, Returns, plain_arguments
 
 Batch = Mapping[str, Any]
-RunLayer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+"""What a stub's call becomes: the layer's number, and what it is given."""
 
 
 class LayersDone(BaseException):
@@ -87,36 +81,36 @@ class Partition:
             ValueError: the model cannot be cut; the message says what was seen.
         """
         self.list_name = find_layers(model, layers)
-        refuse_router_losses(model, {})
+        _refuse_router_losses(model, {})
         _refuse_gradient_hooks(model)
         originals = list(model.get_submodule(self.list_name).children())
         self.num_layers = len(originals)
-        owners = {
-            id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-        }
-        copies: dict[int, nn.Module] = {}
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        owners = {id(tensor): name for name, tensor in tensors}
         self.stubs = [Stub(index, layer) for index, layer in enumerate(originals)]
-        copies.update({id(layer): stub for layer, stub in zip(originals, self.stubs, strict=True)})
-        skeleton = copy_tree(model, copies)
-        self.outer_tensors = tensors_of(skeleton, owners)
-        self.tables = tables_of(skeleton, owners)
-        self.skeleton = Part(skeleton, bindings_of(skeleton, owners))
-        self.layers: list[Part] = []
-        self.layer_tensors: list[UnitTensors] = []
-        self.structures: list[str] = []
-        layer_copies = [copy_tree(layer, {}) for layer in originals]
-        numbering = own_numbers(layer_copies)
-        for copy in layer_copies:
-            self.layers.append(Part(copy, bindings_of(copy, owners)))
-            self.layer_tensors.append(tensors_of(copy, owners))
-            self.structures.append(structure_of(copy, numbering))
-        known = {} if like is None else like.templates_by_structure()
-        self.templates = self._make_templates(numbering, owners, known)
+        stubs: dict[int, nn.Module] = {id(layer_of(stub)): stub for stub in self.stubs}
+        self.skeleton = Part(copy_tree(model, stubs), owners)
+        self.outer_tensors = self.skeleton.tensors
+        embeddings = [m for m in self.skeleton.module.modules() if isinstance(m, nn.Embedding)]
+        self.tables = tuple(dict.fromkeys(owners[id(one.weight)] for one in embeddings))
+        copies = [copy_tree(layer, {}) for layer in originals]
+        numbering = own_numbers(copies)
+        self.layers = [Part(copy, owners) for copy in copies]
+        self.layer_tensors = [part.tensors for part in self.layers]
+        self.structures = [structure_of(copy, numbering) for copy in copies]
+        pairs = () if like is None else zip(like.structures, like.templates, strict=True)
+        modules = {structure: template.module for structure, template in pairs}
+        self.templates: list[Template] = []
+        for index, part in enumerate(self.layers):
+            module = modules.setdefault(self.structures[index], part.module)
+            numbered = sorted(numbering & attributes_of(module).keys())
+            numbers = tuple((module.get_submodule(path), name) for path, name in numbered)
+            self.templates.append(Template(module, part.names, index, numbers))
         self._refuse_shared_weights()
         self.returns: dict[str, Returns] = {}
         self.changing_input: set[str] = set()  # structures that write into their hidden state
         self._modes_as_given = model.training
-        self._takes_use_cache = takes_use_cache(skeleton)
+        self._takes_use_cache = takes_use_cache(self.skeleton.module)
         self._configs = configs_of(model)
         self._around = model.get_submodule(self.list_name.rpartition(".")[0])
 
@@ -132,20 +126,23 @@ class Partition:
 
     def attributes_kept(self) -> contextlib.AbstractContextManager[None]:
         """Put back what the model's code sets on its modules and layers inside the block."""
-        trees = [self.skeleton.module, *(part.module for part in self.layers)]
-        return attributes_kept([*trees, *map(layer_of, self.stubs)])
+        trees = [part.module for part in (self.skeleton, *self.layers)]
+        trees += map(layer_of, self.stubs)
+        modules = (module for tree in trees for module in tree.modules())
+        return modules_kept(module for module in modules if not isinstance(module, Stub))
 
     def batch_statistics(self) -> str | None:
         """A module that, in training, normalizes by statistics of the rows it is given."""
         for part in (self.skeleton, *self.layers):
-            for module, given in part.modes():
+            for module, given in part.given_modes:
                 if isinstance(module, _BatchNorm) and (given or not self._modes_as_given):
                     return type(module).__name__
         return None
 
     def collected(self, batch: Batch) -> str | None:
         """The option by which a batch, or a config, asks for what single layers return."""
-        return collected((self.skeleton.module, self._around), batch)
+        configs = [getattr(one, "config", None) for one in (self.skeleton.module, self._around)]
+        return asked_for(("output_hidden_states", "output_attentions"), configs, batch)
 
     def close(self) -> None:
         """Let go of all tensors; the parts cannot run any more."""
@@ -157,41 +154,8 @@ class Partition:
         self.returns.clear()
         self.changing_input.clear()
 
-    def templates_by_structure(self) -> dict[str, nn.Module]:
-        """The modules that layers run through."""
-        pairs = zip(self.structures, self.templates, strict=True)
-        return {structure: template.module for structure, template in pairs}
-
-    def _make_templates(
-        self,
-        numbering: frozenset[tuple[str, str]],
-        owners: Mapping[int, str],
-        known: Mapping[str, nn.Module],
-    ) -> list[Template]:
-        """For every layer, the module that stands for its structure and the names in it."""
-        modules = dict(known)
-        templates = []
-        for index, structure in enumerate(self.structures):
-            part = self.layers[index]
-            module = modules.setdefault(structure, part.module)
-            tensors = [
-                *part.module.named_parameters(remove_duplicate=False),
-                *part.module.named_buffers(remove_duplicate=False),
-            ]
-            names = {name: owners[id(tensor)] for name, tensor in tensors}
-            numbers = tuple(
-                (module.get_submodule(path), name)
-                for path, name in sorted(numbering & attributes_of(module).keys())
-            )
-            templates.append(Template(module=module, names=names, index=index, numbers=numbers))
-        return templates
-
     def prologue(
-        self,
-        batch: Batch,
-        *,
-        learn: RunLayer | None = None,
-        meet: Callable[[int, tuple[Any, ...], dict[str, Any]], None] | None = None,
+        self, batch: Batch, *, learn: Handler | None = None, meet: Handler | None = None
     ) -> Recording:
         """Run the model up to its last layer; record what each layer is given.
 
@@ -201,11 +165,11 @@ class Partition:
         Raises:
             ValueError: the model does not run its layers once each and in order.
         """
-        refuse_router_losses(self.skeleton.module, batch)
+        _refuse_router_losses(self.skeleton.module, batch)
         recording, has_graph = Recording(), torch.is_grad_enabled()
         states = None if learn is None else [stub.layer_state() for stub in self.stubs]
 
-        def handler(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def visit(index: int, args: Any, kwargs: Any, hidden: Tensor) -> None:
             if has_graph and not torch.is_grad_enabled():
                 raise CutError(
                     f"the model runs layer {index} under torch.no_grad(). To leave layers "
@@ -214,11 +178,9 @@ class Partition:
             if states is not None and self.stubs[index].layer_state() != states[index]:
                 raise CutError(
                     f"the model changes layer {index} before it calls it, or calls it with other "
-                    "weights than its own (torch.func.functional_call with generated ones). Layers "
-                    "run apart from the model, as they were and with their own parameters: pass "
-                    "them what they need as an argument."
+                    f"weights than its own (torch.func.functional_call). {APART}, as they were and "
+                    "with their own parameters: pass them what they need as an argument."
                 )
-            hidden = chain.receive(index, args, kwargs)
             recording.add(index, args, kwargs, hidden)
             if meet is not None:
                 meet(index, *plain_arguments(args, kwargs, hidden))
@@ -226,17 +188,12 @@ class Partition:
                 self._learn(index, learn, *plain_arguments(args, kwargs, hidden))
             if index == self.num_layers - 1:
                 raise LayersDone
-            return chain.hand_on(index, hidden)
 
-        chain = Chain(self.num_layers, self._wrap)
-        with answering(self.stubs, handler), contextlib.suppress(LayersDone):
-            self._run(batch)
-            chain.incomplete()
+        with contextlib.suppress(LayersDone):
+            self._walk(batch, visit)
         return recording
 
-    def _learn(
-        self, index: int, run: RunLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _learn(self, index: int, run: Handler, args: Any, kwargs: Any) -> None:
         """Run a real layer; note the form of what it returns, and whether it writes into inputs."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
@@ -253,19 +210,14 @@ class Partition:
         `on_delivery` is called when the code after the layers begins.
         """
 
-        def handler(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = chain.receive(index, args, kwargs)
-            if index == self.num_layers - 1:
-                if on_delivery is not None:
-                    on_delivery()
-                return self._wrap(index, hidden)
-            return chain.hand_on(index, given)
+        def visit(index: int, args: Any, kwargs: Any, given: Tensor) -> Any:
+            if index < self.num_layers - 1:
+                return None
+            if on_delivery is not None:
+                on_delivery()
+            return self._wrap(index, hidden)
 
-        chain = Chain(self.num_layers, self._wrap)
-        with answering(self.stubs, handler):
-            outputs = self._run(batch)
-        if chain.num_called < self.num_layers:
-            chain.incomplete()
+        outputs = self._walk(batch, visit)
         if any(isinstance(leaf, HandedOn | NotKept) for leaf in pytree.tree_leaves(outputs)):
             raise CutError(
                 "the model's outputs contain what single layers returned (hidden states or "
@@ -274,15 +226,38 @@ class Partition:
             )
         return outputs
 
+    def _walk(self, batch: Batch, visit: Callable[[int, Any, Any, Tensor], Any]) -> Any:
+        """Run the model without its layers; `visit` sees each call, and may say what it returns."""
+        chain = Chain(self.num_layers, self._wrap)
+
+        def handler(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            hidden = chain.receive(index, args, kwargs)
+            found = visit(index, args, kwargs, hidden)
+            return chain.hand_on(index, hidden) if found is None else found
+
+        for stub in self.stubs:
+            stub.__dict__["_handler"] = handler
+        try:
+            outputs = self.run(self.skeleton.module, batch)
+        finally:
+            for stub in self.stubs:
+                stub.__dict__["_handler"] = None
+        chain.refuse_incomplete()
+        return outputs
+
     def _wrap(self, index: int, hidden: Tensor) -> Any:
         return self.returns[self.structures[index]].wrap(hidden)
 
-    def _run(self, batch: Batch) -> Any:
+    def run(self, model: nn.Module, batch: Batch) -> Any:
+        """What the model, or its skeleton, returns; without a cache, unless the batch asks for one.
+
+        A cache is of no use in training, and some models attend otherwise where they make one.
+        """
         if "use_cache" in batch:
-            return self.skeleton.module(**batch)
+            return model(**batch)
         extra = {"use_cache": False} if self._takes_use_cache else {}
         with without_cache(self._configs):
-            return self.skeleton.module(**batch, **extra)
+            return model(**batch, **extra)
 
     def _refuse_shared_weights(self) -> None:
         users: dict[str, str] = dict.fromkeys(self.outer_tensors.parameters, "the model around")
@@ -296,6 +271,18 @@ class Partition:
                 users[owner] = f"layer {index} of"
 
 
+def _refuse_router_losses(model: nn.Module, batch: Batch) -> None:
+    """Refuse a model whose config, or a batch that, asks for router losses of the layers."""
+    config = getattr(model, "config", None)
+    configs = [config, getattr(config, "text_config", None)]
+    if batch.get("output_router_logits") or asked_for(["output_router_logits"], configs, {}):
+        raise CutError(
+            f"{type(model).__name__} is set to collect router losses from all layers "
+            "(output_router_logits). The relay does not keep what single layers return; set "
+            "output_router_logits=False."
+        )
+
+
 def _refuse_gradient_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -304,3 +291,165 @@ def _refuse_gradient_hooks(model: nn.Module) -> None:
                 "gradients are made in the engine and go to its own optimizer. Remove the hook; a "
                 "hook of a module that changes what it computes does run."
             )
+
+
+# --------------------------------------------------------------------------------------------------
+# Module trees of ours
+
+
+APART = "Layers run apart from the model"
+
+
+@final
+class Stub(nn.Module):
+    """Stands where a layer stood; answers questions about the layer's attributes."""
+
+    def __init__(self, index: int, layer: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)
+        object.__setattr__(self, "_handler", None)
+        object.__setattr__(self, "_written", frozenset())
+        self._index = index
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand the call to whoever runs the skeleton."""
+        handler: Handler = self.__dict__["_handler"]
+        return handler(self._index, args, kwargs)
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in self.__dict__["_written"]:
+                raise CutError(
+                    f"the model reads {name!r} of layer {self._index}, which the layer writes when "
+                    f"it runs. {APART}: return what the model needs as part of the hidden state."
+                ) from None
+            return getattr(self.__dict__["_layer"], name)
+
+    def _refuse_parts(self, *_: object) -> NoReturn:
+        raise CutError(
+            f"the model takes layer {self._index} apart. Expected layers that are called as a "
+            "whole: put what belongs together into one module with a forward method."
+        )
+
+    __iter__ = __getitem__ = _refuse_parts
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_handler") is not None and name != "training":
+            raise CutError(
+                f"the model sets {name!r} of layer {self._index} while it runs. {APART}: pass it "
+                "to them as an argument."
+            )
+        super().__setattr__(name, value)
+
+    def layer_state(self) -> tuple[list[int], dict[tuple[str, str], Any]]:
+        """Which modules and tensors the user's layer has now, by identity, and its attributes."""
+        layer = layer_of(self)
+        found = list(layer.modules())
+        registries = [one for module in found for one in (module._parameters, module._buffers)]
+        tensors = [tensor for registry in registries for tensor in registry.values()]
+        return [*map(id, [*found, *tensors])], attributes_of(layer)
+
+    def note_written(self, names: Collection[str]) -> None:
+        """The layer writes these attributes of its own when it runs."""
+        self.__dict__["_written"] = frozenset(names)
+
+
+def layer_of(stub: Stub) -> nn.Module:
+    """The user's layer that a stub stands for.
+
+    Not a property: the model's code may ask a stub for any attribute of the layer.
+    """
+    layer: nn.Module = stub.__dict__["_layer"]
+    return layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTensors:
+    """The user's tensors that belong to one unit, by owner."""
+
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+
+
+@final
+class Part:
+    """A module tree of ours whose tensors are bound from outside: the skeleton, or one layer.
+
+    An owner is a tensor's name in the whole model; tied parameters have one owner.
+    """
+
+    def __init__(self, module: nn.Module, owners: Mapping[int, str]) -> None:
+        """`owners` are by `id` of the tensors that the tree has now."""
+        self.module = module
+        self.given_modes = [(child, child.training) for child in module.modules()]
+        """Every module, and whether the user's was in training mode."""
+        self.tensors = UnitTensors(
+            parameters={owners[id(parameter)]: parameter for parameter in module.parameters()},
+            buffers={owners[id(buffer)]: buffer for buffer in module.buffers()},
+        )
+        parameters = module.named_parameters(remove_duplicate=False)
+        named = [*parameters, *module.named_buffers(remove_duplicate=False)]
+        self.names = {name: owners[id(tensor)] for name, tensor in named}  # in the tree -> owner
+        self._places: list[tuple[nn.Module, dict[str, Any], str, str]] = [
+            (child, registry, local, owners[id(tensor)])
+            for child in module.modules()
+            for registry in (child._parameters, child._buffers)
+            for local, tensor in registry.items()
+            if tensor is not None
+        ]
+        self._buffers = [place for place in self._places if place[1] is place[0]._buffers]
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let every lookup of the named tensors find these."""
+        for _, registry, local, owner in self._places:
+            if owner in tensors:
+                registry[local] = tensors[owner]
+
+    def unbind(self) -> None:
+        """Let go of every tensor."""
+        for _, registry, local, _ in self._places:
+            registry[local] = None
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers the tree sees now, by owner."""
+        found = {owner: registry[local] for _, registry, local, owner in self._buffers}
+        return {owner: buffer for owner, buffer in found.items() if buffer is not None}
+
+    def assigned(self, bound: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Buffers that its code has put in the place of those that were bound, by owner.
+
+        Raises:
+            ValueError: one has another form than before.
+        """
+        found = {}
+        for module, registry, local, owner in self._buffers:
+            before, now = bound.get(owner), registry[local]
+            if before is None or now is None or now is before:
+                continue
+            if now.shape == before.shape and now.dtype is before.dtype:
+                found[owner] = now
+            elif local not in module._non_persistent_buffers_set:
+                raise CutError(
+                    f"the model's code replaces buffer {owner!r}, {list(before.shape)} of "
+                    f"{before.dtype}, by {list(now.shape)} of {now.dtype}. Expected buffers that "
+                    "keep their shape and dtype; register those that are not state with "
+                    "persistent=False."
+                )
+        return found
+
+    def take_over(self, kept: Mapping[str, Tensor]) -> None:
+        """Bind these buffers again, with the values of what the code has put in their place."""
+        assigned = self.assigned(kept)
+        for owner, buffer in assigned.items():
+            kept[owner].copy_(buffer.detach())
+        self.bind({owner: kept[owner] for owner in assigned})
+
+    def set_training(self, training: bool, *, as_given: bool) -> None:  # noqa: FBT001
+        """Set every module's mode; `as_given` restores the modes the user's modules had."""
+        for child, given in self.given_modes:
+            child.training = given if training and as_given else training

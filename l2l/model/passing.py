@@ -1,27 +1,44 @@
-"""What goes from layer to layer while the model's code runs without its layers.
+"""What goes from layer to layer while the model's code runs without its layers, and is recorded.
 
 A stub hands on a `HandedOn` tensor, which has the shape of a hidden state and refuses to be
 computed with. So a model that does something between its layers, or collects hidden states, is
-refused by name instead of being trained wrongly.
+refused by name instead of being trained wrongly. What the model's code gives its layers besides is
+recorded once per microbatch, and given to every pass.
+
+Objects that layers are given besides tensors, and what a layer leaves in them.
+
+A layer that leaves something in an object for others to read (shared keys and values in a dict, a
+cache, a counter) hands on more than its hidden state: what it leaves has no graph, and is left once
+more when the layer is run again. Whether it is read is tried: with the object as it was before, a
+layer that reads it gives something else. What an object merely works out for itself when it is
+first asked (a mask, a table of positions) is the same either way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import contextlib
+import inspect
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from l2l.model.layer_list import CutError
+from l2l.model.modules import CutError
 
 METADATA = {
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_cpu")
 } | {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.stride, Tensor.__len__, Tensor.numel}
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+IN_ORDER = "Expected every layer once, in order."
+AS_RETURNED = "Expected each layer to get exactly what the one before it returned."
 
 
 class HandedOn(Tensor):
@@ -29,18 +46,15 @@ class HandedOn(Tensor):
 
     @classmethod
     @override
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer questions about shape, refuse everything else."""
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise CutError(
             f"the model computes '{getattr(func, '__name__', func)}' on a hidden state outside its "
-            "layers (between two of them, or by collecting the output of every layer). Expected "
-            "each layer to get exactly what the one before it returned. Such models cannot be "
-            "streamed layer by layer; turn off options that collect hidden states."
+            f"layers (between two of them, or by collecting the output of every layer). "
+            f"{AS_RETURNED} Turn off options that collect hidden states."
         )
 
 
@@ -49,24 +63,20 @@ class NotKept:
     """Stands for an entry of a layer's return value besides the hidden state; not to be used."""
 
     def __init__(self, layer: int, entry: int) -> None:
-        self.layer = layer
-        self.entry = entry
+        self.name = f"entry {entry} of what layer {layer} returns"
 
     def _refuse(self, *_: object) -> NoReturn:
         raise CutError(
-            f"the model uses entry {self.entry} of what layer {self.layer} returns. Only the first "
-            "entry, the hidden state, is passed on: put what the loss needs into it."
+            f"the model uses {self.name}. Only the first entry, the hidden state, is passed on: "
+            "put what the loss needs into it."
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
     __getitem__ = __float__ = _refuse
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> NoReturn:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse to be computed with."""
-        del func, types
         found = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, NotKept))
         next(found)._refuse()
 
@@ -113,20 +123,16 @@ class Chain:
         self._num_layers = num_layers
         self._wrap = wrap
         self._handed: Tensor | None = None
-        self.num_called = 0
+        self._num_called = 0
 
     def receive(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The hidden state among a layer's arguments: the first of them."""
-        if index < self.num_called:
+        if index != self._num_called:
+            is_again, number = index < self._num_called, self._num_called
             raise CutError(
-                f"layer {index} of {self._num_layers} is called a second time. Expected every "
-                "layer once, in order. Weights shared between layers (ALBERT repeats one layer) "
-                "cannot be streamed yet."
-            )
-        if index > self.num_called:
-            raise CutError(
-                f"layer {index} is called before layer {self.num_called}. Expected every layer "
-                "once, in order. If the model skips layers at random (layerdrop), set that to 0."
+                f"layer {index} is called {'a second time' if is_again else f'before {number}'}. "
+                f"{IN_ORDER} Weights shared between layers (ALBERT repeats one layer) cannot be "
+                "streamed yet; if layers are skipped at random (layerdrop), set that to 0."
             )
         first = first_argument(args, kwargs)
         if not isinstance(first, Tensor):
@@ -137,26 +143,23 @@ class Chain:
         if self._handed is not None and first is not self._handed:
             raise CutError(
                 f"layer {index} is not given what layer {index - 1} returned: the model does "
-                "something between them. Expected each layer to get exactly what the one before it "
-                "returned."
+                f"something between them. {AS_RETURNED}"
             )
-        self.num_called += 1
+        self._num_called += 1
         return first
 
     def hand_on(self, index: int, hidden: Tensor) -> Any:
         """The return value of a layer that was not run."""
-        plain = hidden.detach() if not isinstance(hidden, HandedOn) else hidden
         with torch._C.DisableTorchFunctionSubclass():
             # A fresh object each time, so that identity tells which layer it came from.
-            self._handed = plain.detach().as_subclass(HandedOn)
+            self._handed = hidden.detach().as_subclass(HandedOn)
         return self._wrap(index, self._handed)
 
-    def incomplete(self) -> NoReturn:
+    def refuse_incomplete(self) -> None:
         """Refuse a run that ended before the last layer."""
-        raise CutError(
-            f"the model ran only {self.num_called} of its {self._num_layers} layers. Expected "
-            "every layer once, in order."
-        )
+        if self._num_called < self._num_layers:
+            found = f"{self._num_called} of its {self._num_layers} layers"
+            raise CutError(f"the model ran only {found}. {IN_ORDER}")
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -164,17 +167,267 @@ def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
-def plain_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> Arguments:
     """A call's arguments with a handed-on hidden state as the ordinary tensor it stands for."""
     with torch._C.DisableTorchFunctionSubclass():
         ordinary = hidden.as_subclass(Tensor)
 
     def plain(value: Any) -> Any:
-        return ordinary if value is hidden else value
+        if value is hidden or isinstance(value, Tensor):
+            return ordinary if value is hidden else value
+        is_inside = any(leaf is hidden for leaf in pytree.tree_leaves(value))  # of a tuple, say
+        return pytree.tree_map(plain, value) if is_inside else value
 
-    held = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
-    if any(leaf is hidden for leaf in pytree.tree_leaves(held)):  # inside a tuple, say
-        args, kwargs = pytree.tree_map(plain, (args, kwargs), is_leaf=lambda one: one is hidden)
     return tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# What layers are given
+
+
+Autocast = tuple[str, bool, torch.dtype]
+"""State of torch.autocast for one type of device: its name, whether it is on, and to what."""
+
+
+def autocast_state() -> tuple[Autocast, ...]:
+    """What torch.autocast does here, for every type of device that layers may run on."""
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTensor:
+    """A tensor argument, by its place in the microbatch's list of recorded tensors."""
+
+    index: int
+
+
+HIDDEN = RecordedTensor(-1)  # of a list that ends with the hidden state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """How one layer was called: `HIDDEN`, recorded tensors and constants in their places."""
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    autocast: tuple[Autocast, ...] = ()  # where the model's own code has set it around the layer
+
+    def autocasting(self) -> contextlib.AbstractContextManager[object]:
+        """What torch.autocast did where the layer was called; the layer runs inside it."""
+        stack = contextlib.ExitStack()
+        for kind, is_on, dtype in self.autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on))
+        return stack
+
+    def arguments(self, hidden: Tensor, recorded: list[Tensor]) -> Arguments:
+        """Positional and keyword arguments with the tensors filled in."""
+        tensors = [*recorded, hidden]
+        args, kwargs = pytree.tree_unflatten(
+            [tensors[one.index] if isinstance(one, RecordedTensor) else one for one in self.leaves],
+            self.spec,
+        )
+        return tuple(args), kwargs
+
+
+@dataclass(slots=True)
+class Recording:
+    """What a prologue run yields for one microbatch."""
+
+    hidden: Tensor | None = None
+    tensors: list[Tensor] = field(default_factory=list)  # each once, whatever the number of layers
+    calls: dict[int, Call] = field(default_factory=dict)
+    _outside: tuple[Autocast, ...] = field(default_factory=autocast_state)
+    _last: tuple[Any, Any, Tensor] | None = None
+
+    def add(self, layer: int, args: Any, kwargs: Any, hidden: Tensor) -> None:
+        """Note the arguments of a layer; `hidden` is found among them by identity."""
+        if self.hidden is None:
+            self.hidden = hidden
+        if self._repeats(args, kwargs, hidden):
+            self.calls[layer] = self.calls[layer - 1]
+        else:
+            self._add(layer, args, kwargs, hidden)
+        self._last = (args, kwargs, hidden)
+        autocast = tuple(one for one in autocast_state() if one not in self._outside)
+        if autocast != self.calls[layer].autocast:
+            self.calls[layer] = replace(self.calls[layer], autocast=autocast)
+
+    def _repeats(self, args: Any, kwargs: Any, hidden: Tensor) -> bool:
+        """Whether a layer is called just as the one before it, but for the hidden state."""
+        if self._last is None:
+            return False
+        last_args, last_kwargs, last_hidden = self._last
+        if len(args) != len(last_args) or kwargs.keys() != last_kwargs.keys():
+            return False
+        pairs = [*zip(args, last_args, strict=True)]
+        pairs += [(value, last_kwargs[name]) for name, value in kwargs.items()]
+        return all(
+            other is last_hidden
+            if one is hidden
+            else one is other and not _may_change(one) and not _holds(one, last_hidden)
+            for one, other in pairs
+        )
+
+    def _add(self, layer: int, args: Any, kwargs: Any, hidden: Tensor) -> None:
+        leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
+        noted = tuple(self._noted(layer, leaf, hidden) for leaf in leaves)
+        self.calls[layer] = Call(leaves=noted, spec=spec)
+
+    def _noted(self, layer: int, leaf: Any, hidden: Tensor) -> Any:
+        if leaf is hidden:
+            return HIDDEN
+        if isinstance(leaf, HandedOn | NotKept):
+            found = leaf.name if isinstance(leaf, NotKept) else "the output of another layer"
+            raise CutError(
+                f"layer {layer} consumes more than its hidden state: {found} (as T5's layers do "
+                f"with their position bias). {AS_RETURNED}"
+            )
+        return RecordedTensor(self._index(leaf)) if isinstance(leaf, Tensor) else leaf
+
+    def _index(self, tensor: Tensor) -> int:
+        for index, known in enumerate(self.tensors):
+            if known is tensor:
+                return index
+        self.tensors.append(tensor)
+        if tensor is self.hidden:
+            self._tell_apart(RecordedTensor(len(self.tensors) - 1))
+        return len(self.tensors) - 1
+
+    def _tell_apart(self, recorded: RecordedTensor) -> None:
+        """What enters the first layer is given to later ones too, beside their hidden state.
+
+        If the first one is given it twice, only the first of these is its hidden state: plain
+        PyTorch adds the gradient of the other to those of the later layers.
+        """
+        call = self.calls[0]
+        first = next(place for place, leaf in enumerate(call.leaves, 1) if leaf is HIDDEN)
+        others = (recorded if leaf is HIDDEN else leaf for leaf in call.leaves[first:])
+        self.calls[0] = replace(call, leaves=(*call.leaves[:first], *others))
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a layer, or the model between two of them, can change what is in there."""
+    if isinstance(value, tuple):
+        return any(map(_may_change, value))
+    return isinstance(value, dict | list | deque)
+
+
+def _holds(value: Any, tensor: Tensor) -> bool:
+    return value is tensor or (
+        isinstance(value, tuple) and any(leaf is tensor for leaf in pytree.tree_leaves(value))
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Objects that layers are given besides tensors
+
+
+MAX_DEPTH = 5
+MAX_OBJECTS = 1000
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+OPAQUE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
+
+
+def _contents(value: Any) -> tuple[dict[Any, Any], dict[str, Any]] | None:
+    """Entries and attributes of an object; None: nothing that can be seen."""
+    if isinstance(value, (*PLAIN, *OPAQUE, Tensor)):
+        return None
+    entries: dict[Any, Any] = dict(value) if isinstance(value, dict) else {}
+    if isinstance(value, list | tuple | deque | set):
+        entries = dict(enumerate(value))
+    attributes = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    for name in getattr(type(value), "__slots__", ()):
+        if isinstance(name, str) and hasattr(value, name):
+            attributes[name] = getattr(value, name)
+    return entries, attributes
+
+
+def _are_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    return now.keys() == before.keys() and all(
+        one is before[key]
+        or (isinstance(one, PLAIN) and type(one) is type(before[key]) and one == before[key])
+        for key, one in now.items()
+    )
+
+
+def named_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A layer's arguments by name."""
+    try:
+        names = list(inspect.signature(module.forward).parameters)
+    except (TypeError, ValueError):
+        names = []
+    names += [f"number {place}" for place in range(len(names), len(args))]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def objects_in(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """Every object that can be seen through these arguments.
+
+    Yields:
+        the argument's name, the object, and whether layers share it: a dict, list or tuple is made
+        anew for every layer from what was recorded.
+    """
+    seen: set[int] = set()
+    waiting = deque((name, value, False, MAX_DEPTH) for name, value in arguments.items())
+    while waiting and len(seen) < MAX_OBJECTS:
+        name, value, shared, depth = waiting.popleft()
+        contents = _contents(value)
+        if contents is not None and id(value) not in seen:
+            seen.add(id(value))
+            shared = shared or pytree.tree_is_leaf(value)
+            yield name, value, shared
+            inside = [entry for part in contents for entry in part.values()] if depth else []
+            waiting.extend((name, entry, shared, depth - 1) for entry in inside)
+
+
+@final
+class State:
+    """An object as it is now."""
+
+    def __init__(self, name: str, value: Any, *, shared: bool) -> None:
+        self.name, self.value, self._shared = name, value, shared
+        self._entries, self._attributes = _contents(value) or ({}, {})
+        held = [*self._entries.values(), *self._attributes.values()] if shared else []
+        tensors = [one for one in held if isinstance(one, Tensor) and not one.is_inference()]
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._tensors = [(one, one._version, one.clone()) for one in tensors]
+
+    def is_past(self) -> bool:
+        """Whether the object holds something else now."""
+        entries, attributes = _contents(self.value) or ({}, {})
+        with torch._C.DisableTorchFunctionSubclass():
+            written = any(tensor._version != version for tensor, version, _ in self._tensors)
+        same_entries = _are_same(entries, self._entries)
+        return written or not same_entries or not _are_same(attributes, self._attributes)
+
+    def now(self) -> State:
+        """The same object as it is now."""
+        return State(self.name, self.value, shared=self._shared)
+
+    def restore(self) -> None:
+        """Let the object be as it was."""
+        if isinstance(self.value, dict | list | deque | set):
+            self.value.clear()
+        if isinstance(self.value, dict):
+            self.value.update(self._entries)
+        elif isinstance(self.value, set):
+            self.value.update(self._entries.values())
+        elif isinstance(self.value, list | deque):
+            self.value.extend(self._entries.values())
+        if hasattr(self.value, "__dict__"):
+            vars(self.value).clear()
+        for name, entry in self._attributes.items():
+            object.__setattr__(self.value, name, entry)
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for tensor, _, values in self._tensors:
+                tensor.copy_(values)
+
+
+def states_of(arguments: Mapping[str, Any]) -> list[State]:
+    """The objects among a layer's arguments, as they are now."""
+    return [State(name, value, shared=shared) for name, value, shared in objects_in(arguments)]

@@ -213,7 +213,7 @@ class Planning:
         """Choose for batches like this one.
 
         Layers that draw random numbers keep none of their results: the rest might not be computed
-        again as it was ([Note: random numbers] in compiled_layer.py).
+        again as it was ([Note: random numbers] in layer_pass.py).
 
         Raises:
             ValueError: nothing fits the budget, or the host.

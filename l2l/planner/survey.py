@@ -20,9 +20,6 @@ from l2l.model import (
     Partition,
     Recording,
     Walked,
-    backward_layer,
-    forward_layer,
-    walk_layer,
 )
 from l2l.parameter_server import AdamW, HostOptimizer, Optimizer, UnitForm
 from l2l.planner.layer_cost import PassCost, count_kept_pass, count_pass
@@ -143,13 +140,13 @@ def _count_passes(
     gradient = torch.empty_like(hidden)
 
     def backward() -> list[Tensor | None]:
-        found = backward_layer(inputs, gradient=gradient)
+        found = inputs.backward(gradient)
         return [found.hidden, *found.parameters.values()]
 
     walked: list[Walked] = []
 
     def walk() -> Tensor:
-        walked.append(walk_layer(inputs))
+        walked.append(inputs.walk())
         return walked[0].output
 
     def unwind(edge: GradientEdge) -> Any:
@@ -157,7 +154,7 @@ def _count_passes(
         walked.clear()
         return torch.autograd.grad([edge], wanted, [gradient], allow_unused=True)
 
-    plain = count_pass(lambda: forward_layer(inputs), fused=fused)
+    plain = count_pass(inputs.forward, fused=fused)
     again = count_pass(backward, fused=fused)
     return plain, again, *count_kept_pass(walk, unwind, fused=fused)
 

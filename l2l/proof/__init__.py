@@ -2,7 +2,7 @@
 
 Before the first update, and again after a change of layers or of what a plan has other code do, two
 small microbatches go through both: through the engine as it will train, with updates left out, and
-through the model's own `forward` as plain PyTorch would run it (reference.py). Losses, every
+through the model's own `forward` as plain PyTorch would run it (proof.py). Losses, every
 parameter's gradient and every buffer must agree (evidence.py). If they do not, the step is refused
 with the first parameter that differs, before anything has changed.
 

@@ -115,19 +115,19 @@ def check(
     Raises:
         ProofError: they differ.
     """
-    suspects = {
-        owner: found
-        for owner in order
-        if (found := _distance(mine.gradients.get(owner), theirs.gradients.get(owner)))
-        > tolerance * _norm(theirs.gradients.get(owner))
-    }
+    pairs = {owner: (mine.gradients.get(owner), theirs.gradients.get(owner)) for owner in order}
+    distances = {owner: _distance(*pair) for owner, pair in pairs.items()}
+    suspects = [o for o, (_, own) in pairs.items() if distances[o] > tolerance * _norm(own)]
     again = noise(bool(suspects))
     _check_losses(mine.losses, theirs.losses, tolerance)
-    for owner, distance in suspects.items():
+    for owner in suspects:
         assert again is not None
-        rounding = _distance(again.gradients.get(owner), theirs.gradients.get(owner))
-        if not distance <= NOISE_MARGIN * rounding:
-            raise ProofError(_unlike(owner, mine.gradients, theirs.gradients, distance))
+        found, expected = pairs[owner]
+        if not distances[owner] <= NOISE_MARGIN * _distance(again.gradients.get(owner), expected):
+            raise ProofError(
+                f"the engine's gradient of {owner!r} is not that of the model's own code: "
+                f"{_unlike(_norm(found), _norm(expected), distances[owner])} {_ADVICE}"
+            )
     _check_buffers(mine.buffers, theirs.buffers, tolerance)
 
 
@@ -148,57 +148,45 @@ def _check_losses(mine: list[float], theirs: list[float], tolerance: float) -> N
         if not abs(found - expected) <= tolerance * max(abs(expected), 1e-3):
             raise ProofError(
                 f"the engine finds a loss of {found:.6g} where the model's own code has "
-                f"{expected:.6g} (two rows, microbatch {number}), so it would not train this model "
-                "as PyTorch does. That usually means that the layers do not run as the model's "
-                "code runs them: inside a context manager, with other weights than their own, with "
-                "an object that they share, or with code that looks at more of the batch than its "
-                f"rows. {_ADVICE}"
+                f"{expected:.6g} (two rows, microbatch {number}). That usually means that the code "
+                "runs its layers inside a context manager, with other weights than their own or "
+                f"with an object that they share, or looks at more than its rows. {_ADVICE}"
             )
 
 
-def _unlike(
-    owner: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], distance: float
-) -> str:
-    expected, found = theirs.get(owner), mine.get(owner)
-    begin = f"the engine's gradient of {owner!r} is not that of the model's own code: "
-    if found is None or not _norm(found):
+def _unlike(found: float, expected: float, distance: float) -> str:
+    """How two gradients differ, by their norms, and what that usually means."""
+    if not found:
         return (
-            f"{begin}there is none, and there should be one of norm {_norm(expected):.3g}. That "
-            "usually means that something reaches the loss past the arguments and return values of "
-            "the layers: an object or a list that they share, an attribute, a parameter that a "
-            f"loss or another layer reads. {_ADVICE}"
+            f"there is none, and there should be one of norm {expected:.3g}. That usually means "
+            "that something reaches the loss past the arguments and return values of the layers: "
+            "an object, a list, an attribute, a parameter that a loss or another layer reads."
         )
-    if expected is None or not _norm(expected):
+    if not expected:
         return (
-            f"{begin}it should be zero and has a norm of {_norm(found):.3g}. That usually means "
-            "that the model's code runs the layer with other weights than its own "
-            f"(torch.func.functional_call), or cuts the graph. {_ADVICE}"
+            f"it should be zero and has a norm of {found:.3g}. That usually means that the layer "
+            "is run with other weights (torch.func.functional_call), or the graph is cut."
         )
     return (
-        f"{begin}it differs by {distance / _norm(expected):.2%} of its norm. That usually means "
-        "that layers are not independent of each other besides their hidden state: a cache or an "
-        "object that they change, weights or masks that are not the same when a layer is computed "
-        f"again. {_ADVICE}"
+        f"it differs by {distance / expected:.2%} of its norm. That usually means that layers "
+        "share more than their hidden state: a cache or an object that they change, or weights or "
+        "masks that are not the same when a layer is computed again."
     )
 
 
 def _check_buffers(
     mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float
 ) -> None:
-    for owner in [*theirs, *(name for name in mine if name not in theirs)]:
+    for owner in {**theirs, **mine}:
         found, expected = mine.get(owner), theirs.get(owner)
-        if found is None or expected is None or found.shape != expected.shape:
-            raise ProofError(
-                f"the buffer {owner!r} changes in "
-                f"{'the engine' if expected is None else 'the model itself'} only, or to another "
-                f"shape, when two microbatches are run. {_ADVICE}"
-            )
-        distance = _distance(found.cpu(), expected.cpu())
+        alike = found is not None and expected is not None and found.shape == expected.shape
+        distance = _distance(found, expected) if alike else math.inf
         if not distance <= tolerance * max(_norm(expected), 1e-6):
             raise ProofError(
                 f"the buffer {owner!r} is not what the model's own code leaves there after two "
                 f"microbatches: it is off by {distance:.3g}, its norm is {_norm(expected):.3g}. "
-                f"That usually means that it is replaced, or updated more than once. {_ADVICE}"
+                "That usually means that it is replaced, changes in one of both only, or is "
+                f"updated more than once. {_ADVICE}"
             )
 
 

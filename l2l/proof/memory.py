@@ -8,13 +8,14 @@ objects) is proven anew by every engine.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import platform
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -25,6 +26,7 @@ from l2l.model import is_plain
 
 MAX_DEPTH = 5  # of objects in objects
 LIBRARIES = ("torch", "transformers", "peft", "torchao", "accelerate")
+FIXED_PACKAGES = ("torch", "builtins", "abc", "typing")
 
 
 @final
@@ -34,7 +36,7 @@ class ProofMemory:
     def __init__(self, folder: Path | None) -> None:
         """`folder` None: in this process only."""
         self._folder = folder
-        self._known: set[str] = set()
+        self._known: set[str | None] = set()
 
     @classmethod
     def of_user(cls) -> ProofMemory:
@@ -46,23 +48,21 @@ class ProofMemory:
 
     def has(self, key: str | None) -> bool:
         """Whether this was proven; None never was."""
-        if key is None:
-            return False
-        if key in self._known:
-            return True
-        return self._folder is not None and (self._folder / key).is_file()
+        in_folder = key and self._folder and (self._folder / key).is_file()
+        return key in self._known or bool(in_folder)
 
     def add(self, key: str | None) -> None:
         """This is proven; where nothing can be written it is remembered in this process."""
-        if key is None:
-            return
-        self._known.add(key)
-        if self._folder is not None:
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                (self._folder / key).touch()
-            except OSError:
-                pass
+        if key is not None:
+            self._known.add(key)
+            if self._folder is not None:
+                with contextlib.suppress(OSError):
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    (self._folder / key).touch()
+
+
+class _UnknownError(Exception):
+    """What code does cannot be known from its text."""
 
 
 def key_of(
@@ -81,11 +81,11 @@ def key_of(
         path: what else decides which code runs; must print alike whenever it is alike.
     """
     words = [_own_source(), platform.python_version(), *map(_version, LIBRARIES), *map(str, path)]
-    loss = "" if loss_function is None else _function_text(loss_function)
-    modules = _modules_text(model)
-    if loss is None or modules is None:
+    try:
+        words += [] if loss_function is None else [_function_text(loss_function)]
+        words += _module_texts(model)
+    except _UnknownError:
         return None
-    words += [loss, modules]
     words += [
         f"{name} {value.dtype} {value.dim()}" if isinstance(value, Tensor) else f"{name} {value!r}"
         for name, value in sorted(batch.items())
@@ -93,43 +93,43 @@ def key_of(
     return hashlib.sha256("\n".join(words).encode(errors="replace")).hexdigest()
 
 
-def _modules_text(model: nn.Module) -> str | None:
+def _module_texts(model: nn.Module) -> Iterator[str]:
     """Classes with their sources, attributes and shapes, of all modules."""
-    lines: list[str | None] = []
-    known: dict[int, str | None] = {}  # objects that modules share, such as configs
+    known: dict[int, str] = {}  # objects that modules share, such as configs
     for name, module in model.named_modules():
-        hooked = [value for key, value in vars(module).items() if key.endswith("_hooks") and value]
-        if hooked or "forward" in vars(module):
-            return None
+        attributes = vars(module)
         kind: type = type(module)
-        lines += [name, _class_source(kind)]
-        for key, value in vars(module).items():
+        if "forward" in attributes or any(attributes[k] for k in attributes if k[-6:] == "_hooks"):
+            raise _UnknownError
+        yield f"{name} {_class_source(kind)}"
+        for key, value in attributes.items():
             if key[:1] != "_":
                 if id(value) not in known:
                     known[id(value)] = _value_text(value, depth=0)
-                lines += [key, known[id(value)]]
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    lines += [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in tensors]
-    return None if None in lines else "\n".join(map(str, lines))
+                yield f"{key} {known[id(value)]}"
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
 
 
-def _value_text(value: object, depth: int) -> str | None:
-    """A value such that equal texts mean that code does the same with it; None: not known."""
-    if is_plain(value) or isinstance(value, Tensor | torch.device | torch.Size):
-        return f"{value.shape} {value.dtype}" if isinstance(value, Tensor) else repr(value)
+def _value_text(value: object, depth: int) -> str:
+    """A value such that equal texts mean that code does the same with it."""
+    if isinstance(value, Tensor):
+        return f"{value.shape} {value.dtype}"
+    if is_plain(value) or isinstance(value, torch.device | torch.Size):
+        return repr(value)
     if isinstance(value, type):
         return _class_source(value)
     if isinstance(value, types.FunctionType):
         return _function_text(value)
     if isinstance(value, types.BuiltinFunctionType):
         return f"{value.__module__}.{value.__qualname__}"
-    parts = None if depth > MAX_DEPTH else _parts_of(value)
-    texts = [None] if parts is None else [_value_text(one, depth + 1) for one in parts]
-    return None if None in texts else f"({', '.join(map(str, texts))})"
+    if depth > MAX_DEPTH:
+        raise _UnknownError
+    return f"({', '.join(_value_text(one, depth + 1) for one in _parts_of(value))})"
 
 
-def _parts_of(value: object) -> list[object] | None:
-    """What a value is made of; None: not known, or a module outside the tree of modules."""
+def _parts_of(value: object) -> list[object]:
+    """What a value is made of; a module outside the tree of modules is not known."""
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords, *value.keywords.values()]
     if isinstance(value, dict):
@@ -137,45 +137,39 @@ def _parts_of(value: object) -> list[object] | None:
     if isinstance(value, list | tuple):
         return [*value]
     if isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
-        return None
+        raise _UnknownError
     return [type(value), *vars(value), *vars(value).values()]
 
 
 @functools.lru_cache(maxsize=4096)
-def _class_source(kind: type) -> str | None:
-    """A class by name and the files of it and its bases; None: there is no such file."""
+def _class_source(kind: type) -> str:
+    """A class by name and the files of it and its bases."""
     if kind.__module__.partition(".")[0] == "torch":
         return kind.__qualname__  # its version counts already
-    files = []
-    for base in kind.__mro__:
-        if base.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing"):
-            continue
-        module = sys.modules.get(base.__module__)
-        file = _file_hash(getattr(module, "__file__", None) or "")
-        if file is None:
-            return None
-        files.append(file)
+    bases = [one for one in kind.__mro__ if one.__module__.partition(".")[0] not in FIXED_PACKAGES]
+    modules = [sys.modules.get(one.__module__) for one in bases]
+    files = [_file_hash(getattr(one, "__file__", None) or "") for one in modules]
     return f"{kind.__module__}.{kind.__qualname__} {' '.join(files)}"
 
 
-def _function_text(function: Callable[..., Any]) -> str | None:
-    """A function by name, file and what it closes over; None if that is more than plain values."""
+def _function_text(function: Callable[..., Any]) -> str:
+    """A function by name, file and what it closes over, if that is nothing but plain values."""
     if not isinstance(function, types.FunctionType):
-        return None
+        raise _UnknownError
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     values = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    file, code = _file_hash(function.__code__.co_filename), function.__code__
-    if file is None or not all(map(is_plain, values)):
-        return None
+    if not all(map(is_plain, values)):
+        raise _UnknownError
+    code, file = function.__code__, _file_hash(function.__code__.co_filename)
     return f"{function.__qualname__} {code.co_firstlineno} {code.co_code.hex()} {file} {values!r}"
 
 
 @functools.lru_cache(maxsize=4096)
-def _file_hash(file: str) -> str | None:
+def _file_hash(file: str) -> str:
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except OSError:
-        return None
+    except OSError as error:
+        raise _UnknownError from error
 
 
 @functools.cache

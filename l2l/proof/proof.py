@@ -1,82 +1,311 @@
-"""One engine's proof: which code was proven, against what, and what it means if it differs."""
+"""The model's own code, run as plain PyTorch runs it, with the weights of one layer at a time.
+
+The user's own modules and parameter objects are used, not copies: whatever code holds on to them
+(a loss, a compiled layer, a replaced `forward`) sees real weights. Around the layers these are
+there all the time. A layer's are brought when its code runs and taken away when it ends; what
+autograd saves of them is noted by its place, and brought again for the backward pass. Beyond
+`SAVED_BYTES`, other saved tensors wait on the host. So this needs the memory of what is around the
+layers, its gradient, and a layer or two, whatever the depth.
+
+Random numbers are those of the engine: the code around the layers has one stream for each
+microbatch, and each layer one of its own.
+
+One engine's proof: which code was proven, against what, and what it means if it differs.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import final
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from l2l.device import Device
-from l2l.distributed import World
-from l2l.model import LossFunction, Microbatch, Partition, Rule, same, total_count
+from l2l.model import (
+    IGNORED,
+    LossFunction,
+    Microbatch,
+    Part,
+    Partition,
+    Rule,
+    lent,
+    map_batch,
+    modules_kept,
+    move_batch,
+    num_rows,
+    require_loss,
+    same,
+    take_rows,
+    trial_batch,
+)
 from l2l.parameter_server import ParameterServer
 from l2l.proof.evidence import ODD_FACTOR, TOLERANCE, Evidence, ProofError, check
 from l2l.proof.memory import ProofMemory, key_of
-from l2l.proof.reference import Reference, SeedOf
-from l2l.proof.rows import Batches, proof_rows
+
+SAVED_BYTES = 128 << 20  # of a microbatch that may wait on the device
+_HOST = torch.device("cpu")
+
+SeedOf = Callable[[int | None, int], int]
+"""The seed of a layer, or of the code around them (None), for a microbatch."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Subject:
+    """What a proof is about."""
+
+    model: nn.Module  # the user's, whose weights are in the server
+    partition: Partition  # the same model, cut
+    server: ParameterServer
+    device: Device  # whose random numbers are drawn
+    loss_function: LossFunction | None  # the user's; None: the model's own
+
+
+@final
+@dataclass(eq=False, kw_only=True)
+class Reference:
+    """Runs microbatches through the user's model; what they leave is an `Evidence`."""
+
+    of: Subject
+    rows: Sequence[Microbatch]  # on the host
+    rule: Rule  # what their loss averages over
+    buffers: Mapping[str, Tensor]  # those that training changes, as it has left them, by owner
+    seed_of: SeedOf
+    on_host: bool  # runs there, in evaluation mode: random numbers would be others
+    room: int  # device memory that weights of layers may take, beyond those of two
+    _left: dict[str, Tensor] = field(default_factory=dict)  # buffers of layers, by their code
+    _flats: OrderedDict[int, Tensor] = field(default_factory=OrderedDict)
+    """Weights of layers that are here."""
+    _spans: dict[int, int] = field(default_factory=dict)  # address of such weights -> layer
+    _around: set[int] = field(default_factory=set)  # addresses of weights around the layers
+    _running: int | None = None
+    _outer_random: Any = None
+    _m: int = 0
+    _saved_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._place = _HOST if self.on_host else self.of.device.torch_device
+        model, units = self.of.model, self.of.server.units.values()
+        named = [*model.named_parameters(), *model.named_buffers()]
+        owners = {id(tensor): name for name, tensor in named}
+        self._units = {owner: one for one in units for owner in one.form.weight_layout.names}
+        self._whole = Part(model, owners)
+        layers = model.get_submodule(self.of.partition.list_name).children()
+        self._layers = [Part(layer, owners) for layer in layers]
+
+    def run(self, factor: float) -> Evidence:
+        """Losses, gradients and buffers, with losses times a factor that is divided out again."""
+        self._evidence = Evidence(self._place)
+        self._left = {k: v.to(self._place, copy=True) for k, v in self.buffers.items()}
+        weights: list[float] = []
+        with self._model_as_given(), self.of.device.private_random_state():
+            for m, microbatch in enumerate(self.rows):
+                self._m, self._saved_bytes = m, 0
+                share = self.rule.total([microbatch]) / max(1, self.rule.total(self.rows))
+                weights.append(self._one(microbatch, share, factor))
+            self._evidence.buffers = self._changed_buffers()
+        total = sum(weights) if self.rule is Rule.SUM_AND_WEIGHT else 1.0
+        found = self._evidence.scaled(1.0 / (total * factor))
+        found.losses = [loss / total for loss in found.losses]
+        return found
+
+    def _one(self, microbatch: Microbatch, share: float, factor: float) -> float:
+        """A microbatch, forward and backward; the weight that the user's loss gives it."""
+        inputs = move_batch(microbatch, self._place)
+        self.of.device.seed(self.seed_of(None, self._m))
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed())
+        with torch.enable_grad(), hooks:
+            outputs = self.of.partition.run(self.of.model, inputs)
+            function, weight = self.of.loss_function, 1.0
+            found = require_loss(outputs) if function is None else function(outputs, inputs)
+            if isinstance(found, tuple):
+                found, weight = found[0], float(found[1])
+            loss = found * share
+            self._evidence.losses.append(float(loss.detach()))
+            if loss.requires_grad:
+                (loss.float() * factor).backward()  # type: ignore[no-untyped-call]
+        return weight
+
+    # ----------------------------------------------------------------------------------------------
+    # The user's model with real weights
+
+    @contextlib.contextmanager
+    def _model_as_given(self) -> Iterator[None]:
+        """Real weights around the layers, watched layers; all is as before at the end."""
+        whole, model = self._whole, self.of.model
+        parameters = whole.tensors.parameters
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._forget)
+            stack.callback(whole.bind, {**parameters, **whole.tensors.buffers})
+            stack.enter_context(modules_kept(model.modules()))
+            if "torch._dynamo" in sys.modules:  # else nothing was compiled, and it takes a second
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            whole.set_training(not self.on_host, as_given=model.training)
+            for owner, parameter in parameters.items():
+                dtype = self._units[owner].form.weight_layout.dtype_of(owner)
+                stack.enter_context(lent(parameter, self._nothing(parameter, dtype)))
+                if parameter.requires_grad:
+                    taken = functools.partial(self._take, owner)
+                    hook = parameter.register_post_accumulate_grad_hook(taken)  # type: ignore[no-untyped-call]
+                    stack.callback(hook.remove)
+            outer = self.of.partition.skeleton.buffers()
+            whole.bind({owner: one.to(self._place, copy=True) for owner, one in outer.items()})
+            for name, unit in self.of.server.units.items():
+                if not name.startswith("L"):
+                    weights = self._brought(name)
+                    self._around.add(weights.untyped_storage().data_ptr())
+                    for owner, view in unit.form.weight_layout.views(weights).items():
+                        if owner in parameters:
+                            parameters[owner].data = view
+            for index, part in enumerate(self._layers):
+                self._watch(index, part.module)
+            yield
+
+    def _nothing(self, parameter: nn.Parameter, dtype: torch.dtype | None) -> Tensor:
+        value = torch.nan if parameter.is_floating_point() else 0
+        return torch.full((), value, dtype=dtype, device=self._place).expand(parameter.shape)
+
+    def _watch(self, index: int, layer: nn.Module) -> None:
+        """Have the weights there whenever the layer's code runs, called in whatever way."""
+        layer.register_forward_pre_hook(lambda *_: self._enter(index), prepend=True)
+        layer.register_forward_hook(lambda *_: self._leave(index), always_call=True)
+        inner = layer.forward
+
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._running == index:  # called as a module
+                return inner(*args, **kwargs)
+            self._enter(index)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._leave(index)
+
+        layer.__dict__["forward"] = forward
+        layer.__dict__["_compiled_call_impl"] = None
+
+    def _enter(self, index: int) -> None:
+        self._outer_random, self._running = self.of.device.random_numbers.state(), index
+        part, unit = self._layers[index], self.of.server.units[f"L{index}"]
+        views = unit.form.weight_layout.views(self._weights(index))
+        for owner, parameter in part.tensors.parameters.items():
+            parameter.data = views[owner]
+        buffers = {o: self._left[o] if o in self._left else views[o] for o in part.tensors.buffers}
+        part.bind({o: one if o in self._left else one.clone() for o, one in buffers.items()})
+        self.of.device.seed(self.seed_of(index, self._m))
+
+    def _leave(self, index: int) -> None:
+        self._left |= self._layers[index].buffers()
+        for parameter in self._layers[index].tensors.parameters.values():
+            parameter.data = self._nothing(parameter, parameter.dtype)
+        self._running = None
+        self.of.device.random_numbers.set_state(self._outer_random)
+
+    def _changed_buffers(self) -> dict[str, Tensor]:
+        """Buffers that are not what they were before the first microbatch."""
+        starts, now = self.of.partition.skeleton.buffers(), self._whole.buffers()
+        left = {owner: now[owner] for owner in starts if owner in now}
+        for part in self._layers:
+            for owner in part.tensors.buffers.keys() & self._left.keys():
+                left[owner], start = self._left[owner], self.buffers.get(owner)
+                starts[owner] = self._units[owner].weight_of(owner) if start is None else start
+        return {owner: one.cpu() for owner, one in left.items() if not same(one, starts[owner])}
+
+    # ----------------------------------------------------------------------------------------------
+    # What autograd saves and gives
+
+    def _weights(self, index: int) -> Tensor:
+        """A layer's weights, here; the last few stay."""
+        if index not in self._flats:
+            found = self._flats[index] = self._brought(f"L{index}")
+            self._spans[found.untyped_storage().data_ptr()] = index
+            kept = self._flats.values()
+            while len(kept) > 2 and sum(one.nbytes for one in kept) > self.room:
+                _, gone = self._flats.popitem(last=False)
+                del self._spans[gone.untyped_storage().data_ptr()]
+        self._flats.move_to_end(index)
+        return self._flats[index]
+
+    def _brought(self, name: str) -> Tensor:
+        # Nobody waits: the host's weights stay as they are meanwhile.
+        weights = self.of.server.whole(name).weights
+        return weights.to(self._place, copy=True, non_blocking=True)
+
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What brings a saved tensor again."""
+        address = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+        if address in self._spans:
+            index, dtype = self._spans[address], tensor.dtype
+            form = tensor.size(), tensor.stride(), tensor.storage_offset()
+            return lambda: self._weights(index).view(dtype).as_strided(*form)
+        self._saved_bytes += 0 if address in self._around else tensor.nbytes
+        if self._saved_bytes <= SAVED_BYTES or address in self._around or tensor.device == _HOST:
+            return lambda: tensor
+        on_host, device = tensor.cpu(), tensor.device
+        return lambda: on_host.to(device)
+
+    def _take(self, owner: str, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        unit = self._units[owner]  # of which this rank may hold a piece
+        piece = gradient.reshape(-1)[unit.form.trained.piece(owner, unit.share)]
+        self._evidence.add(owner, piece)
+
+    def _forget(self) -> None:
+        for held in (self._flats, self._spans, self._around, self._left):
+            held.clear()
+
+
+# --------------------------------------------------------------------------------------------------
+# The proof
+
 
 logger = logging.getLogger("l2l")
 
 FLOAT16_SCALE = 256.0  # of losses: with it hardly any gradient is zero or infinite
 HOST_TOLERANCE = 0.1  # of 16-bit gradients, where one run was on the host: other kernels
 
+Batches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Path = tuple[object, ...]
+Buffers = Callable[[], Mapping[str, Tensor]]
 Run = Callable[[Evidence, Sequence[Microbatch], int], float]
 """Runs microbatches through the engine, with what their loss averages over; adds gradients to the
 evidence, and returns what they must be multiplied with."""
 
 
 @final
-class Proof:
+@dataclass(eq=False, kw_only=True)
+class Proof(Subject):
     """Owner of what an engine has proven."""
 
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        partition: Partition,
-        server: ParameterServer,
-        device: Device,
-        loss_function: LossFunction | None,
-        link: torch.dtype,
-        memory: ProofMemory,
-    ) -> None:
-        self._model = model
-        self._partition = partition
-        self._server = server
-        self._device = device
-        self._loss_function = loss_function
-        self._link = link
-        self._memory = memory
-        self._known: dict[tuple[object, ...], str | None] = {}  # keys of what was asked for
-        self._done: set[tuple[object, ...]] = set()
-        self._agreed: set[tuple[object, ...]] = set()  # by all ranks, which have the same paths
-        self._reference: Reference | None = None
-        self._theirs: Evidence | None = None
-        self._shares: list[float] = []
-        self.microbatches: list[Microbatch] = []
-        self.on_host = False  # whether the model's own code ran there, without random numbers
+    link: torch.dtype
+    memory: ProofMemory
+    _keys: dict[Path, str | None] = field(default_factory=dict, init=False)
+    _done: set[Path] = field(default_factory=set, init=False)
+    _agreed: set[Path] = field(default_factory=set, init=False)  # by all ranks
+    _reference: Reference | None = field(default=None, init=False)  # None: cannot be compared
+    _theirs: Evidence | None = field(default=None, init=False)
+    on_host: bool = field(default=False, init=False)
+    """Whether the model's own code ran there, without random numbers."""
 
-    @property
-    def _world(self) -> World:
-        return self._server.world
-
-    def is_done(self, batch: Batches, path: tuple[object, ...]) -> bool:
+    def is_done(self, batch: Batches, path: Path) -> bool:
         """Whether the code that a path names was proven, for all ranks."""
-        if path not in self._agreed and all(self._world.gather_facts(self._is_done(batch, path))):
-            self._agreed.add(path)
+        if path not in self._agreed:
+            if path not in self._done:
+                first = batch if isinstance(batch, Mapping) else batch[0]
+                key = key_of(self.model, loss_function=self.loss_function, batch=first, path=path)
+                self._keys[path] = key
+                if self.memory.has(key):
+                    self._done.add(path)
+            if all(self.server.world.gather_facts(path in self._done)):
+                self._agreed.add(path)
         return path in self._agreed
-
-    def _is_done(self, batch: Batches, path: tuple[object, ...]) -> bool:
-        if path not in self._done:
-            first = batch if isinstance(batch, Mapping) else batch[0]
-            key = key_of(self._model, loss_function=self._loss_function, batch=first, path=path)
-            self._known[path] = key
-            if self._memory.has(key):
-                self._done.add(path)
-        return path in self._done
 
     def see(
         self,
@@ -101,22 +330,19 @@ class Proof:
         failure: Exception | None = None
         for on_host in self._places(room):
             for short in (True, False) if cut else (False,):
-                rows = self._world.gather_facts(proof_rows(batch, rule, cut=short))[0]
-                shares = _shares(rows, rule)
+                rows = self.server.world.gather_facts(proof_rows(batch, rule, cut=short))[0]
+                self.on_host = on_host
                 self._reference = Reference(
-                    model=self._model,
-                    partition=self._partition,
-                    server=self._server,
-                    device=self._device,
-                    loss_function=self._loss_function,
+                    of=self,
+                    rows=rows,
+                    rule=rule,
                     buffers=buffers,
                     seed_of=seed_of,
                     on_host=on_host,
-                    room=self._cache_bytes(room),
+                    room=max(0, ((room or 0) - self._least_bytes()) // 2),
                 )
-                self.microbatches, self._shares, self.on_host = rows, shares, on_host
                 try:
-                    self._theirs = self._run_reference(rule, self._scale)
+                    self._theirs = self._reference.run(self._scale)
                 except torch.OutOfMemoryError as error:
                     failure = error
                     break
@@ -124,54 +350,32 @@ class Proof:
                     failure = error
                     continue
                 return
-        self._theirs = Evidence(torch.device("cpu"))
         self._give_up(f"the model's own code fails on a few rows: {failure}")
 
     def _places(self, room: int | None) -> tuple[bool, ...]:
         """Where the model's own code may run: on the device, if it has room; else on the host."""
-        if self._device.torch_device.type == "cpu":
+        if self.device.torch_device.type == "cpu":
             return (False,)
         return (False, True) if room is None or self._least_bytes() <= room else (True,)
 
     def _least_bytes(self) -> int:
-        sizes = {n: u.form.weight_layout.nbytes for n, u in self._server.units.items()}
+        sizes = {n: u.form.weight_layout.nbytes for n, u in self.server.units.items()}
         around = sum(nbytes for name, nbytes in sizes.items() if not name.startswith("L"))
         return 2 * around + 5 * max(nbytes for name, nbytes in sizes.items() if name[0] == "L")
 
-    def _cache_bytes(self, room: int | None) -> int:
-        if room is None or self._device.torch_device.type == "cpu":
-            return 0
-        return max(0, (room - self._least_bytes()) // 2)
-
     @property
     def _scale(self) -> float:
-        return FLOAT16_SCALE if self._link is torch.float16 else 1.0
-
-    def _run_reference(self, rule: Rule, factor: float) -> Evidence:
-        assert self._reference is not None
-        units = {o: u for u in self._server.units.values() for o in u.form.trained.names}
-
-        def piece_of(owner: str, gradient: Tensor) -> Tensor:
-            unit = units[owner]
-            return gradient.reshape(-1)[unit.form.trained.piece(owner, unit.share)]
-
-        return self._reference.run(
-            self.microbatches,
-            self._shares,
-            divide_by_weight=rule is Rule.SUM_AND_WEIGHT,
-            factor=factor,
-            piece_of=piece_of,
-        )
+        return FLOAT16_SCALE if self.link is torch.float16 else 1.0
 
     def _give_up(self, reason: str) -> None:
-        self.microbatches = []
+        self._reference = None
         logger.warning(
             "the first step is not compared with plain PyTorch: %s. Compare a few steps of a small "
             "version of this model yourself.",
             reason,
         )
 
-    def check(self, rule: Rule, path: tuple[object, ...], run: Run, buffers: Buffers) -> None:
+    def check(self, rule: Rule, path: Path, run: Run, buffers: Buffers) -> None:
         """Run the engine on the same rows and compare; it must be left as it was.
 
         Args:
@@ -184,37 +388,48 @@ class Proof:
             ProofError: the engine does not compute what the model's own code does.
         """
         theirs, self._theirs = self._theirs, None  # weights change
-        assert theirs is not None
-        if self.microbatches:
-            mine, failure = self._evidence_of(rule, run, buffers), None
-            is_finite = all(self._world.gather_facts(theirs.is_finite))
+        if self._reference is not None:
+            assert theirs is not None
+            gather, failure = self.server.world.gather_facts, None
+            mine = self._evidence(rule, self._reference.rows, run, buffers)
+            is_finite = all(gather(theirs.is_finite))
             try:
                 if is_finite:
-                    self._compare(mine, theirs, rule)
+                    self._compare(mine, theirs, self._reference)
             except ProofError as error:
                 failure = str(error)
-            found = [one for one in self._world.gather_facts(failure) if one is not None]
-            if found:
-                raise ProofError(found[0])
+            for found in gather(failure):
+                if found is not None:
+                    raise ProofError(found)
             if is_finite:
-                self._memory.add(self._known.get(path))
+                self.memory.add(self._keys.get(path))
             else:
                 self._give_up("the model's own code has a loss or a gradient that is not finite")
         self._done.add(path)
 
-    def _compare(self, mine: Evidence, theirs: Evidence, rule: Rule) -> None:
+    def _compare(self, mine: Evidence, theirs: Evidence, reference: Reference) -> None:
         def noise(wanted: bool) -> Evidence | None:  # noqa: FBT001
-            if not any(self._world.gather_facts(wanted)):
-                return None
-            return self._run_reference(rule, self._scale * ODD_FACTOR)
+            wanted = any(self.server.world.gather_facts(wanted))
+            return reference.run(self._scale * ODD_FACTOR) if wanted else None
 
-        order = [name for name, _ in self._model.named_parameters()]
-        check(mine, theirs, tolerance=self._tolerance, order=order, noise=noise)
+        wide = self.on_host and self.link is not torch.float32
+        tolerance = HOST_TOLERANCE if wide else TOLERANCE[self.link]
+        order = [name for name, _ in self.model.named_parameters()]
+        check(mine, theirs, tolerance=tolerance, order=order, noise=noise)
 
-    def _evidence_of(self, rule: Rule, run: Run, buffers: Buffers) -> Evidence:
+    def _evidence(
+        self, rule: Rule, rows: Sequence[Microbatch], run: Run, buffers: Buffers
+    ) -> Evidence:
         """The engine's, or a refusal: the model's own code runs the same rows."""
+        before = {owner: buffer.clone() for owner, buffer in buffers().items()}
+        mine = Evidence(torch.device("cpu") if self.on_host else self.device.torch_device)
         try:
-            return self._evidence(rule, run, buffers)
+            factor = run(mine, rows, rule.total(rows))
+            mine.buffers = {
+                owner: buffer.to("cpu", copy=True)
+                for owner, buffer in buffers().items()
+                if not same(buffer, before[owner])
+            }
         except (ValueError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -222,35 +437,28 @@ class Proof:
                 f"the engine fails where the model's own code does not: {type(error).__name__}: "
                 f"{error}. Nothing has been changed; please report the model."
             ) from error
-
-    @property
-    def _tolerance(self) -> float:
-        wide = self.on_host and self._link is not torch.float32
-        return HOST_TOLERANCE if wide else TOLERANCE[self._link]
-
-    def _evidence(self, rule: Rule, run: Run, buffers: Buffers) -> Evidence:
-        before = {owner: buffer.clone() for owner, buffer in buffers().items()}
-        mine = Evidence(torch.device("cpu") if self.on_host else self._device.torch_device)
-        try:
-            factor = run(mine, self.microbatches, total_count(rule, self.microbatches))
-            mine.buffers = {
-                owner: buffer.to("cpu", copy=True)
-                for owner, buffer in buffers().items()
-                if not same(buffer, before[owner])
-            }
         finally:
             for owner, buffer in buffers().items():
                 buffer.copy_(before[owner])
         return mine.scaled(factor)
 
 
-Buffers = Callable[[], Mapping[str, Tensor]]
+def proof_rows(batch: Batches, rule: Rule, *, cut: bool) -> list[Microbatch]:
+    """Two microbatches of two rows, which differ where they can; of an unknown rule, one.
 
-
-def _shares(rows: Iterable[Microbatch], rule: Rule) -> list[float]:
-    """What the loss of each microbatch counts."""
-    rows = list(rows)
-    if rule in (Rule.SUM_AND_WEIGHT, Rule.UNKNOWN):
-        return [1.0] * len(rows)
-    total = total_count(rule, rows)
-    return [total_count(rule, [one]) / max(1, total) for one in rows]
+    Args:
+        batch: as a step is given it.
+        rule: what the loss averages over.
+        cut: whether rows of tokens are cut short.
+    """
+    if isinstance(batch, Mapping):
+        first, second = take_rows(batch, 0, 2), take_rows(batch, 2, 4)
+        if num_rows(batch) < 4:  # the same rows, the other way round
+            second = map_batch(lambda one: one.flip(0) if one.dim() else one, first)
+    else:
+        first, second = dict(batch[0]), dict(batch[-1])
+    parts = [trial_batch(one, cut=cut) for one in (first, second)]
+    for part in parts:  # something to learn from, also if the first tokens are a prompt
+        if not rule.count(part):
+            part["labels"] = torch.where(part["labels"] == IGNORED, 0, part["labels"])
+    return [move_batch(part, "cpu") for part in (parts[:1] if rule is Rule.UNKNOWN else parts)]

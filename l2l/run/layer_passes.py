@@ -1,6 +1,6 @@
 """Passes through layers: streamed ones forward and backward, those of the tail with graph.
 
-Layers run through a compiler where they can (compiled_layer.py), else as they are (layer_pass.py).
+Layers run through a compiler where they can, else as they are (layer_pass.py in the model room).
 """
 
 from __future__ import annotations
@@ -24,12 +24,6 @@ from l2l.model import (
     Program,
     RecordedTensor,
     Walked,
-    backward_layer,
-    forward_layer,
-    unwind_layer,
-    walk_layer,
-    weigh_gradient,
-    weighed,
 )
 from l2l.parameter_server import ParameterServer
 from l2l.run.buffers import ChangingBuffers
@@ -86,9 +80,9 @@ class LayerPasses:
             output, handed = self._try(index, program, inputs, anchors, room=kept != NOTHING)
         if output is None:
             self._seed(step, index, m)
-            output = forward_layer(inputs)
+            output = inputs.forward()
         self._buffers.leave_layer(index)
-        output = weighed(inputs.hidden, output, step.survival.get(index))
+        output = inputs.weighed(output)
         if kept != NOTHING:
             self._stash.put(kept, f"k{index} m{m}", [] if handed is None else handed.packed.kept)
         if handed is not None:
@@ -110,13 +104,13 @@ class LayerPasses:
         inputs = self._inputs(step, index, m, slot, recorded, hidden, changing, requires=needs)
         handed = step.handed.pop((index, m), None)
         if handed is None or not self._compiler.trusts(self._partition.structures[index], handed):
-            backward = partial(backward_layer, inputs)
+            backward = inputs.backward
         else:
             if kept != NOTHING:
                 handed.packed.kept = self._stash.get(kept, f"k{index} m{m}")
             anchors = self._anchors(slot, recorded, before)
             backward = partial(self._compiled_backward, step, index, m, inputs, handed, anchors)
-        result = weigh_gradient(gradient, step.survival.get(index), backward)
+        result = inputs.weigh_gradient(gradient, backward)
         add = self._compiler.gradient_sum(self._partition.structures[index])
         self._updates.accumulate(step, action.unit, gradient_slot, result.parameters, add)
         if to != NOTHING:
@@ -149,8 +143,7 @@ class LayerPasses:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler may raise
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            self._compiler.give_up(structure, reason[0])
+            self._compiler.give_up(structure, error)
             return None, None
         if handed.packed.kept and anchors is not None and not room:
             self._compiler.give_up(structure, "its backward pass needs more than its inputs")
@@ -177,10 +170,10 @@ class LayerPasses:
         structure = self._partition.structures[index]
         program = handed.program
         with self._compiler.timed(program):
-            result = program.backward(inputs, handed, gradient=gradient, anchors=anchors)
+            result = program.backward(handed, gradient=gradient, anchors=anchors)
         if self._compiler.must_check(structure, handed):
             self._seed(step, index, m)
-            expected = backward_layer(inputs, gradient=gradient)
+            expected = inputs.backward(gradient)
             if not self._compiler.check(structure, program, result, expected):
                 return expected
         return result
@@ -197,7 +190,7 @@ class LayerPasses:
         for layer in step.program.shape.tail:
             inputs = self._tail_inputs(step, layer, m, recorded, hidden, requires=needs)
             walked, output = self._walk(layer, inputs, step, m)
-            hidden = weighed(hidden, output, step.survival.get(layer))
+            hidden = inputs.weighed(output)
             walks.append((inputs, walked))
             needs = needs or self._adds_gradient(step, layer, m)
         return walks, hidden, needs
@@ -216,7 +209,7 @@ class LayerPasses:
             if gradient is None:
                 break
             unwind = partial(self._unwind, inputs, walked)
-            result = weigh_gradient(gradient, step.survival.get(layer), unwind)
+            result = inputs.weigh_gradient(gradient, unwind)
             if self.trained(f"L{layer}"):
                 add = self._compiler.gradient_sum(self._partition.structures[layer])
                 self._updates.accumulate(step, f"L{layer}", f"GL{layer}", result.parameters, add)
@@ -231,7 +224,7 @@ class LayerPasses:
         for layer in step.program.shape.tail:
             self._seed(step, layer, m)
             inputs = self._tail_inputs(step, layer, m, recorded, hidden, requires=False)
-            hidden = forward_layer(inputs)
+            hidden = inputs.forward()
             self._buffers.leave_layer(layer)
         return hidden
 
@@ -253,7 +246,7 @@ class LayerPasses:
             if output is not None and handed is not None:
                 return handed, output
             self._seed(step, index, m)
-        walked = walk_layer(inputs)
+        walked = inputs.walk()
         self._buffers.leave_layer(index)
         return walked, walked.output.detach()
 
@@ -261,9 +254,9 @@ class LayerPasses:
         self, inputs: LayerInputs, walked: Handed | Walked, gradient: Tensor
     ) -> BackwardResult:
         if isinstance(walked, Walked):
-            return unwind_layer(inputs, walked, gradient=gradient)
+            return inputs.unwind(walked, gradient)
         with self._compiler.timed(walked.program):
-            return walked.program.backward(inputs, walked, gradient=gradient, anchors=None)
+            return walked.program.backward(walked, gradient=gradient, anchors=None)
 
     # ----------------------------------------------------------------------------------------------
 
@@ -294,6 +287,7 @@ class LayerPasses:
             recorded=self._stash.get(recorded, f"r m{m}"),
             through=step.through[m],
             changes_input=self._partition.structures[index] in self._partition.changing_input,
+            survival=step.survival.get(index),
         )
 
     def _needs_gradient(self, step: Step, index: int, m: int) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from l2l.device import Event, UpdateFailedError
-from l2l.model import Call, Handed, Microbatch, Rule, count
+from l2l.model import Call, Handed, Microbatch, Rule
 from l2l.parameter_server import UpdateOrder
 from l2l.run.lookup import RowSet
 from l2l.run.program import Program
@@ -94,7 +94,7 @@ class Step:
         """What the loss of some rows or positions counts in the step: their n / N."""
         if self.rule in (Rule.SUM_AND_WEIGHT, Rule.UNKNOWN):
             return 1.0
-        return count(self.rule, part) / self.total
+        return self.rule.count(part) / self.total
 
     # What follows is asked once the losses were reported, and the norms drained, to the host.
 

@@ -94,7 +94,7 @@ class LayerTrial:
         if not agrees or self._device.random_numbers.num_draws > num_draws:
             self._compiler.note_random(structure)
         if changed:
-            self._compiler.refuse(structure)
+            self._compiler.uncompiled.add(structure)
         return value
 
     def _note_written(self, index: int, before: dict[tuple[str, str], Any]) -> None:

@@ -15,7 +15,6 @@ from l2l.model import (
     CutError,
     Head,
     LossFunction,
-    Measured,
     Microbatch,
     Partition,
     Rule,
@@ -44,15 +43,16 @@ class LossTrial:
         assert hidden is not None
         return hidden
 
-    def measure(self, function: LossFunction, part: Microbatch, seed: int) -> Measured:
+    def measure(
+        self, function: LossFunction, part: Microbatch, seed: int
+    ) -> tuple[float, float, bool]:
         """The user's loss of some rows."""
         self._device.seed(seed)
         part = move_batch(part, self._device.torch_device)
         hidden = self._hidden(part)
         found = function(self._partition.epilogue(part, hidden), part)
         total, weight = found if isinstance(found, tuple) else (found, 1.0)
-        is_single = hidden.dtype is torch.float32
-        return Measured(total=float(total), weight=float(weight), is_single=is_single)
+        return float(total), float(weight), hidden.dtype is torch.float32
 
     def find_rule(self, trial: Microbatch) -> tuple[Rule, bool]:
         """What the loss averages over, and whether another batch cannot tell more."""

@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import Tensor
 
 from l2l.device import Device
-from l2l.model import CutError, Microbatch, Partition, Readers, same_leaves
+from l2l.model import CutError, Microbatch, Partition, Readers, same
 from l2l.parameter_server import ParameterServer
 from l2l.run import OuterPass
 from l2l.trial.repeating import TRIAL_SEED, KeptBuffers, repeats
@@ -52,7 +52,7 @@ class OuterTrial:
         kept.put_back()
         hidden = recording.hidden
         assert hidden is not None
-        first.note_given([hidden, *recording.tensors])
+        first.note([hidden, *recording.tensors])
 
         def start() -> None:
             second.watching = True
@@ -114,4 +114,4 @@ class OuterTrial:
             return False
         finally:
             self._partition.skeleton.bind(weights)
-        return same_leaves(found, expected)
+        return same(found, expected)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from l2l.device import Device
-from l2l.model import Partition, same_leaves
+from l2l.model import Partition, same
 
 TRIAL_SEED = 1  # of whatever is run again
 
@@ -43,7 +43,7 @@ class KeptBuffers:
 
 def repeats(device: Device, first: Any, again: Any) -> bool:
     """Whether two runs from the same seed agree ([Note: others' generators])."""
-    agree = same_leaves(first, again)
+    agree = same(first, again)
     if not agree:
         device.random_numbers.seeds_defaults = True
     return agree

@@ -9,7 +9,7 @@ On two rows, with the real weights, on the device:
   entry of the batch alone (interception.py);
 - whether the epilogue does without the prologue: it must give the same bits with nothing of the
   prologue's units there. If it does not, all units around the layers stay for the whole step;
-- what the model's loss averages over ([Note: counting rule] in loss.py), and whether it may be
+- what the model's loss averages over ([Note: counting rule] in batch.py), and whether it may be
   taken over positions of a row, piece by piece ([Note: pieces] in outer_pass.py).
 
 Buffers that layers change stay on the device from then on, in the relay; all other buffers of a
@@ -38,9 +38,9 @@ from l2l.model import (
     Rule,
     compare_cut_loss,
     move_batch,
-    num_elements,
     num_rows,
     take_rows,
+    token_length,
     trial_batch,
 )
 from l2l.parameter_server import ParameterServer
@@ -105,7 +105,7 @@ class Trial:
                 self._outer.bind_only({})
                 raise ValueError(self._needs()) from error
             except Exception as error:  # a model of fixed length cannot run a few tokens
-                if isinstance(error, CutError) and num_elements(few) == num_elements(whole):
+                if isinstance(error, CutError) and token_length(few) == token_length(whole):
                     raise
                 self.cut = False
                 self._learn(whole, wants_rule=wants_rule)
@@ -137,7 +137,7 @@ class Trial:
     def why_not_cut(self, microbatches: Sequence[Microbatch]) -> str | None:
         """Why a given loss over these microbatches is not that of the batch; None: it is.
 
-        As with the model's own ([Note: counting rule] in loss.py), the layers are left out.
+        As with the model's own ([Note: counting rule] in batch.py), the layers are left out.
         """
         function, rule = self._outer.loss_function, self.rule
         if function is None or rule is None:
@@ -275,7 +275,7 @@ class Trial:
             self._partition.forget()  # what was learnt: the next batch is to be tried as the first
             raise
         for structure in self._partition.changing_input:  # it would write into a cell
-            self._compiler.refuse(structure)
+            self._compiler.uncompiled.add(structure)
         changing = kept.changed()
         kept.put_back()
         self._outer.facts = OuterFacts(changing=changing)

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from l2l.model import IGNORED, Rule, count
+from l2l.model import IGNORED, Rule
 from l2l.train.data.examples import Examples
 
 Batch = dict[str, Tensor]
@@ -198,7 +198,7 @@ class Batches:
 def num_targets(batch: Mapping[str, Tensor]) -> int:
     """What the loss of a batch is a mean over, to average the losses of several batches by."""
     causal = batch["labels"].dim() == 2
-    return count(Rule.SHIFTED_LABELS if causal else Rule.ROWS, batch)
+    return (Rule.SHIFTED_LABELS if causal else Rule.ROWS).count(batch)
 
 
 def packing_holds(evaluate: Callable[[Batch], float], batch: Mapping[str, Tensor]) -> bool:

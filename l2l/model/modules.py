@@ -1,0 +1,323 @@
+"""The user's tree of modules: searched, compared, copied, kept as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import operator
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+Numbering = frozenset[tuple[str, str]]
+"""Attributes that hold the layer's own number: the module's path in the layer, and the name."""
+
+
+class CutError(ValueError):
+    """The model cannot be cut into prologue, layers and epilogue."""
+
+
+def find_layers(model: nn.Module, name: str | None) -> str:
+    """The dotted name of the list of layers: of the one that holds most parameters, or as given.
+
+    Raises:
+        ValueError: there is none, more than one, or the name given is not one.
+    """
+    lists = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and path and len(module)
+    }
+    sizes = {path: sum(p.numel() for p in module.parameters()) for path, module in lists.items()}
+    total = sum(parameter.numel() for parameter in model.parameters())
+    largest = sorted(sizes, key=lambda path: (-sizes[path], len(path)))
+    seen = "".join(
+        f"\n    {path}: {len(lists[path])} modules, {sizes[path]:,} of {total:,} parameters"
+        for path in largest[:12]
+    )
+    best = name or (largest[0] if largest else "")
+    others = [
+        other
+        for other in largest
+        if other != best and not f"{other}.".startswith(f"{best}.")
+        if not best.startswith(f"{other}.") and sizes[other] > total / 10
+    ]
+    problem = None
+    if not lists:
+        problem = f"has no list of layers among {[name for name, _ in model.named_children()]}"
+    elif best not in lists:
+        problem = f"has no list of layers {name!r}"
+    elif name is None and others:
+        problem = (
+            "has more than one list of layers, and only one can be streamed; others stay around"
+        )
+    if problem is not None:
+        raise CutError(
+            f"{type(model).__name__} {problem}. Expected layers='dotted.name' of an nn.ModuleList "
+            f"or nn.Sequential. Seen:{seen or ' none'}"
+        )
+    return best
+
+
+# --------------------------------------------------------------------------------------------------
+# Configs
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """Configs of a model, of its parts and inside these (`text_config`), each once."""
+    found: dict[int, Any] = {}
+
+    def note(holder: object, depth: int) -> None:
+        for name, value in vars(holder).items():
+            is_config = name.endswith("config") and hasattr(value, "__dict__")
+            if is_config and not isinstance(value, nn.Module | type) and id(value) not in found:
+                found[id(value)] = value
+                if depth:
+                    note(value, depth - 1)
+
+    for module in model.modules():
+        note(module, 3)
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def without_cache(configs: Iterable[Any]) -> Iterator[None]:
+    """Let no part of a model make a cache inside the block: every pass would append to it."""
+    caching = [(one, one.use_cache) for one in configs if getattr(one, "use_cache", False)]
+    try:
+        for config, _ in caching:
+            config.use_cache = False
+        yield
+    finally:
+        for config, before in caching:
+            config.use_cache = before
+
+
+def takes_use_cache(model: nn.Module) -> bool:
+    """Whether the model makes a cache unless told not to; both passes would append to it.
+
+    A wrapper, such as an adapter's, hands the argument on to the module inside that takes it.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    if "use_cache" in parameters:
+        return True
+    hands_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    asked = getattr(getattr(model, "config", None), "use_cache", False)
+    inner = (inspect.signature(module.forward).parameters for module in model.modules())
+    return bool(hands_on and asked and any("use_cache" in one for one in inner))
+
+
+def asked_for(names: Iterable[str], configs: Iterable[Any], batch: Mapping[str, Any]) -> str | None:
+    """The option that a batch turns on, or leaves to a config that does."""
+    configs = list(configs)
+    for name in names:
+        asked = batch.get(name)
+        if asked or (asked is None and any(getattr(one, name, False) for one in configs)):
+            return name
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+# Which layers are alike: those that run the same code on tensors of the same shapes
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is numbers, words and containers of them."""
+    if isinstance(value, dict):
+        return all(is_plain(entry) for pair in value.items() for entry in pair)
+    if isinstance(value, tuple | list | set | frozenset):
+        return all(is_plain(entry) for entry in value)
+    return isinstance(value, PLAIN)
+
+
+def _comparable(value: Any) -> Any:
+    """A plain value as it is, a function by what it does, anything else by its identity."""
+    if isinstance(value, functools.partial):
+        return (id(value.func), _comparable(value.args), _comparable(value.keywords))
+    return value if is_plain(value) else id(value)
+
+
+def attributes_of(layer: nn.Module) -> dict[tuple[str, str], Any]:
+    """What modules of a layer carry besides tensors and modules: plain values, or identities."""
+    return {
+        (path, name): _comparable(value)
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name != "training"
+    }
+
+
+def own_numbers(layers: list[nn.Module]) -> Numbering:
+    """Attributes that hold the layer's own number, in every layer that has them."""
+    found: dict[tuple[str, str], list[bool]] = {}
+    for index, layer in enumerate(layers):
+        for key, value in attributes_of(layer).items():
+            found.setdefault(key, []).append(type(value) is int and value == index)
+    return frozenset(
+        key for key, own in found.items() if all(own) and (len(own) > 1 or key[1] == "layer_idx")
+    )
+
+
+def structure_of(layer: nn.Module, numbering: Numbering) -> str:
+    """A text that is equal for layers that run the same code on tensors of the same shapes."""
+    modules, tensors = layer.named_modules(), [*layer.named_parameters(), *layer.named_buffers()]
+    return "; ".join(
+        [f"{name}:{type(one).__qualname__}:{one.training}" for name, one in modules]
+        + [f"{name}:{tuple(one.shape)}:{one.requires_grad}" for name, one in tensors]
+        + [f"{key}={v}" for key, v in attributes_of(layer).items() if key not in numbering]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The one module that runs all layers of a structure, and what is a layer's own in it.
+
+    A compiler sees the same module whatever the layer, so it compiles once for any depth. Where
+    modules know the number of their layer, that is set while the layer runs; compiled code looks at
+    it only if the layer's code does.
+    """
+
+    module: nn.Module
+    names: Mapping[str, str]  # name in the module -> owner
+    index: int
+    numbers: tuple[tuple[nn.Module, str], ...]
+
+    @contextlib.contextmanager
+    def tensors(self, by_owner: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """A layer's tensors by their names in the module, which has the layer's number."""
+        before = [module.__dict__[name] for module, name in self.numbers]
+        try:
+            for module, name in self.numbers:
+                module.__dict__[name] = self.index
+            yield {name: by_owner[owner] for name, owner in self.names.items()}
+        finally:  # the module is also a layer of its own, which may run uncompiled
+            for (module, name), number in zip(self.numbers, before, strict=True):
+                module.__dict__[name] = number
+
+
+@contextlib.contextmanager
+def modules_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put back what code sets on these modules, or in their dicts and sets; tensors are left."""
+    before = {id(module): (module, dict(vars(module))) for module in modules}.values()
+    containers = [
+        (value, value.copy())
+        for _, attributes in before
+        for name, value in attributes.items()
+        if type(value) in (dict, OrderedDict, set) and name not in ("_parameters", "_buffers")
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for container, contents in containers:
+            container.clear()
+            container.update(contents)
+
+
+# --------------------------------------------------------------------------------------------------
+# Copies that share the tensors of a tree and run its code
+
+
+def copy_tree(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
+    """A copy of a module tree that shares tensors and attributes but owns its registries.
+
+    It runs the code that the modules have: what torch.compile had made of them ran on the originals
+    themselves, and so did methods of theirs that they hold as attributes (a `forward` that was
+    replaced), which become the copies'.
+    """
+    known = set(copies)
+    tree = _copy_tree(module, copies)
+    for copy in [copy for key, copy in copies.items() if key not in known]:
+        _rebind(copy, copies)
+    return tree
+
+
+def _copy_tree(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
+    if id(module) in copies:
+        return copies[id(module)]
+    original = module._modules.get("_orig_mod")
+    if original is not None and type(module).__name__ == "OptimizedModule":  # of torch.compile
+        copies[id(module)] = _copy_tree(original, copies)
+        return copies[id(module)]
+    copy = module.__class__.__new__(module.__class__)
+    copies[id(module)] = copy
+    copy.__dict__.update(module.__dict__)
+    if copy.__dict__.get("_compiled_call_impl") is not None:  # of `module.compile()`
+        copy.__dict__["_compiled_call_impl"] = None
+    copy.__dict__["_parameters"] = dict(module._parameters)
+    copy.__dict__["_buffers"] = dict(module._buffers)
+    copy.__dict__["_modules"] = {
+        name: None if child is None else _copy_tree(child, copies)
+        for name, child in module._modules.items()
+    }
+    return copy
+
+
+def _rebind(copy: nn.Module, copies: Mapping[int, nn.Module]) -> None:
+    """Let functions that a module holds, and its hooks, work on the copies."""
+    attributes = copy.__dict__
+    for name, value in list(attributes.items()):
+        if name in HOOKS:  # its own: what is hooked into the one is not hooked into the other
+            rebound = {key: _translated(hook, copies) for key, hook in value.items()}
+            attributes[name] = type(value)(rebound)
+        elif callable(value):
+            attributes[name] = _translated(value, copies)
+
+
+def _translated(value: Any, copies: Mapping[int, nn.Module], depth: int = 4) -> Any:
+    """A function that works on the copies of the modules that it was bound to, or closes over.
+
+    One that does not touch any of them stays the same object: layers that share it are alike.
+    """
+    if isinstance(value, nn.Module):
+        return copies.get(id(value), value)
+    parts: list[Any] = []
+    build: Callable[..., Any] = types.MethodType
+    if isinstance(value, types.MethodType):
+        parts = [value.__func__, value.__self__]
+    elif isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+        build = functools.partial(_partial_like, value)
+    elif isinstance(value, types.FunctionType):
+        parts = [_content(cell, value) for cell in value.__closure__ or ()]
+        build = functools.partial(_function_like, value)
+    found = [_translated(one, copies, depth - 1) for one in parts] if depth else parts
+    return value if all(map(operator.is_, found, parts)) else build(*found)
+
+
+def _partial_like(value: functools.partial[Any], function: Any, *given: Any) -> Any:
+    number = len(value.args)
+    named = dict(zip(value.keywords, given[number:], strict=True))
+    return functools.partial(function, *given[:number], **named)
+
+
+def _content(cell: types.CellType, function: types.FunctionType) -> Any:
+    """What a function closes over; None: itself, or something that is not set yet."""
+    try:
+        return None if cell.cell_contents is function else cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _function_like(function: types.FunctionType, *contents: Any) -> types.FunctionType:
+    """A function that closes over other things."""
+    cells = tuple(
+        cell if content is _content(cell, function) else types.CellType(content)
+        for cell, content in zip(function.__closure__ or (), contents, strict=True)
+    )
+    code, name = function.__code__, function.__name__
+    copy = types.FunctionType(code, function.__globals__, name, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
+    return copy
