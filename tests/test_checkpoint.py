@@ -246,7 +246,7 @@ def contents_of(engine: l2l.Engine) -> State:
     """The same, with updates left as they are."""
     server = inside.server(engine)
     found: State = {"step": engine.step_number, "seed": inside.seed(engine)}
-    buffers = inside.trial(engine).present_buffers()
+    buffers = inside.present_buffers(engine)
     found |= {f"buffer {name}": buffer.clone() for name, buffer in buffers.items()}
     for unit in server.units:
         image = server.image(unit)

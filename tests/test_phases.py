@@ -44,11 +44,11 @@ from l2l.model import same
 from l2l.model.compiled_layer import Compiler, Handed, Packed, Program
 from l2l.model.layer_pass import BackwardResult
 from l2l.model.loss import Rule
+from l2l.run import Usage
 from l2l.run.lookup import TableLookup
 from l2l.run.outer_pass import pieces
 from l2l.run.transfer import Transfer
 from l2l.schedule import Lane
-from l2l.trial import Usage
 
 ROWS, SIZE = 8, 3  # three microbatches, the last one smaller
 EVEN = 6  # rows whose microbatches are all alike, so that compiled layers are compiled once
@@ -398,7 +398,7 @@ def test_targets_that_are_ignored_but_not_counted_are_not_cut():
     settings = {"optimizer": recorder, "microbatch_size": ROWS, "overrides": {"piece_tokens": 24}}
     with make_engine(family.build(), family, **settings) as engine:
         report = engine.step(renamed)
-        assert inside.trial(engine).rule is Rule.ROWS
+        assert inside.facts(engine).rule is Rule.ROWS
     assert_gradients((report.loss, recorder.gradients), expected, tolerant=set())
 
 
@@ -958,8 +958,8 @@ def test_what_is_read_before_and_after_the_layers(name: str):
     family = FAMILIES[name]
     with make_engine(family.build(), family, optimizer=l2l.RecordGradients(), **ON_HOST) as engine:
         engine.step(family.batch(ROWS))
-        assert inside.trial(engine).alone
-        assert inside.trial(engine).usage == USAGE[name]
+        assert inside.facts(engine).alone
+        assert inside.facts(engine).usage == USAGE[name]
         units = {unit.name: unit for unit in inside.outer_units(engine)}
         assert units["T0"].looked_up
         assert not units["T0"].in_prologue
@@ -984,8 +984,8 @@ def test_an_epilogue_that_uses_the_embedding_is_not_alone(gate: float, size: int
         family.build(), family, optimizer=recorder, microbatch_size=size, **settings
     ) as engine:
         loss = engine.step(batch).loss
-        assert not inside.trial(engine).alone
-        assert not inside.trial(engine).usage
+        assert not inside.facts(engine).alone
+        assert not inside.facts(engine).usage
         assert not any(unit.looked_up for unit in inside.outer_units(engine))
     found = (loss, recorder.gradients)
     assert_gradients(found, plain_gradients(family, batch, size), tolerant={"words.weight"})

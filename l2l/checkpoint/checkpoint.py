@@ -38,7 +38,7 @@ from l2l.checkpoint.manifest import FileRecord as FileRecord
 from l2l.checkpoint.manifest import Manifest as Manifest
 from l2l.checkpoint.manifest import OtherCheckpointError as OtherCheckpointError
 from l2l.checkpoint.manifest import plain as plain
-from l2l.distributed import Alone, Share, World
+from l2l.distributed import Share, World
 from l2l.files import (
     DELETED,
     PARTIAL,
@@ -113,7 +113,7 @@ class Saving:
         self._step, self._state, self._extra = step, state, extra
         self._finish = finish
         self._settle = settle
-        self._world = world or Alone()
+        self._world = world or World()
         self._files: dict[str, FileRecord] = {}
         self._lock = threading.Lock()
         self._partial = beside(folder)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from l2l.device import Device, Event
-from l2l.distributed import Alone, World
+from l2l.distributed import World
 from l2l.model import Reader, hold
 from l2l.parameter_server import gathering, moving, torch_optimizer
 from l2l.parameter_server.copying import copy_into, copy_starts
@@ -55,11 +55,11 @@ class ParameterServer:
         seed: int,
         world: World | None = None,
     ) -> None:
-        self.world = world or Alone()
+        self.world = world or World()
         self._arena = arena
         self.optimizer = optimizer
         self._kernel = kernel
-        self.seed = seed & 0xFFFFFFFF  # of rounding
+        self.reseed(seed)
         self.units: dict[str, Unit] = {}
         self.waiting: dict[str, WaitingUpdate] = {}  # by unit
         self.snapshot: Snapshot | None = None  # one that is being written
@@ -78,6 +78,10 @@ class ParameterServer:
         """All that is here is to be replaced."""
         self.waiting.clear()
         self.unfinished.clear()
+
+    def reseed(self, seed: int) -> None:
+        """Round by the random numbers of another seed."""
+        self.seed = seed & 0xFFFFFFFF
 
     @property
     def has_halves(self) -> bool:

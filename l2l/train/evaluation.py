@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from l2l.distributed import Alone, World
+from l2l.distributed import World
 from l2l.engine import Engine
 from l2l.train import metrics
 from l2l.train.data import num_targets
@@ -33,7 +33,7 @@ def evaluate(
 
     Several ranks divide the rows of every batch; all of them get the metrics.
     """
-    world = world or Alone()
+    world = world or World()
     loss = total = 0.0
     predictions: list[Tensor] = []
     labels: list[Tensor] = []

@@ -17,7 +17,7 @@ from torch import nn
 from l2l.checkpoint import (
     CheckpointFolder,
 )
-from l2l.distributed import Alone, World
+from l2l.distributed import World
 from l2l.engine import Engine
 from l2l.files import write_file
 from l2l.planner import Plan, measured_hardware, plan
@@ -60,7 +60,7 @@ class Training:
         Raises:
             ValueError: they are not as the settings say.
         """
-        self._world = world or Alone()
+        self._world = world or World()
         self._display = display
         self._resume = resume
         self._folder = RunFolder(settings.output.folder)
