@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, final
@@ -108,28 +108,14 @@ class Ranks(World):
         groups = [everybody[start : start + number] for start in everybody[::number]]
         copies = [everybody[index::number] for index in range(number)]
         self._backend = dist.get_backend()
-        self._gathering = self._new_groups(groups)
-        self._reducing = self._new_groups(groups)
-        self._copying = self._new_groups(copies) if number < self.size else None
-        self._pooling = self._new_groups([everybody])
-        self._pooling_within = self._new_groups(groups)
-        self._host = self._new_groups([everybody], "gloo")
-        self._host_group = self._new_groups(groups, "gloo")
-        self._saving = self._new_groups([everybody], "gloo", patience=SAVING_TIME)
-
-    def _new_groups(
-        self,
-        groups: Sequence[list[int]],
-        backend: str | None = None,
-        *,
-        patience: timedelta = WAITING_TIME,
-    ) -> Any:
-        """One process group for each list of ranks; returns this rank's."""
-        found, backend = None, backend or self._backend
-        for ranks in groups:
-            group = dist.new_group(ranks, backend=backend, timeout=patience)
-            found = group if self.rank in ranks else found
-        return found
+        self._gathering = _own_group(groups, self._backend)
+        self._reducing = _own_group(groups, self._backend)
+        self._copying = _own_group(copies, self._backend) if number < self.size else None
+        self._pooling = _own_group([everybody], self._backend)
+        self._pooling_within = _own_group(groups, self._backend)
+        self._host = _own_group([everybody], "gloo")
+        self._host_group = _own_group(groups, "gloo")
+        self._saving = _own_group([everybody], "gloo", SAVING_TIME)
 
     @override
     def gather(self, whole: Tensor) -> None:
@@ -234,9 +220,8 @@ def refuse_different_weights(world: World, model: nn.Module) -> None:
         for name in dict.fromkeys((*found[0], *theirs)):
             if found[0].get(name) != theirs.get(name):
                 raise ValueError(
-                    f"the models of rank 0 and rank {rank} differ: {name!r} has other values. "
-                    "Expected the same weights everywhere: call torch.manual_seed with the same "
-                    "number before the model is made, or load them from a folder."
+                    f"the models of rank 0 and rank {rank} differ: {name!r} has other values. Call "
+                    "torch.manual_seed with the same number before, or load them from a folder."
                 )
 
 
@@ -246,6 +231,12 @@ def _sample(parameter: Tensor) -> tuple[Any, ...]:
     flat = parameter.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // 7)].double().nan_to_num()
     return (*parameter.shape, parameter.requires_grad, *some.tolist())
+
+
+def _own_group(groups: list[list[int]], backend: str, patience: timedelta = WAITING_TIME) -> Any:
+    """A process group for each list of ranks; returns the one that this rank is in."""
+    make_groups: Callable[..., Any] = dist.new_subgroups_by_enumeration
+    return make_groups(groups, timeout=patience, backend=backend)[0]
 
 
 def _group_size(size: int) -> int:

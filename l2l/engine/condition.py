@@ -101,8 +101,7 @@ class Condition:
 
     def follow(self, partition: Partition, origins: tuple[int | None, ...]) -> None:
         """Go on with other layers, which are in the server."""
-        self.origins = origins
-        self.network = Network(self.has, partition)
+        self.network, self.origins = Network(self.has, partition), origins
 
     def choose_by(self, depth: Depth | None) -> None:
         """Let another policy choose the layers of every step."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, final
@@ -203,8 +203,8 @@ class Engine:
                 embedding=execution.embedding,
             ),
         )
-        _move_in(has, partition, forms, incoming)
-        self._condition = condition = Condition(has, partition, depth=depth, seed=seed)
+        with _moved_in(has, partition, forms, incoming):
+            self._condition = condition = Condition(has, partition, depth=depth, seed=seed)
         server.reader.prepare_with(condition.before_reading)
         self._stepping = Stepping(condition, self._guard)
         self._layers = Layers(condition, self._guard)
@@ -381,7 +381,7 @@ class Engine:
         """The device the layers run on, for memory measurements."""
         return self._resources.device
 
-    def trace(self) -> AbstractContextManager[Trace]:
+    def trace(self) -> contextlib.AbstractContextManager[Trace]:
         """Collect spans of what runs inside the block, with the schedule's text; see `Trace`."""
         return self._resources.device.tracing()
 
@@ -442,24 +442,26 @@ def _forms(
     return forms_of(partition, optimizer=other, settings=settings, **how)
 
 
-def _move_in(
+@contextlib.contextmanager
+def _moved_in(
     has: Resources, partition: Partition, forms: Sequence[UnitForm], incoming: Incoming | None
-) -> None:
-    """Move every unit into the server; if one does not fit, the model is as it was."""
-    moved: list[tuple[str, Mapping[str, nn.Parameter]]] = []
+) -> Iterator[None]:
+    """Move every unit into the server; if that or the block fails, the model is as it was."""
+    moved: list[tuple[Mapping[str, nn.Parameter], str]] = []
     try:
         if incoming is not None:
             incoming.fill_buffers()
         for form, (name, tensors) in zip(forms, units_of(partition), strict=True):
             has.server.add(form, parameters=tensors.parameters, buffers=tensors.buffers)
-            moved.append((name, tensors.parameters))
+            moved.append((tensors.parameters, name))
         if incoming is not None:
             incoming.deliver(has.server.set_weight, has.device.torch_device)
+        yield
     except BaseException:
         if incoming is not None:
             incoming.undo()
         else:
-            for name, parameters in moved:
-                has.server.give_back(parameters, name)
+            for unit in moved:
+                has.server.give_back(*unit)
         has.device.close()
         raise

@@ -95,8 +95,7 @@ class Guard:
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"{name} was called in process {os.getpid()}, a copy of process {self._process}, "
-                "which has made the engine. Its threads are not here. Use the engine there, or "
-                "make one in this process, started with 'spawn'."
+                "which has the engine's threads. Make one here, in a process of 'spawn'."
             )
         if not self._lock.acquire(blocking=False):
             frame, where = sys._current_frames().get(self._thread), "on another thread"

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -33,7 +33,7 @@ from l2l.checkpoint import Expected
 from l2l.engine.condition import Condition
 from l2l.engine.guard import Guard, guarded
 from l2l.engine.resources import expect, server_bytes
-from l2l.model import Partition, own_numbers
+from l2l.model import Partition, UnitTensors, own_numbers
 from l2l.parameter_server import Members, Move, PrecisionPolicy, UnitForm, nothing_like
 
 COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "decoder_layers")
@@ -247,7 +247,8 @@ def change(condition: Condition, layout: Layout) -> None:
         partition, members, forms = _with_layers(condition, layout, has.precision)
         has.host_budget.check(server_bytes(forms, has.policy, has.world), alternatives={})
         has.transfer.let_go_of_staging()
-        has.server.rearrange(_moves_for(layout, old, partition, forms))
+        units = zip(layout, forms, partition.layer_tensors, strict=False)  # layers come first
+        has.server.rearrange([_move_to(*unit, old) for unit in units])
     # The model and the server have the new layers now; everything else follows.
     has.optimizer.regroup(members)
     condition.follow(partition, tuple(place.origin for place in layout))
@@ -301,39 +302,30 @@ def _with_layers(
     # For the parameters of the new layers, those that they are alike, if any.
     like: dict[nn.Parameter, nn.Parameter | None] = {}
     for place, tensors in zip(layout, new.layer_tensors, strict=True):
-        parameters = tensors.parameters.values()
-        if place.source is None:
-            like |= dict.fromkeys(parameters)
-        else:
+        like |= dict.fromkeys(tensors.parameters.values())
+        if place.source is not None:
             theirs = old.layer_tensors[place.source].parameters.values()
-            like |= zip(parameters, theirs, strict=True)
+            like |= zip(tensors.parameters.values(), theirs, strict=True)
     members = has.optimizer.members_of(has.model, like)
     return new, members, has.forms(new, precision, members)
 
 
-def _moves_for(
-    layout: Layout, old: Partition, new: Partition, forms: Sequence[UnitForm]
-) -> list[Move]:
-    """What becomes of the layers' units when the layers change."""
-    moves = []
-    for place, tensors, form in zip(layout, new.layer_tensors, forms, strict=False):
-        names: dict[str, str] = {}
-        if place.source is not None:
-            theirs = old.layer_tensors[place.source]
-            names = dict(zip(tensors.parameters, theirs.parameters, strict=True))
-            names |= zip(tensors.buffers, theirs.buffers, strict=True)
-        moves.append(
-            Move(
-                form=form,
-                source=None if place.source is None else f"L{place.source}",
-                is_copy=place.is_copy,
-                keeps_state=place.keeps_state,
-                names=names,
-                parameters=tensors.parameters,
-                buffers=tensors.buffers,
-            )
-        )
-    return moves
+def _move_to(place: Place, form: UnitForm, tensors: UnitTensors, old: Partition) -> Move:
+    """What becomes of a layer's unit when the layers change."""
+    names: dict[str, str] = {}
+    if place.source is not None:
+        theirs = old.layer_tensors[place.source]
+        names = dict(zip(tensors.parameters, theirs.parameters, strict=True))
+        names |= zip(tensors.buffers, theirs.buffers, strict=True)
+    return Move(
+        form=form,
+        source=None if place.source is None else f"L{place.source}",
+        is_copy=place.is_copy,
+        keeps_state=place.keeps_state,
+        names=names,
+        parameters=tensors.parameters,
+        buffers=tensors.buffers,
+    )
 
 
 def _refuse_stranger(module: nn.Module, others: list[nn.Module]) -> None:
@@ -348,13 +340,12 @@ def _refuse_stranger(module: nn.Module, others: list[nn.Module]) -> None:
     if any(one.kind is one.VAR_KEYWORD for one in found.values()):
         return
     plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    missing = [name for name, one in list(wanted.items())[1:] if one.kind in plain]
-    missing = [name for name in missing if name not in found]
+    named = [name for name, one in list(wanted.items())[1:] if one.kind in plain]
+    missing = [name for name in named if name not in found]
     if missing:
         raise ValueError(
-            f"{type(module).__name__}.forward takes ({', '.join(found)}), the model's layers are "
-            f"called with ({', '.join(wanted)}). Expected it to take {', '.join(missing)}, too, or "
-            "**kwargs."
+            f"{type(module).__name__}.forward takes ({', '.join(found)}), layers are called with "
+            f"({', '.join(wanted)}). Expected it to take {', '.join(missing)}, too, or **kwargs."
         )
 
 

@@ -37,13 +37,7 @@ class Network:
         """Nothing is known of the layers yet, whose weights are in the server."""
         has, device, server = resources, resources.device, resources.server
         self._has, self._server, self.partition = has, server, partition
-        self.outer = OuterPass(
-            partition=partition,
-            device=device,
-            server=server,
-            transfer=has.transfer,
-            loss_function=has.loss,
-        )
+        self.outer = OuterPass(partition, device, server, has.transfer, has.loss)
         self.relay = Relay(
             partition=partition,
             server=server,
@@ -61,13 +55,7 @@ class Network:
             compiler=has.compiler,
             scale_of=None if has.scaler is None else has.scaler.scale_of,
         )
-        self.trial = Trial(
-            partition=partition,
-            server=server,
-            device=device,
-            outer=self.outer,
-            compiler=has.compiler,
-        )
+        self.trial = Trial(partition, server, device, self.outer, has.compiler)
         self.persistence = Persistence(
             server=server,
             partition=partition,

@@ -78,7 +78,7 @@ class Proving:
             has.device.recover()
             has.server.forget_updates()
             raise
-        evidence.losses = (step.losses[:, 0] * step.plain_factor(scaled=False)).tolist()
+        evidence.losses.extend((step.losses[:, 0] * step.plain_factor(scaled=False)).tolist())
         return step.plain_factor(scaled=True)
 
     def _path(self) -> tuple[object, ...]:

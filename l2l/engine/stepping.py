@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -41,19 +40,6 @@ from l2l.run import Step
 logger = logging.getLogger("l2l")
 
 RANK_SEED = 0x9E3779B9  # ranks draw different random numbers
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rank:
-    """What the others must know of the batch that one rank has."""
-
-    layers: tuple[int, ...]  # that it runs
-    num_microbatches: int
-    count: int  # what its loss averages over
-    ignored: str | None  # targets that its loss leaves out
-    num_tokens: int
-    why_not_cut: str | None
 
 
 @final
@@ -158,24 +144,20 @@ class Stepping:
         rows = self._rows_of(batch)
         # All ranks need as many microbatches as the one with most: their lanes meet line by line.
         own = split_batch(batch, microbatch_size=rows) if batch is given else []
-        ranks = self._ranks(own, rule, choice, counts=not keep_outputs)
-        every = sum(rank.num_microbatches for rank in ranks)
-        if training and every > 1:
+        ignored, counts, numbers, tokens = self._ranks(own, rule, choice, counts=not keep_outputs)
+        if training and sum(numbers) > 1:
             self._warn_of_batch_statistics()
-        total = 1
+        total = 1 if keep_outputs else sum(counts)
         if not keep_outputs:
-            total = sum(rank.count for rank in ranks)
-            ignored = next((rank.ignored for rank in ranks if rank.ignored is not None), None)
-            refuse_uncountable(rule, num_microbatches=every, total=total, ignored=ignored)
-        number = max(1, *(rank.num_microbatches for rank in ranks))
-        microbatches, num_own = split_into(batch, number, microbatch_size=rows)
+            left_out = next(filter(None, ignored), None)
+            refuse_uncountable(rule, num_microbatches=sum(numbers), total=total, ignored=left_out)
+        microbatches, num_own = split_into(batch, max(1, *numbers), microbatch_size=rows)
         has.transfer.reserve(network.shape(len(microbatches), training=training))
         if proves and not self._proving.is_done(batch):
             self._proving.check(rule)
         if settings is not None:
             has.server.check_settings(settings)
         network.partition.set_training(training)
-        elsewhere = [rank.num_tokens for n, rank in enumerate(ranks) if n != has.world.rank]
         return self._condition.new_step(
             [self._pinned(one) for one in microbatches],
             choice,
@@ -184,7 +166,7 @@ class Stepping:
             rule=rule,
             total=total,
             num_own=num_own if batch is given else 0,
-            num_tokens_elsewhere=sum(elsewhere),
+            num_tokens_elsewhere=sum(tokens) - num_tokens(own),
             keep_outputs=keep_outputs,
         )
 
@@ -212,26 +194,26 @@ class Stepping:
 
     def _ranks(
         self, own: list[Microbatch], rule: Rule, choice: Choice, *, counts: bool
-    ) -> list[_Rank]:
-        """What all ranks have; they must run the same layers, of rows that may be cut."""
+    ) -> list[Any]:
+        """What all ranks have: targets that are left out, counts, microbatches, tokens.
+
+        Raises:
+            ValueError: they do not run the same layers, or of rows that may not be cut.
+        """
         trial = self._condition.network.trial
-        mine = _Rank(
-            layers=choice.layers,
-            num_microbatches=len(own),
-            count=total_count(rule, own) if own and counts else 0,
-            ignored=ignored_targets(rule, own) if counts else None,
-            num_tokens=num_tokens(own),
-            why_not_cut=trial.why_not_cut(rule, own) if counts else None,
+        mine = (
+            choice.layers,
+            trial.why_not_cut(rule, own) if counts else None,
+            ignored_targets(rule, own) if counts else None,
+            total_count(rule, own) if own and counts else 0,
+            len(own),
+            num_tokens(own),
         )
-        ranks = self._has.world.gather_facts(mine)
-        for number, rank in enumerate(ranks):
-            if rank.layers != ranks[0].layers:
-                raise ValueError(
-                    f"rank 0 runs layers {ranks[0].layers}, rank {number} layers {rank.layers}. "
-                    "Expected the same on all ranks."
-                )
-            if rank.why_not_cut is not None:
-                raise ValueError(rank.why_not_cut)
+        layers, reasons, *ranks = zip(*self._has.world.gather_facts(mine), strict=True)
+        if len(set(layers)) > 1:
+            raise ValueError(f"ranks run layers {layers}. Expected the same on all ranks.")
+        for reason in filter(None, reasons):
+            raise ValueError(reason)
         return ranks
 
     def _pinned(self, microbatch: Microbatch) -> Microbatch:

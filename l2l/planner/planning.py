@@ -41,14 +41,14 @@ from l2l.planner.line_costs import simulate_step
 from l2l.planner.problem import Problem, Together
 from l2l.planner.search import Candidate, DoesNotFitError, find_plan
 from l2l.planner.survey import head_of, is_eight_bit, layer_costs, unit_size, update_bytes
-from l2l.run import Facts
+from l2l.run import Facts, Usage
 from l2l.schedule import OuterUnit, Shape
-from l2l.trial import outer_units
 
 logger = logging.getLogger("l2l")
 
 FREE_SHARE = 0.9  # of free device memory that is used if the user names no budget
 MIN_KEPT_BACK = 32 << 20  # of a budget, once a plan has turned out too tight
+LARGE_UNIT_BYTES = 16 << 20  # a smaller table is not worth a lookup on the host
 NUM_MARKS = 4  # steps after which prediction and measurement are compared
 
 
@@ -145,14 +145,31 @@ class Planning:
         self._marks.clear()
 
     def outer_units(self, facts: Facts) -> tuple[OuterUnit, ...]:
-        """Units around the layers, before anything is decided."""
-        return outer_units(
-            self._forms,
-            facts.usage,
-            embedding=self._embedding,
-            policy=self._policy,
-            parallel=self._world.is_parallel,
-        )
+        """Units around the layers, before anything is decided.
+
+        The host looks up in tables where it was told to, or in large ones. A table that ranks hold
+        together is gathered like a layer.
+        """
+        on_device = self._world.is_parallel or self._policy is UpdatePolicy.ON_DEVICE
+        is_told, may_look_up = self._embedding == "host", self._embedding != "device"
+        found = []
+        for name, form in self._forms.items():
+            if name.startswith("L"):
+                continue
+            usage = facts.usage.get(name, Usage(before=True, after=True))
+            pays = is_told or form.weight_layout.nbytes >= LARGE_UNIT_BYTES
+            looks_up = bool(usage.lookups) and not usage.before
+            looked_up = looks_up and pays and may_look_up and not on_device
+            found.append(
+                OuterUnit(
+                    name=name,
+                    in_prologue=usage.before or (bool(usage.lookups) and not looked_up),
+                    in_epilogue=usage.after,
+                    looked_up=looked_up,
+                    trained=bool(form.trained.names),
+                )
+            )
+        return tuple(found)
 
     def shape(
         self,

@@ -101,7 +101,6 @@ class OuterPass:
 
     def __init__(
         self,
-        *,
         partition: Partition,
         device: Device,
         server: ParameterServer,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -19,16 +19,16 @@ from l2l.model import (
     Microbatch,
     Partition,
     Readers,
+    Reading,
     Rule,
     find_rule,
     move_batch,
     require_loss,
     same_leaves,
 )
-from l2l.parameter_server import ParameterServer
-from l2l.run import OuterPass, Piece, Usage, with_shifted_labels
+from l2l.parameter_server import ParameterServer, UnitForm
+from l2l.run import OuterPass, Piece, TableLookup, Usage, with_shifted_labels
 from l2l.trial.layer_trial import TRIAL_SEED, repeats
-from l2l.trial.usage import usage_of
 
 PROOF_TOLERANCE = 0.02  # of 16-bit losses and gradients
 TRIAL_SCALE = 0.5  # a loss is multiplied with something in every step; so it is in the trial
@@ -41,10 +41,11 @@ class KeptBuffers:
     def __init__(self, partition: Partition) -> None:
         self._skeleton = partition.skeleton
         self.buffers = self._skeleton.buffers()
-        self._before = self.values()
+        self._before = {owner: buffer.clone() for owner, buffer in self.buffers.items()}
 
-    def values(self) -> dict[str, Tensor]:
-        """Copies of the buffers, by owner."""
+    def now(self) -> dict[str, Tensor]:
+        """Copies of their present values, also of those that the model's code has replaced."""
+        self._skeleton.take_over(self.buffers)
         return {owner: buffer.clone() for owner, buffer in self.buffers.items()}
 
     def put_back(self) -> None:
@@ -53,12 +54,12 @@ class KeptBuffers:
         for owner, buffer in self._before.items():
             self.buffers[owner].copy_(buffer)
 
-    def changed(self, since: Mapping[str, Tensor] | None = None) -> frozenset[str]:
-        """Buffers that have other values than before, or than in `since`."""
-        values = self._before if since is None else since
-        self._skeleton.take_over(self.buffers)
-        pairs = self.buffers.items()
-        return frozenset(owner for owner, one in pairs if not torch.equal(one, values[owner]))
+    def changed(
+        self, now: Mapping[str, Tensor], since: Mapping[str, Tensor] | None = None
+    ) -> frozenset[str]:
+        """Buffers that have other values now than they had when they were kept, or since."""
+        before = self._before if since is None else since
+        return frozenset(o for o, value in now.items() if not torch.equal(value, before[o]))
 
 
 @final
@@ -81,50 +82,48 @@ class OuterTrial:
             weights: all those around the layers, as they are bound.
             changing: buffers that the prologue changes.
         """
-        kept = KeptBuffers(self._partition)
+        kept, partition = KeptBuffers(self._partition), self._partition
         first, second = Readers({**weights, **kept.buffers}), Readers(weights)
-        # The prologue, watched, and once more to see whether it repeats itself.
-        self._device.seed(TRIAL_SEED)
-        with first:
-            recording = self._partition.prologue(trial)
-        kept.changed()
-        between = kept.values()
-        kept.put_back()
-        self._device.seed(TRIAL_SEED)
-        again = self._partition.prologue(trial)
-        made = [recording.hidden, *recording.tensors]
-        repeats(self._device, made, [again.hidden, *again.tensors])
-        kept.changed()
-        kept.put_back()
-        hidden = recording.hidden
-        assert hidden is not None
-        first.note_given(made)
+
+        def prologue() -> list[Tensor | None]:
+            recording = partition.prologue(trial)
+            return [recording.hidden, *recording.tensors]
 
         def start() -> None:
             second.watching = True
 
-        # The epilogue, watched from where the layers end, and once more.
-        second.watching = False
-        self._device.seed(TRIAL_SEED)
-        with second:
-            expected = self._partition.epilogue(trial, hidden, on_delivery=start)
-        changed = bool(kept.changed())
-        for owner in sorted(kept.changed(between)):
+        def watched(readers: Readers, run: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
+            """What a run gives, and buffers after it; once more to see whether it repeats."""
+            self._device.seed(TRIAL_SEED)
+            with readers:
+                found = run()
+            after = kept.now()
+            kept.put_back()
+            self._device.seed(TRIAL_SEED)
+            repeats(self._device, found, run())
+            kept.put_back()
+            return found, after
+
+        made, between = watched(first, prologue)
+        first.note_given(made)
+        hidden = made[0]
+        second.watching = False  # until the layers end
+        expected, after = watched(
+            second, lambda: partition.epilogue(trial, hidden, on_delivery=start)
+        )
+        for owner in sorted(kept.changed(after, since=between)):
             if owner in first.readings or owner in changing:
                 raise CutError(
                     f"the model reads or changes buffer {owner!r} before its layers and changes it "
-                    "after them. All microbatches go through the code before the layers first, so "
+                    "after them. The code before the layers runs for all microbatches first, so "
                     "its values would differ from plain PyTorch. Use two buffers instead."
                 )
-        kept.put_back()
-        self._device.seed(TRIAL_SEED)
-        repeats(self._device, expected, self._partition.epilogue(trial, hidden))
-        kept.changed()
-        kept.put_back()
         forms = {name: unit.form for name, unit in self._server.units.items()}
         usage = usage_of(forms, trial, first, second)
-        alone = not changed and self._is_alone(trial, hidden, expected, weights, usage)
-        return usage if alone else None
+        is_alone = not kept.changed(after) and self._is_alone(
+            trial, hidden, expected, weights, usage
+        )
+        return usage if is_alone else None
 
     def _is_alone(
         self,
@@ -268,3 +267,28 @@ def _noise_like(hidden: Tensor) -> Tensor:
     """A hidden state of random numbers, always the same."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(hidden.shape, generator=generator).to(hidden)
+
+
+def usage_of(
+    forms: Mapping[str, UnitForm], batch: Mapping[str, Any], before: Readers, after: Readers
+) -> dict[str, Usage]:
+    """How every unit around the layers was read before and after them."""
+    found = {}
+    for unit, form in forms.items():
+        if unit.startswith("L"):
+            continue
+        owners, lookups = form.weight_layout.names, list[TableLookup]()
+        readings = {owner: before.readings.get(owner, Reading()) for owner in owners}
+        otherwise = any(reading.otherwise for reading in readings.values())
+        for owner, lookup in ((o, one) for o, r in readings.items() for one in r.lookups):
+            entries = [(k, v) for k, v in batch.items() if isinstance(v, Tensor)]
+            entries.sort(key=lambda entry: entry[1] is not lookup.ids)  # they may share memory
+            name = next((name for name, value in entries if lookup.is_by(value)), None)
+            if name is None:
+                otherwise = True
+            else:
+                padding = lookup.padding_idx
+                lookups.append(TableLookup(unit=unit, owner=owner, name=name, padding_idx=padding))
+        after_too = any(owner in after.readings for owner in owners)
+        found[unit] = Usage(before=otherwise, after=after_too, lookups=tuple(lookups))
+    return found

@@ -51,7 +51,7 @@ TRIAL_MARGIN = 1.5  # of weights, for what is computed with them
 
 
 @final
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Trial:
     """Runs the parts of the model once, slowly."""
 
@@ -212,7 +212,7 @@ class Trial:
             self.partition.prologue(trial, learn=layers.run, meet=layers.meet)
         for structure in self.partition.changing_input:  # it would write into a cell
             self.compiler.refuse(structure)
-        changing = kept.changed()
+        changing = kept.changed(kept.now())
         kept.put_back()
         usage = self._around.learn_usage(trial, weights, changing)
         return Facts(
