@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 T = TypeVar("T")
 MEETING_TIME = timedelta(seconds=60)  # in which all ranks must have begun
@@ -47,24 +48,15 @@ class Share:
         return slice(self.index * size, (self.index + 1) * size)
 
 
-class World(Protocol):
-    """All ranks, from one of them."""
+class World:
+    """All ranks, from one of them; here a single one, which has nobody to talk to."""
 
-    @property
-    def rank(self) -> int:
-        """Which one this is."""
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-
-    @property
-    def is_parallel(self) -> bool:
-        """Whether ranks talk to each other in a step."""
-
-    @property
-    def share(self) -> Share:
-        """What this rank holds of every buffer."""
+    rank = 0
+    size = 1
+    is_parallel = False
+    """Whether ranks talk to each other in a step."""
+    share = Share()
+    """What this rank holds of every buffer."""
 
     def gather(self, whole: Tensor) -> None:
         """Fill a flat tensor, whose share of this rank is in its place, with those of others."""
@@ -77,48 +69,19 @@ class World(Protocol):
 
     def gather_host(self, own: Tensor) -> Tensor:
         """Shares of a flat tensor of bytes in host memory, one after another."""
-
-    def gather_facts(self, fact: T) -> list[T]:
-        """What every rank says, small and picklable, in order."""
-
-    def gather_saved(self, fact: T) -> list[T]:
-        """The same for threads that save, one at a time on each rank."""
-
-
-@final
-@dataclass(frozen=True)
-class Alone:
-    """A single rank, which has nobody to talk to."""
-
-    rank: int = 0
-    size: int = 1
-    is_parallel: bool = False
-    share: Share = field(default_factory=Share)
-
-    def gather(self, whole: Tensor) -> None:
-        """Everything is there."""
-
-    def reduce(self, whole: Tensor) -> None:
-        """The sum is there."""
-
-    def pool(self, numbers: Tensor, *, within_group: bool = False) -> None:
-        """The sum is there."""
-
-    def gather_host(self, own: Tensor) -> Tensor:
-        """The only share."""
         return own
 
     def gather_facts(self, fact: T) -> list[T]:
-        """The only one."""
+        """What every rank says, small and picklable, in order."""
         return [fact]
 
     def gather_saved(self, fact: T) -> list[T]:
-        """The only one."""
+        """The same for threads that save, one at a time on each rank."""
         return [fact]
 
 
 @final
-class Ranks:
+class Ranks(World):
     """The ranks of `torch.distributed`."""
 
     is_parallel = True
@@ -145,73 +108,63 @@ class Ranks:
         groups = [everybody[start : start + number] for start in everybody[::number]]
         copies = [everybody[index::number] for index in range(number)]
         self._backend = dist.get_backend()
-        self._gathering = self._new_groups(groups, self._backend)
-        self._reducing = self._new_groups(groups, self._backend)
-        self._copying = self._new_groups(copies, self._backend) if number < self.size else None
-        self._pooling = self._new_groups([everybody], self._backend)
-        self._pooling_within = self._new_groups(groups, self._backend)
-        self._host = self._new_groups([everybody], "gloo")
-        self._host_group = self._new_groups(groups, "gloo")
-        self._saving = self._new_groups([everybody], "gloo", patience=SAVING_TIME)
+        self._gathering = _own_group(groups, self._backend)
+        self._reducing = _own_group(groups, self._backend)
+        self._copying = _own_group(copies, self._backend) if number < self.size else None
+        self._pooling = _own_group([everybody], self._backend)
+        self._pooling_within = _own_group(groups, self._backend)
+        self._host = _own_group([everybody], "gloo")
+        self._host_group = _own_group(groups, "gloo")
+        self._saving = _own_group([everybody], "gloo", SAVING_TIME)
 
-    def _new_groups(
-        self, groups: Sequence[list[int]], backend: str, *, patience: timedelta = WAITING_TIME
-    ) -> Any:
-        """One process group for each list of ranks; returns this rank's."""
-        found = None
-        for ranks in groups:
-            group = dist.new_group(ranks, backend=backend, timeout=patience)
-            found = group if self.rank in ranks else found
-        return found
-
+    @override
     def gather(self, whole: Tensor) -> None:
-        """Fill a flat tensor, whose share of this rank is in its place, with those of others."""
         own = whole[self.share.of(whole.numel())]
         if self._speaks_of(whole):
             dist.all_gather_into_tensor(whole, own, group=self._gathering)
         else:
             whole.copy_(_gather(own.cpu(), self.share.number, self._gathering))
 
+    @override
     def reduce(self, whole: Tensor) -> None:
-        """Make this rank's share of a flat tensor the sum over all ranks; the rest is undefined."""
         own = whole[self.share.of(whole.numel())]
         if self._speaks_of(whole):
             dist.reduce_scatter_tensor(own, whole, group=self._reducing)
         else:
-            _sum_on_host(whole, self._reducing)
+            self._sum(whole, self._reducing)
         if self._copying is not None:
             self._sum(own, self._copying)
 
+    @override
     def pool(self, numbers: Tensor, *, within_group: bool = False) -> None:
-        """Make a tensor the sum over all ranks, or over those that hold a model together."""
         self._sum(numbers, self._pooling_within if within_group else self._pooling)
 
+    @override
     def gather_host(self, own: Tensor) -> Tensor:
-        """Shares of a flat tensor of bytes in host memory, one after another."""
         return _gather(own, self.share.number, self._host_group)
 
-    def gather_facts(self, fact: T) -> list[T]:
-        """What every rank says, small and picklable, in order."""
-        return self._facts(fact, self._host)
-
-    def gather_saved(self, fact: T) -> list[T]:
-        """The same for threads that save, one at a time on each rank."""
-        return self._facts(fact, self._saving)
-
-    def _facts(self, fact: T, group: Any) -> list[T]:
+    @override
+    def gather_facts(self, fact: T, *, group: Any = None) -> list[T]:
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, fact, group=group)
+        dist.all_gather_object(found, fact, group=group or self._host)
         return found
+
+    @override
+    def gather_saved(self, fact: T) -> list[T]:
+        return self.gather_facts(fact, group=self._saving)
 
     def _speaks_of(self, tensor: Tensor) -> bool:
         """Whether the backend takes tensors of this device, and scatters."""
         return self._backend == "nccl" and tensor.is_cuda
 
     def _sum(self, tensor: Tensor, group: Any) -> None:
-        if self._speaks_of(tensor):
+        in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
+        if in_place or self._speaks_of(tensor):
             dist.all_reduce(tensor, group=group)
-        else:
-            _sum_on_host(tensor, group)
+            return
+        staged = tensor.cpu()
+        dist.all_reduce(staged, group=group)
+        tensor.copy_(staged)
 
 
 @contextlib.contextmanager
@@ -222,7 +175,7 @@ def started_by_torchrun(device: str | None) -> Iterator[World]:
         device: as the user said; None: the accelerator if there is one.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Alone()
+        yield World()
         return
     on_cpu = device == "cpu" or not torch.accelerator.is_available()
     if not on_cpu:
@@ -251,7 +204,7 @@ def open_world(*, group_size: int | None = None) -> World:
             f"group_size={group_size}, but there is one process only. Start several with torchrun, "
             "and call torch.distributed.init_process_group first."
         )
-    return Alone()
+    return World()
 
 
 def refuse_different_weights(world: World, model: nn.Module) -> None:
@@ -267,9 +220,8 @@ def refuse_different_weights(world: World, model: nn.Module) -> None:
         for name in dict.fromkeys((*found[0], *theirs)):
             if found[0].get(name) != theirs.get(name):
                 raise ValueError(
-                    f"the models of rank 0 and rank {rank} differ: {name!r} has other values. "
-                    "Expected the same weights everywhere: call torch.manual_seed with the same "
-                    "number before the model is made, or load them from a folder."
+                    f"the models of rank 0 and rank {rank} differ: {name!r} has other values. Call "
+                    "torch.manual_seed with the same number before, or load them from a folder."
                 )
 
 
@@ -279,6 +231,12 @@ def _sample(parameter: Tensor) -> tuple[Any, ...]:
     flat = parameter.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // 7)].double().nan_to_num()
     return (*parameter.shape, parameter.requires_grad, *some.tolist())
+
+
+def _own_group(groups: list[list[int]], backend: str, patience: timedelta = WAITING_TIME) -> Any:
+    """A process group for each list of ranks; returns the one that this rank is in."""
+    make_groups: Callable[..., Any] = dist.new_subgroups_by_enumeration
+    return make_groups(groups, timeout=patience, backend=backend)[0]
 
 
 def _group_size(size: int) -> int:
@@ -294,12 +252,3 @@ def _gather(own: Tensor, number: int, group: Any) -> Tensor:
     parts = [torch.empty_like(given) for _ in range(number)]
     dist.all_gather(parts, given, group=group)
     return torch.cat(parts).view(own.dtype)
-
-
-def _sum_on_host(tensor: Tensor, group: Any) -> None:
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        dist.all_reduce(tensor, group=group)
-        return
-    staged = tensor.cpu()
-    dist.all_reduce(staged, group=group)
-    tensor.copy_(staged)

@@ -191,7 +191,7 @@ def contents(engine: l2l.Engine) -> dict[str, Any]:
     }
     for name, buffer in model.named_buffers():
         found[f"the model's {name}"] = buffer.clone()
-    for name, buffer in inside.trial(engine).present_buffers().items():
+    for name, buffer in inside.present_buffers(engine).items():
         found[f"buffer {name}"] = buffer.clone()
     for unit in server.units:
         image = server.image(unit)
@@ -240,7 +240,7 @@ def wrongly_loaded(engine: l2l.Engine, folder: Path) -> list[str]:
     for name in ("piece_tokens", *PLACED):
         if name in state["choices"] and state["choices"].get("device_memory") is None:
             compare(name, getattr(decisions, name), state["choices"][name])
-    present = inside.trial(engine).present_buffers()
+    present = inside.present_buffers(engine)
     buffers = load_file(folder / "buffers.safetensors")
     own = dict(inside.model(engine).named_buffers())
     for name, value in buffers.items():

@@ -124,7 +124,7 @@ def state_of(engine: l2l.Engine) -> dict[str, Tensor]:
     for name, unit in server.units.items():
         found |= {f"{name} {key}": t.clone() for key, t in server.image(name).tensors.items()}
         found[f"{name} steps"] = torch.tensor(list(unit.steps.values()))
-    for name, buffer in inside.trial(engine).present_buffers().items():
+    for name, buffer in inside.present_buffers(engine).items():
         found[f"buffer {name}"] = buffer.clone()
     return found
 

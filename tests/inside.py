@@ -18,9 +18,8 @@ from l2l.model import Compiler, Partition
 from l2l.parameter_server import Arena, ParameterServer
 from l2l.planner import Planning
 from l2l.proof import Proof, ProofMemory
-from l2l.run import OuterPass, Relay, Scaler, Stash, Transfer
+from l2l.run import Facts, OuterPass, Relay, Scaler, Stash, Transfer
 from l2l.schedule import OuterUnit, Schedule, Shape
-from l2l.trial import Trial
 
 EXECUTION = frozenset(field.name for field in dataclasses.fields(l2l.Execution))
 
@@ -35,7 +34,7 @@ def engine(model: Any, **settings: Any) -> Engine:
 # Names for `monkeypatch.setattr`.
 COMPILER = "l2l.engine.engine.Compiler"
 LOAD_KERNEL = "l2l.engine.resources.load_kernel"
-MAKE_SCHEDULE = "l2l.engine.placement.make_schedule"
+MAKE_SCHEDULE = "l2l.engine.network.make_schedule"
 PROVEN = "l2l.engine.network.PROVEN"
 RUN_OF_PROOF = "l2l.engine.proving.Proving.run"
 
@@ -106,27 +105,33 @@ def planning(engine: Engine) -> Planning:
 
 
 def partition(engine: Engine) -> Partition:
-    return engine._network.partition
+    return engine._condition.network.partition
 
 
 def outer(engine: Engine) -> OuterPass:
-    return engine._network.outer
+    return engine._condition.network.outer
 
 
 def relay(engine: Engine) -> Relay:
-    return engine._network.relay
+    return engine._condition.network.relay
 
 
-def trial(engine: Engine) -> Trial:
-    return engine._network.trial
+def facts(engine: Engine) -> Facts:
+    """What the trial has found."""
+    return engine._condition.network.facts
+
+
+def present_buffers(engine: Engine) -> dict[str, Any]:
+    """Buffers on the device, as training has left them."""
+    return engine._condition.network.buffers()
 
 
 def persistence(engine: Engine) -> Persistence:
-    return engine._network.persistence
+    return engine._condition.network.persistence
 
 
 def proof(engine: Engine) -> Proof:
-    return engine._network.proof
+    return engine._condition.network.proof
 
 
 # --------------------------------------------------------------------------------------------------
@@ -135,19 +140,19 @@ def proof(engine: Engine) -> Proof:
 
 def outer_units(engine: Engine) -> tuple[OuterUnit, ...]:
     """Units around the layers, as they are placed."""
-    return engine._placement.outer
+    return engine._condition.network.shape(1, training=True).outer
 
 
 def schedules(engine: Engine) -> Mapping[Shape, Schedule]:
     """Those that are kept, the oldest first."""
-    return engine._placement.schedules
+    return engine._condition.network.schedules
 
 
 def change_shape(engine: Engine, change: Callable[[Shape], Shape]) -> None:
     """Let every step have another shape than the plan says."""
-    placement = engine._placement
-    shape = placement.shape
-    placement.shape = lambda number, *, training: change(shape(number, training=training))
+    network = engine._condition.network
+    shape = network.shape
+    network.shape = lambda number, *, training: change(shape(number, training=training))
 
 
 # --------------------------------------------------------------------------------------------------

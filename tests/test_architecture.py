@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "hugging_face": "files model parameter_server",
     "proof": "device model parameter_server",
     "run": "device model parameter_server schedule",
-    "trial": "device model parameter_server run schedule",
+    "trial": "device model parameter_server run",
     "planner": "device distributed files model parameter_server run schedule trial",
     "engine": (
         "checkpoint device distributed hugging_face model parameter_server planner proof run "

@@ -45,7 +45,7 @@ from l2l.checkpoint.checkpoint import (
 )
 from l2l.checkpoint.manifest import checksum_of
 from l2l.device import CheckingDevice, UpdateFailedError
-from l2l.distributed import Alone
+from l2l.distributed import World
 from l2l.files import tensor_file
 from l2l.parameter_server import Image, ParameterServer, Snapshot
 from l2l.planner.hardware import H200
@@ -249,7 +249,7 @@ def contents_of(engine: l2l.Engine) -> State:
     """The same, with updates left as they are."""
     server = inside.server(engine)
     found: State = {"step": engine.step_number, "seed": inside.seed(engine)}
-    buffers = inside.trial(engine).present_buffers()
+    buffers = inside.present_buffers(engine)
     found |= {f"buffer {name}": buffer.clone() for name, buffer in buffers.items()}
     for unit in server.units:
         image = server.image(unit)
@@ -1505,7 +1505,7 @@ class TinyEngine:
         files.empty_folder(Path(folder))
         saving = Saving(
             Path(folder),
-            server=SimpleNamespace(world=Alone(), snapshot=None),
+            server=SimpleNamespace(world=World(), snapshot=None),
             snapshot=Snapshot(
                 list(memory),
                 image_of=lambda unit: Image(unit=unit, tensors={"a": memory[unit]}, steps={}),

@@ -454,7 +454,7 @@ def test_the_report_has_how_far_every_layer_was_moved(plan: str, kernel: str):
 @pytest.mark.parametrize(
     ("layers", "words"),
     [
-        ([], "leaves nothing to run"),
+        ([], "expected one or more"),
         ([0, 3], "has 3, but the model has layers 0 to 2"),
         ([-1, 0], "has -1"),
         ([1, 0], "strictly increasing"),

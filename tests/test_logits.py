@@ -75,7 +75,7 @@ def trained(
     ) as engine:
         inside.outer(engine).may_put_off = puts_off
         losses = [engine.step(family.batch(ROWS, seed=1)).loss]
-        assert inside.outer(engine).facts.puts_off == puts_off
+        assert inside.facts(engine).puts_off == puts_off
         with LogitsMade() as made:
             losses.append(engine.step(family.batch(ROWS, seed=2)).loss)
             losses.append(engine.evaluate(family.batch(ROWS, seed=3)))

@@ -43,11 +43,12 @@ from l2l.device import CheckingDevice
 from l2l.model import same
 from l2l.model.batch import Rule
 from l2l.model.layer_pass import BackwardResult, Compiler, Handed, Packed, Program
+from l2l.parameter_server import WaitingUpdate
+from l2l.run import Usage
 from l2l.run.lookup import TableLookup
 from l2l.run.outer_pass import pieces
 from l2l.run.transfer import Transfer
 from l2l.schedule import Lane
-from l2l.trial import Usage
 
 ROWS, SIZE = 8, 3  # three microbatches, the last one smaller
 EVEN = 6  # rows whose microbatches are all alike, so that compiled layers are compiled once
@@ -397,7 +398,7 @@ def test_targets_that_are_ignored_but_not_counted_are_not_cut():
     settings = {"optimizer": recorder, "microbatch_size": ROWS, "overrides": {"piece_tokens": 24}}
     with make_engine(family.build(), family, **settings) as engine:
         report = engine.step(renamed)
-        assert inside.trial(engine).rule is Rule.ROWS
+        assert inside.facts(engine).rule is Rule.ROWS
     assert_gradients((report.loss, recorder.gradients), expected, tolerant=set())
 
 
@@ -713,8 +714,15 @@ def moments_of(engine: l2l.Engine) -> dict[str, Tensor]:
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_updates_in_halves_give_the_same_bits(
-    tied: bool, precision: str, moments: str, kernel: str
+    tied: bool, precision: str, moments: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ):
+    refresh, refreshed = WaitingUpdate.refresh, set[bool]()
+
+    def watched(waiting: WaitingUpdate, *args: Any, **more: Any) -> None:
+        refreshed.add(more["halves"])
+        refresh(waiting, *args, **more)
+
+    monkeypatch.setattr(WaitingUpdate, "refresh", watched)
     family = words_family(width=128, tied=tied, padding=0)
     optimizer = l2l.AdamW(lr=2e-3, weight_decay=0.05, moments=moments)
     settings = {"precision": precision, "kernel": kernel, "optimizer": optimizer, "clip_norm": 0.05}
@@ -722,11 +730,7 @@ def test_updates_in_halves_give_the_same_bits(
     def trained(*, halves: bool) -> dict[str, Tensor]:
         model, overrides, seen, reports = family.build(), {"halves": halves}, {}, []
         with make_engine(model, family, overrides=overrides, **ON_HOST, **settings) as engine:
-            refresh, refreshed = inside.server(engine).refresh, set[bool]()
-            inside.server(engine).refresh = lambda waiting, rows, **more: (
-                refreshed.add(more["halves"]),
-                refresh(waiting, rows, **more),
-            )
+            refreshed.clear()
             for number in range(STEPS):
                 scale = torch.full((ROWS,), torch.nan if number == 2 else 1.0)
                 reports.append(engine.step({**family.batch(ROWS, seed=number), "scale": scale}))
@@ -877,18 +881,21 @@ def test_every_order_the_waits_allow(first: Lane):
         (False, "8-bit", "readable"),
     ],
 )
-def test_rows_of_whole_blocks_are_updated_apart(tied: bool, optimizer: str, kernel: str):
+def test_rows_of_whole_blocks_are_updated_apart(
+    tied: bool, optimizer: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+):
     """Rows of 128 elements: those of the next step's words first, the others later."""
     family = words_family(width=128, tied=tied, padding=0)
     rows: list[int] = []
+    refresh = WaitingUpdate.refresh
+
+    def watched(waiting: WaitingUpdate, server: Any, ids: Any, **more: Any) -> None:
+        rows.append(len(ids))
+        refresh(waiting, server, ids, **more)
 
     def watch(engine: l2l.Engine, family: Family, number: int) -> None:
-        refresh = inside.server(engine).refresh
         if number == 0:
-            inside.server(engine).refresh = lambda waiting, ids, **more: (
-                rows.append(len(ids)),
-                refresh(waiting, ids, **more),
-            )
+            monkeypatch.setattr(WaitingUpdate, "refresh", watched)
         if number == 2:
             engine.evaluate(family.batch(2, seed=40))
 
@@ -957,8 +964,8 @@ def test_what_is_read_before_and_after_the_layers(name: str):
     family = FAMILIES[name]
     with make_engine(family.build(), family, optimizer=l2l.RecordGradients(), **ON_HOST) as engine:
         engine.step(family.batch(ROWS))
-        assert inside.trial(engine).alone
-        assert inside.trial(engine).usage == USAGE[name]
+        assert inside.facts(engine).alone
+        assert inside.facts(engine).usage == USAGE[name]
         units = {unit.name: unit for unit in inside.outer_units(engine)}
         assert units["T0"].looked_up
         assert not units["T0"].in_prologue
@@ -983,8 +990,8 @@ def test_an_epilogue_that_uses_the_embedding_is_not_alone(gate: float, size: int
         family.build(), family, optimizer=recorder, microbatch_size=size, **settings
     ) as engine:
         loss = engine.step(batch).loss
-        assert not inside.trial(engine).alone
-        assert not inside.trial(engine).usage
+        assert not inside.facts(engine).alone
+        assert not inside.facts(engine).usage
         assert not any(unit.looked_up for unit in inside.outer_units(engine))
     found = (loss, recorder.gradients)
     assert_gradients(found, plain_gradients(family, batch, size), tolerant={"words.weight"})

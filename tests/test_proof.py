@@ -132,7 +132,7 @@ def state_of(engine: l2l.Engine) -> dict[str, Tensor]:
         image = server.image(name)
         found |= {f"{name} {key}": tensor.clone() for key, tensor in image.tensors.items()}
         found[f"{name} steps"] = torch.tensor(list(image.steps.values()))
-    present = inside.trial(engine).present_buffers()
+    present = inside.present_buffers(engine)
     return found | {key: tensor.clone() for key, tensor in present.items()}
 
 

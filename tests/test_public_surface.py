@@ -148,6 +148,7 @@ def test_members_of_the_layers() -> None:
         "grow",
         "insert",
         "layout_of",
+        "origins",
         "remove",
         "state",
         "thaw",

@@ -488,7 +488,7 @@ def test_what_was_not_seen_to_draw_in_the_trial_may_draw_later(threads: ModuleTy
 
 
 def test_what_draws_where_nobody_sees_it_is_seeded_as_well():
-    """Alone in its process it is exact, and the caller's numbers are put back."""
+    """World in its process it is exact, and the caller's numbers are put back."""
     runs = []
     for callers_seed in (1, 2):
 

@@ -9,4 +9,4 @@ from l2l.engine.depth import (
     StochasticDepth,
 )
 from l2l.engine.engine import Engine
-from l2l.engine.execution import Execution
+from l2l.engine.resources import Execution

@@ -11,11 +11,7 @@ from typing import Any, final
 from l2l.checkpoint import Checkpoint, CheckpointError, Saving
 from l2l.engine.condition import Condition
 from l2l.engine.guard import Guard, guarded
-from l2l.engine.layers import Layers, Layout
-from l2l.engine.network import Network
-from l2l.engine.placement import Placement
-from l2l.engine.resources import Resources
-from l2l.engine.surgery import Surgery
+from l2l.engine.layers import Layers, Layout, change, expected_with
 
 logger = logging.getLogger("l2l")
 
@@ -28,30 +24,26 @@ PLACED = ("num_tail", "num_device_states", "num_shared", "keep", "num_kept_cells
 class Checkpoints:
     """Saves an engine, and loads it: everything that is needed to go on exactly."""
 
-    resources: Resources
-    network: Network
     condition: Condition
-    placement: Placement
     layers: Layers
-    surgery: Surgery
     _guard: Guard
 
     @property
     def num_bytes(self) -> int:
         """What a checkpoint takes on the disk, but for its headers."""
-        buffers = self.network.trial.present_buffers().values()
-        return self.network.persistence.num_bytes + sum(buffer.nbytes for buffer in buffers)
+        network = self.condition.network
+        return network.persistence.num_bytes + network.buffer_bytes()
 
     def prepare(self) -> None:
         """Take the memory that saving in the background needs."""
         self.condition.refuse_if_unusable()
-        self.network.persistence.prepare(self.placement.order_of_change())
+        self.condition.network.persistence.prepare(self._order_of_change())
 
     @guarded("engine.save")
     def save(
         self,
         folder: Path,
-        extra: Mapping[str, Any] | None,
+        extra: Mapping[str, Any],
         then: Callable[[], None] | None,
         *,
         background: bool,
@@ -61,11 +53,12 @@ class Checkpoints:
         Raises:
             CheckpointError: that cannot begin, or an earlier one could not be written.
         """
-        condition, persistence = self.condition, self.network.persistence
+        condition, has, network = self.condition, self.condition.has, self.condition.network
         condition.refuse_if_unusable()
-        persistence.finish()
+        network.persistence.finish()
         condition.finish_step()
-        saving = persistence.save(
+        shape = network.shape(1, training=True)
+        saving = network.persistence.save(
             folder,
             step=condition.step_number,
             state={
@@ -73,16 +66,16 @@ class Checkpoints:
                 "choices": self._choices(),
                 "layers": self.layers.state(),
             },
-            buffers=self.network.trial.present_buffers(),
-            order=self.placement.order_of_change(),
-            at_once=self.placement.updated_on_device(),
-            extra=extra or {},
+            buffers=network.buffers(),
+            order=self._order_of_change(),
+            at_once=frozenset([*shape.on_device, *(f"L{layer}" for layer in shape.shared)]),
+            extra=extra,
             then=then,
-            step_seconds=self.resources.planning.step_seconds(),
+            step_seconds=has.planning.step_seconds(),
             background=background,
         )
         if not background:  # whoever waits does not do it, with signals that are not held
-            self.resources.server.settle_all()
+            has.server.settle_all()
         return saving
 
     def load(self, folder: Path) -> dict[str, Any]:
@@ -91,32 +84,40 @@ class Checkpoints:
         Raises:
             CheckpointError: it is damaged, or of another model or optimizer; nothing has changed.
         """
-        self.condition.refuse_if_closed()
-        self.condition.clean_up()
+        condition = self.condition
+        condition.refuse_if_unusable(or_torn=False)
         try:
-            self.network.persistence.finish()
+            condition.network.persistence.finish()
         except CheckpointError as error:
             logger.warning("%s", error)
         # Everything that can be wrong with it is looked for before anything changes.
         checkpoint = Checkpoint(folder)
-        self.network.persistence.check_files(checkpoint)
+        condition.network.persistence.check_files(checkpoint)
         layout = self._checked_layout(checkpoint)
         if layout is not None:
             self._follow_layers(layout, checkpoint)
-        self.condition.begin_anew()
-        self.placement.leave()
-        persistence = self.network.persistence
+        condition.begin_anew()
+        network = condition.network
+        network.leave()
         try:
-            persistence.load(checkpoint)
-            persistence.load_buffers(checkpoint, self.network.trial.present_buffers())
+            network.persistence.load(checkpoint)
+            network.persistence.load_buffers(checkpoint, network.buffers())
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error} Some of it was loaded already: load this checkpoint again, or another."
             ) from error
-        self._adopt(checkpoint.manifest.state)
-        self.condition.go_on_from(checkpoint.manifest.step)
-        self.resources.server.reader.forget()
+        state = checkpoint.manifest.state
+        self._adopt(state["choices"])
+        condition.go_on_from(checkpoint.manifest.step, state["seed"])
+        condition.has.server.reader.forget()
         return dict(checkpoint.manifest.extra)
+
+    def _order_of_change(self) -> list[str]:
+        """Units, those first that a step changes first."""
+        shape = self.condition.network.shape(1, training=True)
+        rows = [unit.name for unit in shape.outer if unit.looked_up]
+        first = [*rows, *shape.late_units[::-1], *shape.drained_units]
+        return list(dict.fromkeys([*first, *self.condition.has.server.units]))
 
     # ----------------------------------------------------------------------------------------------
     # Layers
@@ -127,24 +128,24 @@ class Checkpoints:
         Raises:
             CheckpointError: the engine would not be one that it fits.
         """
-        found = checkpoint.manifest.state.get("layers")
-        if self.condition.state != "open":
-            found = None
+        state, condition = checkpoint.manifest.state, self.condition
+        found = state.get("layers") if condition.state == "open" else None
         try:
             layout = None if found is None else self.layers.layout_of(found)
-            expected = self.surgery.expected(layout, link=checkpoint.manifest.state["link"])
+            expected = expected_with(condition, layout, link=state["link"])
         except ValueError as error:
             raise CheckpointError(f"{checkpoint.folder}: {error}") from error
-        self.network.persistence.check(checkpoint, expected)
+        condition.network.persistence.check(checkpoint, expected)
         return layout
 
     def _follow_layers(self, layout: Layout, checkpoint: Checkpoint) -> None:
         """Have the layers that a checkpoint has."""
-        units = self.resources.server.units
+        server = self.condition.has.server
+        units = server.units
         try:
-            self.surgery.change(layout)
+            change(self.condition, layout)
         except BaseException as error:
-            if self.resources.server.units is not units:
+            if server.units is not units:
                 self.condition.tear()
             if isinstance(error, ValueError):
                 raise CheckpointError(f"{checkpoint.folder}: {error}") from error
@@ -156,23 +157,25 @@ class Checkpoints:
 
     def _choices(self) -> dict[str, Any]:
         """Choices that change the last bits of results."""
-        has, decisions = self.resources, self.resources.planning.decisions
+        has, network = self.condition.has, self.condition.network
+        decisions, lookups = (
+            has.planning.decisions,
+            network.lookups(network.shape(1, training=True)),
+        )
         return {
             "microbatch_size": has.microbatch_size,
             "microbatch_tokens": decisions.microbatch_tokens,
             "piece_tokens": decisions.piece_tokens,
             "compiled": has.compiler.is_on,
-            "looked_up": sorted({lookup.unit for lookup in has.rows.lookups}),
+            "looked_up": sorted({lookup.unit for lookup in lookups}),
             "device_memory": has.planning.given_budget,
-            "depth": repr(self.network.depth),
+            "depth": repr(self.condition.depth),
             **{name: getattr(decisions, name) for name in PLACED},
         }
 
-    def _adopt(self, state: Mapping[str, Any]) -> None:
+    def _adopt(self, choices: Mapping[str, Any]) -> None:
         """Go on with the choices of a checkpoint, and say where that is not possible."""
-        choices, own, has = state["choices"], self._choices(), self.resources
-        self.condition.seed = state["seed"]
-        has.server.seed = self.condition.seed & 0xFFFFFFFF
+        own, has = self._choices(), self.condition.has
         bits = ": results may differ in their last bits"
         for name, also in {"microbatch_size": bits, "compiled": bits, "depth": ""}.items():
             if (found := choices.get(name, own[name])) != own[name]:

@@ -1,14 +1,20 @@
-"""How far an engine has come, and whether it can go on."""
+"""How far an engine has come, with which layers, and whether it can go on."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import Literal, final
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, final
+
+import torch
 
 from l2l.device import Event
+from l2l.engine.depth import Choice, Depth, checked_depth, checked_layers
 from l2l.engine.network import Network
 from l2l.engine.resources import Resources
+from l2l.model import Microbatch, Partition, Rule
+from l2l.parameter_server import UpdatePolicy
 from l2l.run import Skips, Step
 from l2l.schedule import Lane
 
@@ -16,30 +22,37 @@ logger = logging.getLogger("l2l")
 
 MAX_STEPS_AHEAD = 2  # how far the host may run ahead of the device
 
+Settings = Mapping[str, Mapping[str, Any]]
+"""Of the optimizer, by parameter."""
+
 
 @final
 class Condition:
-    """Owner of the number of steps, of the seed, and of steps whose end is not known yet.
+    """Owner of the network, of the number of steps, the seed, and of steps that have not ended yet.
 
     [Note: interrupts] in guard.py says why a step counts as running for so long.
     """
 
-    def __init__(self, resources: Resources, network: Network, *, seed: int) -> None:
+    def __init__(
+        self, resources: Resources, partition: Partition, *, depth: Depth, seed: int
+    ) -> None:
         """Nothing has run yet."""
-        self._resources, self._network = resources, network
+        self.has, self.seed, self.depth = resources, seed, depth
+        self.network = Network(resources, partition)
+        self.origins: tuple[int | None, ...] = tuple(range(partition.num_layers))
+        """Of the present layers: see [Note: origins] in layers.py."""
+        self.step_number = 0
+        self.skips = Skips()
+        self.running: Step | None = None  # one whose end was not reached, or not noted
         self._state: Literal["open", "torn", "closed"] = "open"
         self._ends: deque[tuple[Event, Step]] = deque()  # of steps that the device may still run
-        self.running: Step | None = None  # one whose end was not reached, or not noted
-        self.skips = Skips()
-        self.seed = seed
-        self.step_number = 0
 
     @property
     def state(self) -> Literal["open", "torn", "closed"]:
         """Whether the engine can be used; torn: weights are of two steps, or the device failed."""
         if self._state == "closed":
             return "closed"
-        return "torn" if self.is_torn or self._resources.device.has_failed else "open"
+        return "torn" if self.is_torn or self.has.device.has_failed else "open"
 
     @property
     def is_torn(self) -> bool:
@@ -47,27 +60,19 @@ class Condition:
         running = self.running
         return (
             self._state == "torn"
-            or self._resources.server.is_torn
+            or self.has.server.is_torn
             or (running is not None and running.updates_submitted)
         )
 
-    def refuse_if_closed(self) -> None:
-        """Refuse an engine that has given its weights back.
-
-        Raises:
-            RuntimeError: it has.
-        """
-        if self._state == "closed":
-            raise RuntimeError("the engine is closed. Make a new one from the model.")
-
-    def refuse_if_unusable(self) -> None:
+    def refuse_if_unusable(self, *, or_torn: bool = True) -> None:
         """Refuse an engine that is closed or torn; else clear up after an interrupt.
 
         Raises:
             RuntimeError: with what can be done.
         """
-        self.refuse_if_closed()
-        if self.is_torn:
+        if self._state == "closed":
+            raise RuntimeError("the engine is closed. Make a new one from the model.")
+        if or_torn and self.is_torn:
             raise RuntimeError(
                 "an earlier step failed after some layers had been updated, so the weights are of "
                 "two steps. Go on from a checkpoint with engine.load, or make a new engine."
@@ -78,7 +83,7 @@ class Condition:
         """Give up the step that runs, if there is one."""
         if self.running is None:
             return
-        self._network.relay.abandon(self.running)
+        self.network.relay.abandon(self.running)
         if self.is_torn:
             self._state = "torn"
         self.running = None
@@ -92,9 +97,79 @@ class Condition:
         self._state = "closed"
 
     # ----------------------------------------------------------------------------------------------
+    # Layers
 
-    def catch_up(self) -> bool:
-        """Wait if the host is too far ahead of the device; whether a step's end was seen."""
+    def follow(self, partition: Partition, origins: tuple[int | None, ...]) -> None:
+        """Go on with other layers, which are in the server."""
+        self.network, self.origins = Network(self.has, partition), origins
+
+    def choose_by(self, depth: Depth | None) -> None:
+        """Let another policy choose the layers of every step."""
+        self.depth = checked_depth(depth, self.network.partition.num_layers)
+
+    def drawn(self) -> Choice:
+        """What the policy chooses for the next step, which may be no layer at all."""
+        number = self.network.partition.num_layers
+        found = self.depth.choose(step=self.step_number, num_layers=number, seed=self.seed)
+        if found.layers:
+            checked_layers(found.layers, number)
+        return found
+
+    def chosen(self, layers: Sequence[int] | None = None) -> Choice:
+        """The layers that were asked for; None: all."""
+        number = self.network.partition.num_layers
+        return Choice(tuple(range(number)) if layers is None else checked_layers(layers, number))
+
+    # ----------------------------------------------------------------------------------------------
+    # Steps
+
+    def new_step(
+        self,
+        microbatches: list[Microbatch],
+        choice: Choice,
+        *,
+        seed: int,
+        settings: Settings | None,
+        rule: Rule,
+        **more: Any,
+    ) -> Step:
+        """Everything that one run of a schedule works on; without `settings` it does not train.
+
+        Args:
+            microbatches: in memory that lanes copy from.
+            choice: the layers that run.
+            seed: of random numbers.
+            settings: of the optimizer.
+            rule: what the loss averages over.
+            more: as of `Step`.
+        """
+        has, trains, number = self.has, settings is not None, len(microbatches)
+        program = self.network.program(number, choice, training=trains, seed=seed)
+        names = {name: unit.form.trained.names for name, unit in has.server.units.items()}
+        lookups = program.lookups
+        return Step(
+            program=program,
+            number=self.step_number,
+            layers=choice.layers,
+            survival=choice.survival,
+            microbatches=microbatches,
+            rule=rule,
+            names=names if trains else {},
+            flags=has.norm_records() if trains and has.world.is_parallel else {},
+            device_losses=torch.zeros((number, 2), device=has.device.torch_device),
+            losses=has.device.host_record(number, 2),
+            norms=has.norm_records() if trains else {},
+            settings=settings,
+            clip_norm=has.clip_norm,
+            checks_norms=has.policy is UpdatePolicy.JUST_IN_TIME,
+            divide_by_weight=rule is Rule.SUM_AND_WEIGHT,
+            rows=has.rows.begin(lookups, microbatches) if lookups else None,
+            **more,
+        )
+
+    def begin(self, step: Step) -> bool:
+        """A step runs from here on; whether an earlier one was seen to end, for which it waits."""
+        self.running = step
         if len(self._ends) < MAX_STEPS_AHEAD:
             return False
         end, earlier = self._ends.popleft()
@@ -104,13 +179,13 @@ class Condition:
 
     def note_submitted(self, step: Step) -> None:
         """All of a step is on its way; if it trains, it runs until it is counted."""
-        self._ends.append((self._resources.device.record(Lane.COMPUTE), step))
+        self._ends.append((self.has.device.record(Lane.COMPUTE), step))
         if not step.training:
             self.running = None
             return
         self.skips.add(step)
-        if self._resources.scaler is not None:
-            self._resources.scaler.unobserved = step
+        if self.has.scaler is not None:
+            self.has.scaler.note(step)
 
     def count(self) -> None:
         """Count the step that runs: only now the engine is whole again."""
@@ -120,32 +195,33 @@ class Condition:
     def finish_step(self) -> None:
         """Wait until nothing runs; updates that were left to the next step still wait."""
         for lane in Lane:
-            self._resources.device.record(lane).synchronize()
-        if self._resources.scaler is not None:
-            self._resources.scaler.observe()
+            self.has.device.record(lane).synchronize()
+        if self.has.scaler is not None:
+            self.has.scaler.observe()
         self.skips.learn_all()
 
     def begin_anew(self) -> None:
         """Give up whatever runs and waits: a checkpoint replaces all of it. Torn until then."""
         self._state = "torn"
-        self._network.relay.abandon(self.running)
-        self._resources.device.recover()
+        self.network.relay.abandon(self.running)
+        self.has.device.recover()
         self.skips.begin_anew()
         self.finish_step()
-        self._resources.server.forget_updates()
+        self.has.server.forget_updates()
         self._ends.clear()
         self.running = None
 
-    def go_on_from(self, step_number: int) -> None:
+    def go_on_from(self, step_number: int, seed: int) -> None:
         """Everything is there again, as it was after so many steps."""
-        self.step_number, self._state = step_number, "open"
+        self.has.server.reseed(seed)
+        self.step_number, self.seed, self._state = step_number, seed, "open"
 
     def finish(self) -> Exception | None:
         """Wait for everything that runs or is being written; what went wrong with it."""
         self.clean_up()
         failure: Exception | None = None
-        server, persistence = self._resources.server, self._network.persistence
-        for finish in (server.settle_all, persistence.finish, self.skips.learn_all):
+        persistence = self.network.persistence
+        for finish in (self.has.server.settle_all, persistence.finish, self.skips.learn_all):
             try:
                 finish()
             except Exception as error:  # the rest is to be finished all the same
@@ -160,4 +236,4 @@ class Condition:
         """Called before somebody reads the model's own parameters; its buffers follow then."""
         self.refuse_if_unusable()
         self.finish_step()
-        self._network.give_back_buffers()
+        self.network.give_back_buffers()

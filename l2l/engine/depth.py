@@ -94,8 +94,7 @@ class StochasticDepth(Depth):
     @override
     def choose(self, *, step: int, num_layers: int, seed: int) -> Choice:
         self.check(num_layers)
-        given = self.survival or _linear(self.last, num_layers)
-        return _drawn(given, _random(seed, step))
+        return _drawn(self.survival or _linear(self.last, num_layers), _random(seed, step))
 
 
 @final
@@ -139,16 +138,12 @@ class SampledArchitecture(Depth):
     def __post_init__(self) -> None:
         positions = tuple(tuple(candidates) for candidates in self.positions)
         object.__setattr__(self, "positions", positions)
-        if not positions or not all(positions):
+        flat = [index for candidates in positions for index in candidates]
+        if not positions or not all(positions) or flat != sorted(set(flat)) or flat[0] < 0:
             raise ValueError(
                 f"SampledArchitecture: positions={[list(one) for one in positions]}; expected at "
-                "least one position, and at least one candidate at each."
-            )
-        flat = [index for candidates in positions for index in candidates]
-        if flat != sorted(set(flat)) or flat[0] < 0:
-            raise ValueError(
-                f"SampledArchitecture: candidates {flat} must be strictly increasing from position "
-                "to position: layers run in their order."
+                "least one position, at least one candidate at each, and indices that are strictly "
+                "increasing from position to position: layers run in their order."
             )
 
     @override
@@ -156,8 +151,7 @@ class SampledArchitecture(Depth):
         last = self.positions[-1][-1]
         if last >= num_layers:
             raise ValueError(
-                f"SampledArchitecture has candidate {last}, but the model has {num_layers} layers. "
-                f"Expected at most {num_layers - 1}."
+                f"SampledArchitecture has candidate {last}, but the model has {num_layers} layers."
             )
 
     @override
@@ -185,15 +179,13 @@ def checked_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
         ValueError: there are none, one does not exist, or they are not strictly increasing.
     """
     found = tuple(int(index) for index in layers)
-    if not found:
-        raise ValueError("layers=[] leaves nothing to run. Expected at least one index, or None.")
-    for index in found:
-        if not 0 <= index < num_layers:
-            raise ValueError(
-                f"layers={list(found)} has {index}, but the model has layers 0 to {num_layers - 1}."
-            )
-    if list(found) != sorted(set(found)):
-        raise ValueError(f"layers={list(found)}; expected strictly increasing indices.")
+    last, odd = num_layers - 1, [index for index in found if not 0 <= index < num_layers]
+    if odd:
+        raise ValueError(
+            f"layers={list(found)} has {odd[0]}, but the model has layers 0 to {last}."
+        )
+    if not found or list(found) != sorted(set(found)):
+        raise ValueError(f"layers={list(found)}; expected one or more, strictly increasing.")
     return found
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, final
 
@@ -17,28 +18,27 @@ from l2l.device import Device, open_device
 from l2l.distributed import open_world, refuse_different_weights
 from l2l.engine.checkpoints import Checkpoints
 from l2l.engine.condition import Condition
-from l2l.engine.cut import Batches
 from l2l.engine.depth import Depth, checked_depth
-from l2l.engine.execution import Execution
 from l2l.engine.guard import Guard, guarded
-from l2l.engine.layers import Layers, Layout
-from l2l.engine.network import Network
-from l2l.engine.placement import Placement
-from l2l.engine.preparation import Preparation
-from l2l.engine.proving import Proving
-from l2l.engine.resources import Resources, checked_rows, find_kernel, fit_host, parse_embedding
+from l2l.engine.layers import Layers
+from l2l.engine.proving import Batches
+from l2l.engine.resources import Execution, Resources, expect, find_kernel, server_bytes
 from l2l.engine.stepping import Stepping
-from l2l.engine.surgery import Surgery
 from l2l.hugging_face import SHARD_BYTES, Incoming, RandomInit
 from l2l.model import Compiler, LossFunction, Partition, parse_backend
 from l2l.parameter_server import (
     Arena,
+    HostBudget,
     Optimizer,
     ParameterServer,
     PrecisionPolicy,
     ServerOptimizer,
+    UnitForm,
     UpdatePolicy,
+    alternatives,
+    forms_of,
     groups_of,
+    units_of,
 )
 from l2l.planner import STATE_ON_HOST, Decisions, Plan, Planning, parse_budget
 from l2l.run import HostRows, Scaler, Stash, StepReport, Transfer, parse_policy
@@ -117,14 +117,22 @@ class Engine:
             ValueError: an argument is invalid; the model is unchanged.
         """
         # All arguments are checked before the model changes.
-        microbatch_size = checked_rows(microbatch_size)
-        self._guard = Guard()
         execution = execution or Execution()
-        world = open_world(group_size=execution.group_size)
+        if microbatch_size is not None and microbatch_size < 1:
+            raise ValueError(
+                f"microbatch_size={microbatch_size}; expected at least 1 row, or None."
+            )
+        self._guard, world = Guard(), open_world(group_size=execution.group_size)
+        expect("embedding", execution.embedding, "host", "device", None)
+        if execution.embedding == "host" and world.is_parallel:
+            raise ValueError(
+                "embedding='host', but several ranks hold the tables together. Expected 'device' "
+                "or None: they are gathered like layers."
+            )
         seed = world.gather_facts(torch.initial_seed() if seed is None else seed)[0]
         incoming = Incoming.of(model, weights, seed=seed, allow_missing=allow_missing_weights)
         types = PrecisionPolicy.for_model(model, precision=precision)
-        stash_policy = parse_policy(execution.stash)
+        stashed = parse_policy(execution.stash)
         refuse_different_weights(world, model)
         partition = Partition(model, layers=layers)
         depth = checked_depth(depth, partition.num_layers)
@@ -136,45 +144,32 @@ class Engine:
             link=types.link,
             nonfinite=nonfinite,
         )
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        self.optimizer = ServerOptimizer(groups, description.defaults, names=names)
-        types.warn_of_rounding(model, trained=self.optimizer.settings())
-        budget, forms = fit_host(
-            host_memory,
-            description,
-            model=model,
-            partition=partition,
-            optimizer=self.optimizer,
-            precision=types,
-            policy=policy,
-            world=world,
+        self.optimizer = ServerOptimizer(
+            groups,
+            description.defaults,
+            names={parameter: name for name, parameter in model.named_parameters()},
+            state_of=self._state_of,
         )
-        native = find_kernel(execution.kernel, description)
-        embedding = parse_embedding(execution.embedding, alone=not world.is_parallel)
+        types.warn_of_rounding(model, trained=self.optimizer.settings())
+        form_units = partial(
+            _forms, partition, self.optimizer, precision=types, num_shares=world.share.number
+        )
+        forms = form_units(description)
+        model_bytes = sum(p.nbytes for p in model.parameters() if not p.is_meta)
+        budget = HostBudget.of(host_memory, model_bytes=model_bytes, num_sharing=world.share.number)
+        others = alternatives(form_units, policy, types.link)
+        budget.check(server_bytes(forms, policy, world), alternatives=others)
+        kernel = find_kernel(execution.kernel, description)
         on_host = world.is_parallel or depth.skips
         overrides = {**execution.overrides, **(STATE_ON_HOST if on_host else {})}
         Decisions().override(overrides)
         # What all parts share, then the parts.
         device = device if isinstance(device, Device) else open_device(device)
-        compiler = Compiler(backend=parse_backend(compile, device))
-        arena = Arena(device)
+        compiler, arena = Compiler(backend=parse_backend(compile, device)), Arena(device)
         server = ParameterServer(
-            arena=arena, optimizer=description, kernel=native, seed=seed, world=world
+            arena=arena, optimizer=description, kernel=kernel, seed=seed, world=world
         )
-        planning = Planning(
-            partition=partition,
-            forms={form.name: form for form in forms},
-            device=device,
-            optimizer=description,
-            policy=policy,
-            kernel=native,
-            budget=parse_budget(device_memory),
-            host=budget,
-            share=world.share,
-            compiled=compiler.is_on,
-            overrides=overrides,
-        )
-        self._resources = Resources(
+        self._resources = has = Resources(
             model=model,
             loss=loss,
             optimizer=self.optimizer,
@@ -182,7 +177,7 @@ class Engine:
             policy=policy,
             clip_norm=clip_norm,
             microbatch_size=microbatch_size,
-            embedding=embedding,
+            proves=prove,
             world=world,
             host_budget=budget,
             device=device,
@@ -191,20 +186,30 @@ class Engine:
             arena=arena,
             server=server,
             transfer=Transfer(device=device, arena=arena, server=server),
-            stash=Stash(device=device, arena=arena, policy=stash_policy),
-            rows=HostRows(arena=arena, server=server, kernel=native),
-            planning=planning,
+            stash=Stash(device=device, arena=arena, policy=stashed),
+            rows=HostRows(arena=arena, server=server, kernel=kernel),
+            planning=Planning(
+                partition=partition,
+                forms={form.name: form for form in forms},
+                device=device,
+                optimizer=description,
+                policy=policy,
+                kernel=kernel,
+                budget=parse_budget(device_memory),
+                host=budget,
+                world=world,
+                compiled=compiler.is_on,
+                overrides=overrides,
+                embedding=execution.embedding,
+            ),
         )
-        self._network = Network(self._resources, partition, depth=depth)
-        self._condition = Condition(self._resources, self._network, seed=seed)
-        self._wire(proves=prove)
-        try:
-            self._network.move_in(forms, incoming)
-        except BaseException:
-            self._condition.close()
-            raise
-        self._network.bind()
-        planning.limit_device()  # the model itself may have been on the device
+        with _moved_in(has, partition, forms, incoming):
+            self._condition = condition = Condition(has, partition, depth=depth, seed=seed)
+        server.reader.prepare_with(condition.before_reading)
+        self._stepping = Stepping(condition, self._guard)
+        self._layers = Layers(condition, self._guard)
+        self._checkpoints = Checkpoints(condition, self._layers, self._guard)
+        has.planning.limit_device()  # the model itself may have been on the device
 
     @guarded("engine.step")
     def step(self, batch: Batches, *, layers: Sequence[int] | None = None) -> StepReport:
@@ -219,17 +224,24 @@ class Engine:
             ValueError: the batch or the layers are invalid; nothing has changed.
             RuntimeError: nothing was trained so far, because nothing was finite.
         """
-        return StepReport(self._stepping.train(batch, layers))
+        condition, settings = self._condition, self.optimizer.settings()
+        condition.refuse_if_unusable()
+        condition.skips.refuse()
+        choice = condition.drawn() if layers is None else condition.chosen(layers)
+        step, _ = self._stepping.perform(batch, choice, settings=settings)
+        condition.count()
+        self.optimizer.step()
+        return StepReport(step)
 
     @guarded("engine.evaluate")
     def evaluate(self, batch: Batches, *, layers: Sequence[int] | None = None) -> float:
         """The loss of a batch; forward only, in evaluation mode, through all layers or some."""
-        return StepReport(self._stepping.evaluate(batch, layers)).loss
+        return StepReport(self._stepping.perform(batch, self._condition.chosen(layers))[0]).loss
 
     @guarded("engine.predict")
     def predict(self, batch: Batches, *, layers: Sequence[int] | None = None) -> Any:
         """The model's outputs for a batch, on the host; otherwise as `evaluate`."""
-        return self._stepping.predict(batch, layers)
+        return self._stepping.predict(batch, self._condition.chosen(layers))
 
     @property
     def layers(self) -> Layers:
@@ -239,11 +251,11 @@ class Engine:
     @property
     def depth(self) -> Depth:
         """Which layers every training step runs; may be set."""
-        return self._network.depth
+        return self._condition.depth
 
     @depth.setter
     def depth(self, depth: Depth | None) -> None:
-        self._network.depth = checked_depth(depth, self._network.partition.num_layers)
+        self._condition.choose_by(depth)
 
     @property
     def step_number(self) -> int:
@@ -276,7 +288,7 @@ class Engine:
         Raises:
             CheckpointError: it cannot be written. In the background, `Saving.wait` raises that.
         """
-        saving = self._checkpoints.save(Path(folder), extra, then, background=background)
+        saving = self._checkpoints.save(Path(folder), extra or {}, then, background=background)
         if not background:  # with signals that are not held
             saving.wait()
         return saving
@@ -336,7 +348,8 @@ class Engine:
         with self._guard.held():
             self._condition.refuse_if_unusable()
             self._resources.server.settle_all()
-        self._network.export(folder, dtype=dtype, tokenizer=tokenizer, shard_bytes=shard_bytes)
+        network = self._condition.network
+        network.export(folder, dtype=dtype, tokenizer=tokenizer, shard_bytes=shard_bytes)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and present weights of all parameters, in the model's dtypes, on the CPU.
@@ -346,7 +359,7 @@ class Engine:
         """
         self._condition.refuse_if_unusable()
         self._resources.server.settle_all()
-        yield from self._network.named_weights()
+        yield from self._condition.network.named_weights()
 
     def state_dict(self) -> dict[str, Any]:
         """What `model.state_dict()` of an ordinary model would give: present weights and buffers.
@@ -356,19 +369,19 @@ class Engine:
         """
         weights = dict(self.named_weights())
         self._condition.finish_step()
-        return self._network.state_dict(weights)
+        return self._condition.network.state_dict(weights)
 
     @property
     def plan(self) -> Plan:
         """What is placed where, in bytes, and the choices made. Print it."""
-        return self._placement.plan()
+        return self._condition.network.plan()
 
     @property
     def device(self) -> Device:
         """The device the layers run on, for memory measurements."""
         return self._resources.device
 
-    def trace(self) -> AbstractContextManager[Trace]:
+    def trace(self) -> contextlib.AbstractContextManager[Trace]:
         """Collect spans of what runs inside the block, with the schedule's text; see `Trace`."""
         return self._resources.device.tracing()
 
@@ -379,7 +392,7 @@ class Engine:
         Several ranks must do this together, and each gets all of the model. With `give_back=False`
         the weights are let go, and the model stays hollow.
         """
-        condition, network = self._condition, self._network
+        condition, network = self._condition, self._condition.network
         if condition.state == "closed":
             return
         torn = condition.is_torn
@@ -412,28 +425,43 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------------
 
-    def _wire(self, *, proves: bool) -> None:
-        """Make the parts that do what the engine is asked for."""
-        has, network, condition = self._resources, self._network, self._condition
-        self.optimizer.state_of = self._state_of
-        has.server.reader.prepare_with(condition.before_reading)
-        self._layers = Layers(network.layer_list, self._change_layers)
-        self._placement = placement = Placement(has, network)
-        proving = Proving(has, network, condition, placement)
-        preparation = Preparation(has, network, placement, proving, proves)
-        self._stepping = Stepping(has, network, condition, placement, preparation, self._guard)
-        self._surgery = Surgery(has, network, condition, placement, self._layers)
-        self._checkpoints = Checkpoints(
-            has, network, condition, placement, self._layers, self._surgery, self._guard
-        )
-
     @guarded("engine.optimizer", within="engine.step")
     def _state_of(self, owner: str) -> dict[str, Any]:
         """A parameter's state in the server."""
         self._condition.clean_up()
         return self._resources.server.state_of(owner)
 
-    @guarded("a change of engine.layers", within="engine.load")
-    def _change_layers(self, layout: Layout) -> None:
-        """Become an engine with other layers; if that cannot be, nothing has changed."""
-        self._surgery.change(layout)
+
+def _forms(
+    partition: Partition, optimizer: ServerOptimizer, other: Optimizer, **how: Any
+) -> list[UnitForm]:
+    """What units would be made of with another optimizer, or with the one that there is."""
+    settings = optimizer.settings()
+    if optimizer.defaults.keys() != other.defaults.keys():
+        settings = dict.fromkeys(settings, other.defaults)
+    return forms_of(partition, optimizer=other, settings=settings, **how)
+
+
+@contextlib.contextmanager
+def _moved_in(
+    has: Resources, partition: Partition, forms: Sequence[UnitForm], incoming: Incoming | None
+) -> Iterator[None]:
+    """Move every unit into the server; if that or the block fails, the model is as it was."""
+    moved: list[tuple[Mapping[str, nn.Parameter], str]] = []
+    try:
+        if incoming is not None:
+            incoming.fill_buffers()
+        for form, (name, tensors) in zip(forms, units_of(partition), strict=True):
+            has.server.add(form, tensors)
+            moved.append((tensors.parameters, name))
+        if incoming is not None:
+            incoming.deliver(has.server.set_weight, has.device.torch_device)
+        yield
+    except BaseException:
+        if incoming is not None:
+            incoming.undo()
+        else:
+            for unit in moved:
+                has.server.give_back(*unit)
+        has.device.close()
+        raise

@@ -24,7 +24,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 from torch import overrides
@@ -33,26 +33,15 @@ from torch.utils import _python_dispatch
 HELD = (signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 INSISTING = (signal.SIGINT, signal.SIGTERM)  # a second one does not wait
 
+MODES: tuple[Any, ...] = (overrides, _python_dispatch)
 Handler = Callable[[int, FrameType | None], Any]
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-
-class Guarded(Protocol):
-    """Something with operations that must not meet."""
-
-    @property
-    def _guard(self) -> Guard: ...
-
-
-Owner = TypeVar("Owner", bound=Guarded)
-Method = Callable[Concatenate[Owner, Arguments], Result]
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def guarded(
     name: str, *, holds: bool = True, within: str | None = None
-) -> Callable[[Method[Owner, Arguments, Result]], Method[Owner, Arguments, Result]]:
-    """Make a method an operation of its object, which runs alone.
+) -> Callable[[Method], Method]:
+    """Make a method of an object that has a `_guard` an operation of it, which runs alone.
 
     Args:
         name: what it is called in errors.
@@ -60,10 +49,10 @@ def guarded(
         within: the operation that may use it.
     """
 
-    def decorate(method: Method[Owner, Arguments, Result]) -> Method[Owner, Arguments, Result]:
+    def decorate(method: Method) -> Method:
         @functools.wraps(method)
-        def operation(owner: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            guard = owner._guard
+        def operation(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+            guard: Guard = owner._guard
             if within is not None and guard.is_within(within):
                 return method(owner, *args, **kwargs)
             guard.enter(name, holds=holds)
@@ -76,7 +65,7 @@ def guarded(
                 guard.leave()
 
         _CODES.add(getattr(operation, "__code__"))  # noqa: B009 (mypy knows no such thing of it)
-        return operation
+        return cast(Method, operation)
 
     return decorate
 
@@ -95,7 +84,7 @@ class Guard:
         self._thread = 0  # where that runs
         self._held: dict[int, Handler] = {}  # handlers that are replaced meanwhile
         self._noted: list[int] = []  # signals that came meanwhile
-        self._modes: tuple[list[Any], list[Any], bool] | None = None
+        self._modes: tuple[list[list[Any]], bool] | None = None
 
     def enter(self, name: str, *, holds: bool) -> None:
         """Begin an operation.
@@ -106,19 +95,20 @@ class Guard:
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"{name} was called in process {os.getpid()}, a copy of process {self._process}, "
-                "which has made the engine. Its threads are not here. Use the engine there, or "
-                "make one in this process, started with 'spawn'."
+                "which has the engine's threads. Make one here, in a process of 'spawn'."
             )
-        if not self._lock.acquire(blocking=False) and self._is_running():
-            where = "on another thread"
+        if not self._lock.acquire(blocking=False):
+            frame, where = sys._current_frames().get(self._thread), "on another thread"
             if self._thread == threading.get_ident():
+                frame = sys._getframe(2)  # without the operation that asks
                 where = "and this is called from inside it (a loss function, say)"
-            raise RuntimeError(
-                f"{name} was called while {self._name} runs {where}. An engine does one thing at a "
-                "time: wait for it, or make an engine for each thread."
-            )
+            if self._is_on(frame):
+                raise RuntimeError(
+                    f"{name} was called while {self._name} runs {where}. An engine does one thing "
+                    "at a time: wait for it, or make an engine for each thread."
+                )
         self._name, self._thread = name, threading.get_ident()
-        self._modes = _torch_modes()
+        self._modes = _torch_modes(), torch.is_grad_enabled()
         if holds:
             self._hold()
 
@@ -154,12 +144,14 @@ class Guard:
         """Give this thread the modes of torch that it had: an interrupt may have left others."""
         if self._modes is None:
             return
-        functions, dispatches, grad = self._modes
-        torch.set_grad_enabled(grad)
-        _restore(functions, _function_modes, overrides._pop_mode, overrides._push_mode)
-        _restore(
-            dispatches, _dispatch_modes, _python_dispatch._pop_mode, _python_dispatch._push_mode
-        )
+        stacks, has_gradients = self._modes
+        torch.set_grad_enabled(has_gradients)
+        for kind, wanted, found in zip(MODES, stacks, _torch_modes(), strict=True):
+            if list(map(id, found)) != list(map(id, wanted)):
+                for _ in found:
+                    kind._pop_mode()
+                for mode in wanted:
+                    kind._push_mode(mode)
 
     def drop(self, close: Callable[[], None], *, alone: bool) -> None:
         """Close the object, which nobody refers to any more, and say so.
@@ -176,14 +168,8 @@ class Guard:
             done = functools.partial(_close_dropped, close, alone=alone)
             threading.Thread(target=done, name="l2l-drop").start()
 
-    def _is_running(self) -> bool:
-        """Whether the operation that has the lock is on its thread's stack."""
-        frame = sys._current_frames().get(self._thread)
-        if self._thread == threading.get_ident():
-            frame = sys._getframe(3)  # without the operation that asks
-        return self._is_on(frame)
-
     def _is_on(self, frame: FrameType | None) -> bool:
+        """Whether an operation of this object is on a stack."""
         while frame is not None:
             if frame.f_code in _CODES and frame.f_locals.get("guard") is self:
                 return True
@@ -245,31 +231,11 @@ def _close_dropped(close: Callable[[], None], *, alone: bool) -> None:
     warnings.warn(f"{said} Close engines, or use them in a with block.", stacklevel=4)
 
 
-def _function_modes() -> list[Any]:
-    found: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return found
-
-
-def _dispatch_modes() -> list[Any]:
-    return _python_dispatch._get_current_dispatch_mode_stack()
-
-
-def _torch_modes() -> tuple[list[Any], list[Any], bool]:
-    functions = _function_modes() if torch._C._len_torch_function_stack() else []
-    dispatches = _dispatch_modes() if torch._C._len_torch_dispatch_stack() else []
-    return functions, dispatches, torch.is_grad_enabled()
-
-
-def _restore(
-    wanted: list[Any],
-    present: Callable[[], list[Any]],
-    pop: Callable[[], Any],
-    push: Callable[[Any], None],
-) -> None:
-    found = present()
-    if len(found) == len(wanted) and all(map(lambda a, b: a is b, found, wanted)):
-        return
-    for _ in found:
-        pop()
-    for mode in wanted:
-        push(mode)
+def _torch_modes() -> list[list[Any]]:
+    """The modes that this thread has, of `MODES`."""
+    functions, dispatches = list[Any](), list[Any]()
+    if torch._C._len_torch_function_stack():
+        functions = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if torch._C._len_torch_dispatch_stack():
+        dispatches = _python_dispatch._get_current_dispatch_mode_stack()
+    return [functions, dispatches]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -29,8 +29,12 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from l2l.model import own_numbers
-from l2l.parameter_server import nothing_like
+from l2l.checkpoint import Expected
+from l2l.engine.condition import Condition
+from l2l.engine.guard import Guard, guarded
+from l2l.engine.resources import expect, server_bytes
+from l2l.model import Partition, UnitTensors, own_numbers
+from l2l.parameter_server import Members, Move, PrecisionPolicy, UnitForm, nothing_like
 
 COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "decoder_layers")
 """What configs call the number of layers."""
@@ -58,20 +62,17 @@ Layout = tuple[Place, ...]
 class Layers:
     """The layers of an engine, as they are now: `engine.layers`."""
 
-    def __init__(self, modules: Callable[[], nn.Module], change: Callable[[Layout], None]) -> None:
-        """Nothing happens yet.
-
-        Args:
-            modules: the model's list of layers.
-            change: brings the engine to other layers.
-        """
-        self._modules = modules
-        self._change = change
-        self.origins: tuple[int | None, ...] = tuple(range(len(self)))
+    def __init__(self, condition: Condition, guard: Guard) -> None:
+        """Nothing happens yet."""
+        self._condition, self._guard = condition, guard
         self._given = [len(self), list(self.frozen)]
 
+    def _modules(self) -> list[nn.Module]:
+        name = self._condition.network.partition.list_name
+        return list(self._condition.has.model.get_submodule(name).children())
+
     def __len__(self) -> int:
-        return len(list(self._modules().children()))
+        return len(self._modules())
 
     @override
     def __repr__(self) -> str:
@@ -82,8 +83,13 @@ class Layers:
     @property
     def frozen(self) -> tuple[int, ...]:
         """Layers of which nothing is trained."""
-        children = enumerate(self._modules().children())
-        return tuple(i for i, one in children if not any(p.requires_grad for p in one.parameters()))
+        layers = enumerate(self._modules())
+        return tuple(i for i, one in layers if not any(p.requires_grad for p in one.parameters()))
+
+    @property
+    def origins(self) -> tuple[int | None, ...]:
+        """See [Note: origins]."""
+        return self._condition.origins
 
     def insert(
         self,
@@ -104,16 +110,15 @@ class Layers:
         Raises:
             ValueError: it cannot be; nothing has changed.
         """
-        number = len(self)
         if (module is None) == (copy_of is None):
             raise ValueError("insert takes either a module or copy_of=, the index of a layer.")
-        if not 0 <= position <= number:
-            raise ValueError(f"position={position}; expected 0 to {number}.")
+        if not 0 <= position <= len(self):
+            raise ValueError(f"position={position}; expected 0 to {len(self)}.")
         if copy_of is not None:
             place = self._copy(self._index(copy_of, "copy_of"), moments)
         else:
             assert module is not None
-            _refuse_stranger(module, list(self._modules().children()))
+            _refuse_stranger(module, self._modules())
             place = Place(source=None, module=module)
         own = self._layout()
         self._change((*own[:position], place, *own[position:]))
@@ -141,9 +146,8 @@ class Layers:
         """
         if factor < 2:
             raise ValueError(f"factor={factor}; expected at least 2.")
-        own = self._layout()
-        copies = tuple(self._copy(index, moments) for index in range(len(own)))
-        self._change(own + (factor - 1) * copies)
+        copies = tuple(self._copy(index, moments) for index in range(len(self)))
+        self._change(self._layout() + (factor - 1) * copies)
 
     def freeze(self, layers: int | Iterable[int]) -> None:
         """Train some layers no longer: they keep their weights in the link's precision, no state.
@@ -174,8 +178,8 @@ class Layers:
         Raises:
             ValueError: a layer has no origin here ([Note: origins]).
         """
-        origins, frozen = state["origins"], state["frozen"]
-        is_here = list(origins) == list(self.origins) and list(frozen) == list(self.frozen)
+        origins, frozen, own = state["origins"], state["frozen"], self.state()
+        is_here = (list(origins), list(frozen)) == (own["origins"], own["frozen"])
         if is_here or list(state["given"]) != self._given:
             return None
         present = {origin: index for index, origin in reversed(list(enumerate(self.origins)))}
@@ -198,22 +202,17 @@ class Layers:
         )
 
     def _set_frozen(self, layers: int | Iterable[int], *, frozen: bool) -> None:
-        given = [layers] if isinstance(layers, int) else list(layers)
-        chosen = {self._index(index, "layer") for index in given}
-        own = self._layout()
-        self._change(
-            tuple(
-                replace(place, frozen=frozen) if index in chosen else place
-                for index, place in enumerate(own)
-            )
-        )
+        layout = list(self._layout())
+        for index in [layers] if isinstance(layers, int) else layers:
+            place = layout[self._index(index, "layer")]
+            layout[index] = replace(place, frozen=frozen)
+        self._change(tuple(layout))
 
     def _layout(self) -> Layout:
         return tuple(Place(source=i, origin=origin) for i, origin in enumerate(self.origins))
 
     def _copy(self, index: int, moments: str) -> Place:
-        if moments not in ("copied", "fresh"):
-            raise ValueError(f"moments={moments!r} is not known. Expected 'copied' or 'fresh'.")
+        expect("moments", moments, "copied", "fresh")
         keeps = moments == "copied"
         return Place(source=index, is_copy=True, keeps_state=keeps, origin=self.origins[index])
 
@@ -221,6 +220,111 @@ class Layers:
         if not 0 <= index < len(self):
             raise ValueError(f"{name}={index}, but there are layers 0 to {len(self) - 1}.")
         return index
+
+    @guarded("a change of engine.layers")
+    def _change(self, layout: Layout) -> None:
+        change(self._condition, layout)
+
+
+# --------------------------------------------------------------------------------------------------
+# The engine
+
+
+def change(condition: Condition, layout: Layout) -> None:
+    """Bring an engine to other layers, between steps; if that cannot be, nothing has changed.
+
+    Raises:
+        ValueError: it cannot be.
+    """
+    has, network, old = condition.has, condition.network, condition.network.partition
+    condition.refuse_if_unusable()
+    _refuse(condition, layout)
+    network.persistence.finish()
+    condition.finish_step()
+    network.leave()
+    network.give_back_buffers()
+    with changed_model(has.model, old.list_name, layout):
+        partition, members, forms = _with_layers(condition, layout, has.precision)
+        has.host_budget.check(server_bytes(forms, has.policy, has.world), alternatives={})
+        has.transfer.let_go_of_staging()
+        units = zip(layout, forms, partition.layer_tensors, strict=False)  # layers come first
+        has.server.rearrange([_move_to(*unit, old) for unit in units])
+    # The model and the server have the new layers now; everything else follows.
+    has.optimizer.regroup(members)
+    condition.follow(partition, tuple(place.origin for place in layout))
+    has.planning.adapt(partition, {form.name: form for form in forms})
+
+
+def expected_with(condition: Condition, layout: Layout | None, *, link: str) -> Expected:
+    """What a checkpoint of a precision must hold if the engine had these layers.
+
+    Raises:
+        ValueError: it cannot have them.
+    """
+    has, partition = condition.has, condition.network.partition
+    forms = [unit.form for unit in has.server.units.values()]
+    precision = PrecisionPolicy.for_model(has.model, precision=link)
+    if layout is not None:
+        _refuse(condition, layout)
+        with changed_model(has.model, partition.list_name, layout, keep=False):
+            partition, _, forms = _with_layers(condition, layout, precision)
+    elif precision != has.precision:
+        kinds = {form.name: form.state_kinds for form in forms}
+        others = has.forms(partition, precision)
+        forms = [replace(form, state_kinds=kinds[form.name]) for form in others]
+    return Expected(
+        forms={form.name: form for form in forms},
+        outer_buffers=condition.network.partition.skeleton.buffers(),
+        layer_buffers={k: v for one in partition.layer_tensors for k, v in one.buffers.items()},
+    )
+
+
+def _refuse(condition: Condition, layout: Layout) -> None:
+    """Refuse layers that the engine cannot have."""
+    condition.depth.check(len(layout))
+    is_shared, network = condition.has.world.share.number > 1, condition.network
+    if is_shared and any(place.frozen is not None for place in layout):
+        raise ValueError(
+            "several ranks hold the layers together, cut where nothing was frozen. Freeze "
+            "them before the engine is made."
+        )
+    for position, place in enumerate(layout):
+        if place.module is not None and network.facts.rows:  # else nothing is known of its place
+            network.trial.refuse_layer(place.module, position, network.facts.rows)
+
+
+def _with_layers(
+    condition: Condition, layout: Layout, precision: PrecisionPolicy
+) -> tuple[Partition, Members, list[UnitForm]]:
+    """What the model, which has these layers now, is made of."""
+    has, old = condition.has, condition.network.partition
+    new = Partition(has.model, layers=old.list_name, like=old)
+    # For the parameters of the new layers, those that they are alike, if any.
+    like: dict[nn.Parameter, nn.Parameter | None] = {}
+    for place, tensors in zip(layout, new.layer_tensors, strict=True):
+        like |= dict.fromkeys(tensors.parameters.values())
+        if place.source is not None:
+            theirs = old.layer_tensors[place.source].parameters.values()
+            like |= zip(tensors.parameters.values(), theirs, strict=True)
+    members = has.optimizer.members_of(has.model, like)
+    return new, members, has.forms(new, precision, members)
+
+
+def _move_to(place: Place, form: UnitForm, tensors: UnitTensors, old: Partition) -> Move:
+    """What becomes of a layer's unit when the layers change."""
+    names: dict[str, str] = {}
+    if place.source is not None:
+        theirs = old.layer_tensors[place.source]
+        names = dict(zip(tensors.parameters, theirs.parameters, strict=True))
+        names |= zip(tensors.buffers, theirs.buffers, strict=True)
+    return Move(
+        form=form,
+        source=None if place.source is None else f"L{place.source}",
+        is_copy=place.is_copy,
+        keeps_state=place.keeps_state,
+        names=names,
+        tensors=tensors,
+    )
 
 
 def _refuse_stranger(module: nn.Module, others: list[nn.Module]) -> None:
@@ -235,13 +339,12 @@ def _refuse_stranger(module: nn.Module, others: list[nn.Module]) -> None:
     if any(one.kind is one.VAR_KEYWORD for one in found.values()):
         return
     plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    missing = [name for name, one in list(wanted.items())[1:] if one.kind in plain]
-    missing = [name for name in missing if name not in found]
+    named = [name for name, one in list(wanted.items())[1:] if one.kind in plain]
+    missing = [name for name in named if name not in found]
     if missing:
         raise ValueError(
-            f"{type(module).__name__}.forward takes ({', '.join(found)}), the model's layers are "
-            f"called with ({', '.join(wanted)}). Expected it to take {', '.join(missing)}, too, or "
-            "**kwargs."
+            f"{type(module).__name__}.forward takes ({', '.join(found)}), layers are called with "
+            f"({', '.join(wanted)}). Expected it to take {', '.join(missing)}, too, or **kwargs."
         )
 
 
@@ -252,37 +355,30 @@ def _refuse_stranger(module: nn.Module, others: list[nn.Module]) -> None:
 @contextlib.contextmanager
 def changed_model(
     model: nn.Module, list_name: str, layout: Layout, *, keep: bool = True
-) -> Iterator[list[nn.Module]]:
+) -> Iterator[None]:
     """The model with other layers: inside the block, and after it if it is kept and has not failed.
 
     Raises:
         ValueError: it cannot have them.
     """
     container = model.get_submodule(list_name)
-    old = dict(container._modules)
-    modules = [one for one in old.values() if one is not None]
-    numbering = own_numbers(modules)
-    made = [_module_for(place, modules) for place in layout]
-    flags = {p: p.requires_grad for module in modules for p in module.parameters()}
-    restore = _changed_config(model, len(modules), layout)
-    container._modules = {str(index): module for index, module in enumerate(made)}
-    _number(made, numbering)
-    for place, module in zip(layout, made, strict=True):
-        if place.frozen is not None:
-            for parameter in module.parameters():
+    modules = list(container.children())
+    numbering, made = own_numbers(modules), [_module_for(place, modules) for place in layout]
+    changes = _config_changes(model, len(modules), layout)
+    changes.append((container, "_modules", {str(i): module for i, module in enumerate(made)}))
+    with contextlib.ExitStack() as undo:
+        for owner, name, value in changes:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        undo.callback(_number, modules, numbering)
+        _number(made, numbering)
+        for place, module in zip(layout, made, strict=True):
+            for parameter in module.parameters() if place.frozen is not None else ():
+                undo.callback(_set_flag, parameter, parameter.requires_grad)
                 _set_flag(parameter, not place.frozen and parameter.is_floating_point())
-    try:
-        yield made
-    except BaseException:
-        keep = False
-        raise
-    finally:
-        if not keep:
-            container._modules = old
-            _number(modules, numbering)
-            restore()
-            for parameter, requires in flags.items():
-                _set_flag(parameter, requires)
+        yield
+        if keep:
+            undo.pop_all()
 
 
 def _set_flag(parameter: nn.Parameter, requires_grad: bool) -> None:  # noqa: FBT001
@@ -324,29 +420,23 @@ def _number(modules: list[nn.Module], numbering: Iterable[tuple[str, str]]) -> N
                     vars(owner)[name] = index
 
 
-def _changed_config(model: nn.Module, number: int, layout: Layout) -> Callable[[], None]:
-    """Let the config have the new number of layers, and lists with an entry for each; undoes it.
+def _config_changes(
+    model: nn.Module, number: int, layout: Layout
+) -> list[tuple[object, str, object]]:
+    """Configs that must have the new number of layers, or a list with an entry for each.
 
     Raises:
         ValueError: a list has different entries, and it is not known which is a new module's.
     """
-    changes: list[tuple[Any, str, Any]] = []
+    changes: list[tuple[object, str, object]] = []
     found = {id(one): one for module in model.modules() if (one := getattr(module, "config", None))}
     for config in found.values():
         for name, value in vars(config).items():
             if name in COUNTS and value == number:
                 changes.append((config, name, len(layout)))
             elif isinstance(value, list) and len(value) == number and not name.startswith("_"):
-                entries = [_entry(name, value, place) for place in layout]
-                changes.append((config, name, entries))
-    before = [(config, name, getattr(config, name)) for config, name, _ in changes]
-    _set(changes)
-    return lambda: _set(before)
-
-
-def _set(values: Iterable[tuple[Any, str, Any]]) -> None:
-    for owner, name, value in values:
-        setattr(owner, name, value)
+                changes.append((config, name, [_entry(name, value, place) for place in layout]))
+    return changes
 
 
 def _entry(name: str, entries: list[Any], place: Place) -> Any:
@@ -354,11 +444,10 @@ def _entry(name: str, entries: list[Any], place: Place) -> Any:
     if place.source is not None:
         return entries[place.source]
     assert place.module is not None
-    known = [vars(child) for child in place.module.modules()] if name == "layer_types" else []
-    for own in known:
+    for child in place.module.modules() if name == "layer_types" else ():
         for key in ("layer_type", "attention_type"):
-            if key in own:
-                return own[key]
+            if key in vars(child):
+                return vars(child)[key]
     if any(one != entries[0] for one in entries):
         raise ValueError(
             f"config.{name} differs from layer to layer, and it is not known what it is for "

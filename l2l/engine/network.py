@@ -1,59 +1,43 @@
-"""The model as it is cut now, and what works on it: both are new when its layers have changed."""
+"""The model as it is cut now, what works on it, and what of it is on the device.
+
+Decide, then do: a trial finds `Facts`, the plan decides by them, and every step is given a
+`Program` of its own. Other layers are another network.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from l2l.checkpoint import Persistence
-from l2l.engine.depth import Choice, Depth, checked_layers
+from l2l.engine.depth import Choice
 from l2l.engine.resources import Resources
-from l2l.hugging_face import Incoming, export_model
-from l2l.model import Partition, UnitTensors
-from l2l.parameter_server import UnitForm, units_of
+from l2l.hugging_face import export_model
+from l2l.model import Partition
+from l2l.parameter_server import units_of
+from l2l.planner import Plan
 from l2l.proof import Proof, ProofMemory
-from l2l.run import OuterPass, Relay, Updates
+from l2l.run import Facts, OuterPass, Program, Relay, TableLookup, Updates
+from l2l.schedule import Schedule, Shape, make_schedule
 from l2l.trial import Trial
 
 PROVEN = ProofMemory.of_user()
-RANK_SEED = 0x9E3779B9  # ranks draw different random numbers
+MAX_SCHEDULES = 32  # that are kept
 
 
 @final
 class Network:
-    """Owner of the parts that belong to the present layers, and of what is chosen among these."""
+    """Owner of the parts that belong to the present layers, and of what stays on the device."""
 
-    def __init__(self, resources: Resources, partition: Partition, *, depth: Depth) -> None:
-        """The weights are still in the model: see `move_in`."""
-        self._resources = resources
-        self._model = resources.model
-        self._server, self._device = resources.server, resources.device
-        self.depth = depth
-        self.build(partition)
-
-    def build(self, partition: Partition) -> None:
-        """Make what works on a partition; of its layers nothing is known yet."""
-        has = self._resources
-        scaler, device, server, compiler = has.scaler, has.device, has.server, has.compiler
-        self.partition = partition
-        self.outer = OuterPass(
-            partition=partition,
-            device=device,
-            server=server,
-            transfer=has.transfer,
-            loss_function=has.loss,
-        )
-        updates = Updates(
-            server=server,
-            device=device,
-            transfer=has.transfer,
-            rows=has.rows,
-            compiled=compiler.is_on,
-        )
+    def __init__(self, resources: Resources, partition: Partition) -> None:
+        """Nothing is known of the layers yet, whose weights are in the server."""
+        has, device, server = resources, resources.device, resources.server
+        self._has, self._server, self.partition = has, server, partition
+        self.outer = OuterPass(partition, device, server, has.transfer, has.loss)
         self.relay = Relay(
             partition=partition,
             server=server,
@@ -61,23 +45,22 @@ class Network:
             transfer=has.transfer,
             stash=has.stash,
             outer=self.outer,
-            updates=updates,
-            compiler=compiler,
-            scale_of=None if scaler is None else scaler.scale_of,
+            updates=Updates(
+                server=server,
+                device=device,
+                transfer=has.transfer,
+                rows=has.rows,
+                compiled=has.compiler.is_on,
+            ),
+            compiler=has.compiler,
+            scale_of=None if has.scaler is None else has.scaler.scale_of,
         )
-        self.trial = Trial(
-            partition=partition,
-            server=server,
-            device=device,
-            relay=self.relay,
-            outer=self.outer,
-            compiler=compiler,
-        )
+        self.trial = Trial(partition, server, device, self.outer, has.compiler)
         self.persistence = Persistence(
             server=server,
             partition=partition,
             optimizer=has.optimizer,
-            loss_scale=None if scaler is None else scaler.scale,
+            loss_scale=None if has.scaler is None else has.scaler.scale,
             link=has.precision.link,
             spare_bytes=has.spare_bytes,
         )
@@ -90,66 +73,127 @@ class Network:
             link=has.precision.link,
             memory=PROVEN,
         )
-
-    def move_in(self, forms: Sequence[UnitForm], incoming: Incoming | None) -> None:
-        """Move every unit into the server; if one does not fit, the model is as it was."""
-        moved: list[tuple[str, UnitTensors]] = []
-        try:
-            if incoming is not None:
-                incoming.fill_buffers()
-            for form, (name, tensors) in zip(forms, units_of(self.partition), strict=True):
-                self._server.add(form, tensors)
-                moved.append((name, tensors))
-            if incoming is not None:
-                incoming.deliver(self._server.set_weight, self._device.torch_device)
-        except BaseException:
-            for name, tensors in moved if incoming is None else ():
-                self._server.give_back(tensors.parameters, name)
-            if incoming is not None:
-                incoming.undo()
-            self._device.close()
-            raise
-
-    def bind(self) -> None:
-        """Let the code around the layers see buffers on the device; note the model's parameters."""
-        self._server.reader.watch(self._model)
-        self.partition.skeleton.bind(
-            {
-                owner: buffer.detach().to(self._device.torch_device, copy=True)
-                for owner, buffer in self.partition.outer_tensors.buffers.items()
-            }
+        self.facts = Facts()
+        self.schedules: dict[Shape, Schedule] = {}
+        self.is_placed = False  # whether everything follows the choices
+        self._held: frozenset[str] = frozenset()  # units that the last step has left on the device
+        server.reader.watch(has.model)
+        # Let the code around the layers see buffers on the device.
+        buffers = partition.outer_tensors.buffers.items()
+        partition.skeleton.bind(
+            {name: one.detach().to(device.torch_device, copy=True) for name, one in buffers}
         )
 
     def running(self) -> AbstractContextManager[None]:
         """While the block runs, nobody reads the model's own parameters; it has those it had."""
         return self._server.reader.running()
 
-    def seed_of_rank(self, seed: int) -> int:
-        """Ranks draw different random numbers."""
-        return seed + self._resources.world.rank * RANK_SEED
+    def learn(self, rows: Mapping[str, Any], *, needs_loss: bool) -> Facts:
+        """Try some rows, unless all is known."""
+        is_first = not self.facts.rows
+        self.facts = self.trial.run(dict(rows), self.facts, needs_loss=needs_loss)
+        if is_first:
+            changing, device = self.facts.changing_in_layers, self._has.device.torch_device
+            self.relay.buffers.keep(changing, device)
+        return self.facts
 
     # ----------------------------------------------------------------------------------------------
-    # Layers
+    # What is on the device from step to step
 
-    def layer_list(self) -> nn.Module:
-        """The model's list of layers."""
-        return self._model.get_submodule(self.partition.list_name)
+    def leave(self) -> None:
+        """Bring everything that stays on the device from step to step back to the host."""
+        self.is_placed = False
+        self._server.settle_all()
+        for name in self._server.units:  # also of a plan whose first step has failed
+            self._server.place_state(name, torch.device("cpu"))
+        self._held = frozenset()
+        self._has.transfer.clear()
+        self.schedules.clear()
 
-    def drawn(self, *, step: int, seed: int) -> Choice:
-        """What the policy chooses for a step, which may be no layer at all."""
-        number = self.partition.num_layers
-        found = self.depth.choose(step=step, num_layers=number, seed=seed)
-        if found.layers:
-            checked_layers(found.layers, number)
-        return found
+    def enter(self) -> None:
+        """Let everything follow the choices."""
+        shape, device = self.shape(1, training=True), self._has.device
+        for layer in shape.shared:
+            self._server.register(f"L{layer}", device)
+        for name in shape.on_device:
+            self._server.place_state(name, device.torch_device)
+        self.is_placed = True
 
-    def chosen(self, layers: Sequence[int] | None) -> Choice:
-        """The layers that were asked for; None: all."""
-        number = self.partition.num_layers
-        return Choice(tuple(range(number)) if layers is None else checked_layers(layers, number))
+    def note_run(self, program: Program) -> None:
+        """A program has run, and has left on the device what it says."""
+        self._held = frozenset(program.shape.on_device)
+
+    def shape(self, num_microbatches: int, *, training: bool) -> Shape:
+        """The shape of the next step if it runs all layers."""
+        return self._has.planning.shape(
+            self.facts,
+            num_microbatches,
+            training=training,
+            before=(self._held, tuple(self._server.waiting)),
+        )
+
+    def program(
+        self, num_microbatches: int, choice: Choice, *, training: bool, seed: int
+    ) -> Program:
+        """What the next step runs by; its schedule is kept for steps of the same shape."""
+        shape, decisions = (
+            self.shape(num_microbatches, training=training),
+            self._has.planning.decisions,
+        )
+        if choice.layers != shape.layers:
+            shape = shape.only(choice.layers)
+        if shape not in self.schedules:
+            if len(self.schedules) == MAX_SCHEDULES:
+                del self.schedules[next(iter(self.schedules))]  # the oldest
+            self.schedules[shape] = make_schedule(shape)
+        return Program(
+            schedule=self.schedules[shape],
+            seed=seed,
+            facts=self.facts,
+            lookups=self.lookups(shape),
+            keep=decisions.keep,
+            piece_tokens=decisions.piece_tokens,
+            part_tokens=decisions.part_tokens,
+            compiles_loss=self._has.compiler.is_on,
+        )
+
+    def lookups(self, shape: Shape) -> tuple[TableLookup, ...]:
+        """Those that the host answers."""
+        units = [unit.name for unit in shape.outer if unit.looked_up]
+        return tuple(one for name in units for one in self.facts.usage[name].lookups)
+
+    def plan(self) -> Plan:
+        """What is placed where, in bytes, and the choices made."""
+        has, partition, rule = self._has, self.partition, self.facts.rule
+        return has.planning.plan(
+            arena=has.arena.bytes_by_name,
+            reserved={
+                **has.transfer.bytes_by_place(),
+                "boundary cells": has.stash.cell_bytes(),
+                "buffers": self.buffer_bytes(),
+            },
+            choices=(
+                ("layers", f"{partition.list_name}, {partition.num_layers} of them"),
+                ("precision", str(has.precision.link).removeprefix("torch.")),
+                ("microbatch", has.planning.microbatch(has.microbatch_size)),
+                ("stash", has.stash.policy),
+                ("update", has.policy.value),
+                ("loss averages over", rule.value if rule else "?"),
+                ("layers run", has.compiler.describe()),
+            ),
+            peak_bytes=has.device.peak_bytes(),
+        )
 
     # ----------------------------------------------------------------------------------------------
     # Weights and buffers, for others
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Buffers on the device, as training has left them."""
+        return self.relay.buffers.present()
+
+    def buffer_bytes(self) -> int:
+        """Bytes of `buffers`."""
+        return sum(buffer.nbytes for buffer in self.buffers().values())
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and weights of all parameters, once all updates are done, unit by unit."""
@@ -161,16 +205,16 @@ class Network:
 
     def state_dict(self, weights: dict[str, Tensor]) -> dict[str, Any]:
         """What the model's own would be with these weights, and with the present buffers."""
-        buffers = {id(buffer): name for name, buffer in self._model.named_buffers()}
-        present = self.trial.present_buffers()
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        model, present = self._has.model, self.buffers()
+        names = {id(tensor): name for name, tensor in model.named_buffers()}
+        names |= {id(tensor): name for name, tensor in model.named_parameters()}
         found: dict[str, Any] = {}
-        for key, value in self._model.state_dict(keep_vars=True).items():
-            if id(value) in names:
-                value = weights[names[id(value)]]
+        for key, value in model.state_dict(keep_vars=True).items():
+            name = names.get(id(value), "")
+            if name in weights:
+                value = weights[name]
             elif isinstance(value, Tensor):
-                value = present.get(buffers.get(id(value), ""), value).detach()
-                value = value.to(device="cpu", copy=True)
+                value = present.get(name, value).detach().to(device="cpu", copy=True)
             found[key] = value
         return found
 
@@ -179,9 +223,9 @@ class Network:
         with self._server.values() as weight_of:
             if weight_of is None:  # another rank writes
                 return
-            buffers = self.trial.present_buffers()
+            model, buffers = self._has.model, self.buffers()
             with torch._C.DisableTorchFunctionSubclass():  # of the model, names and shapes only
-                export_model(self._model, folder, weight_of=weight_of, buffers=buffers, **options)
+                export_model(model, folder, weight_of=weight_of, buffers=buffers, **options)
 
     def give_back(self) -> None:
         """Move all weights and buffers back into the model."""
@@ -191,15 +235,15 @@ class Network:
 
     def give_back_buffers(self) -> None:
         """Let the model's own buffers be as training has left them."""
-        for owner, buffer in self.trial.present_buffers().items():
+        for owner, buffer in self.buffers().items():
             module, _, local = owner.rpartition(".")
-            target = self._model.get_submodule(module)._buffers[local]
+            target = self._has.model.get_submodule(module)._buffers[local]
             if target is not None:
                 target.copy_(buffer)
 
     def close(self) -> None:
         """Let go of everything, the device too."""
-        has = self._resources
+        has = self._has
         for part in (self.partition, has.transfer, has.stash, self.relay, has.device):
             part.close()
-        has.server.spare.close()
+        self._server.spare.close()

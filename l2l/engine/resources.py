@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,13 @@ from l2l.parameter_server import (
     HostBudget,
     HostKernel,
     HostOptimizer,
+    Members,
     Optimizer,
     ParameterServer,
     PrecisionPolicy,
     ServerOptimizer,
     UnitForm,
     UpdatePolicy,
-    alternatives,
     available_bytes,
     forms_of,
     host_bytes,
@@ -32,7 +32,28 @@ from l2l.parameter_server import (
 )
 from l2l.planner import Planning
 from l2l.run import HostRows, Scaler, Stash, Transfer
-from l2l.trial import LARGE_UNIT_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How steps are executed; results are the same, but for the last bits of some `overrides`."""
+
+    stash: str = "host"
+    """Where inputs of layers wait: "host", for constant device memory, or "device"."""
+    update: str | None = None
+    """When the host updates: "eager", "just in time", or None: eager unless the whole gradient must
+    be known first (clipping, float16)."""
+    embedding: str | None = None
+    """"host" gathers the rows of embedding tables there, "device" brings whole tables; None: on the
+    host for tables of 16 MiB and more."""
+    kernel: str = "native"
+    """"native", or "readable" for the slow PyTorch version with the same arithmetic."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Choices of the plan to be made otherwise, by name: see `l2l.planner`."""
+    group_size: int | None = None
+    """Where torch.distributed is initialised, all its ranks train together, each with rows of its
+    own; so many of them hold one copy of the model. None: those of a node if there are several
+    nodes, else all."""
 
 
 @final
@@ -47,7 +68,7 @@ class Resources:
     policy: UpdatePolicy
     clip_norm: float | None
     microbatch_size: int | None  # None: planned
-    embedding: str | None  # where rows are looked up; None: on the host for large tables
+    proves: bool
     world: World
     host_budget: HostBudget
     device: Device
@@ -59,14 +80,6 @@ class Resources:
     stash: Stash
     rows: HostRows
     planning: Planning
-
-    def looks_up(self, unit: str) -> bool:
-        """Whether the rows of a table are gathered on the host."""
-        if self.world.is_parallel:  # a table that ranks hold together is gathered like a layer
-            return False
-        if self.embedding is not None or self.policy is UpdatePolicy.ON_DEVICE:
-            return self.embedding == "host" and self.policy is not UpdatePolicy.ON_DEVICE
-        return self.server.units[unit].form.weight_layout.nbytes >= LARGE_UNIT_BYTES
 
     def norm_records(self) -> dict[str, Tensor]:
         """Room on the host for the norm of every trained parameter, by unit."""
@@ -81,39 +94,17 @@ class Resources:
             available_bytes() + self.server.spare.free_bytes,
         )
 
-
-def fit_host(
-    host_memory: int | str | None,
-    description: Optimizer,
-    *,
-    model: nn.Module,
-    partition: Partition,
-    optimizer: ServerOptimizer,
-    precision: PrecisionPolicy,
-    policy: UpdatePolicy,
-    world: World,
-) -> tuple[HostBudget, list[UnitForm]]:
-    """The host memory that may be taken, and what every unit is made of there.
-
-    Raises:
-        ValueError: there is too little; with optimizers that would need less.
-    """
-
-    def forms_with(other: Optimizer) -> list[UnitForm]:
-        settings = optimizer.settings()
-        if optimizer.defaults.keys() != other.defaults.keys():
-            settings = dict.fromkeys(settings, other.defaults)
-        number = world.share.number
+    def forms(
+        self, partition: Partition, precision: PrecisionPolicy, members: Members | None = None
+    ) -> list[UnitForm]:
+        """What the units of a partition are made of."""
         return forms_of(
-            partition, optimizer=other, settings=settings, precision=precision, num_shares=number
+            partition,
+            optimizer=self.server.optimizer,
+            settings=self.optimizer.settings(members),
+            precision=precision,
+            num_shares=self.world.share.number,
         )
-
-    forms = forms_with(description)
-    model_bytes = sum(p.nbytes for p in model.parameters() if not p.is_meta)
-    budget = HostBudget.of(host_memory, model_bytes=model_bytes, num_sharing=world.share.number)
-    others = alternatives(forms_with, policy, precision.link)
-    budget.check(server_bytes(forms, policy, world), alternatives=others)
-    return budget, forms
 
 
 def server_bytes(forms: Sequence[UnitForm], policy: UpdatePolicy, world: World) -> int:
@@ -121,31 +112,15 @@ def server_bytes(forms: Sequence[UnitForm], policy: UpdatePolicy, world: World) 
     return host_bytes([form.held(world.share) for form in forms], policy)
 
 
-def checked_rows(microbatch_size: int | None) -> int | None:
-    """The rows of a microbatch, if they were given.
+def expect(name: str, value: object, *known: object) -> None:
+    """Refuse a word that is not known.
 
     Raises:
-        ValueError: there are none.
+        ValueError: with those that are.
     """
-    if microbatch_size is not None and microbatch_size < 1:
-        raise ValueError(f"microbatch_size={microbatch_size}; expected at least 1 row, or None.")
-    return microbatch_size
-
-
-def parse_embedding(word: str | None, *, alone: bool) -> str | None:
-    """Where embedding rows are looked up.
-
-    Raises:
-        ValueError: the word is not known, or cannot be with several ranks.
-    """
-    if word == "host" and not alone:
-        raise ValueError(
-            "embedding='host', but several ranks hold the tables together. Expected 'device' or "
-            "None: they are gathered like layers."
-        )
-    if word not in (None, "host", "device"):
-        raise ValueError(f"embedding={word!r} is not known. Expected 'host', 'device' or None.")
-    return word
+    if value not in known:
+        words = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
+        raise ValueError(f"{name}={value!r} is not known. Expected {words}.")
 
 
 def find_kernel(word: str, optimizer: Optimizer) -> HostKernel | None:
@@ -154,8 +129,7 @@ def find_kernel(word: str, optimizer: Optimizer) -> HostKernel | None:
     Raises:
         ValueError: the word is not known.
     """
-    if word not in ("native", "readable"):
-        raise ValueError(f"kernel={word!r} is not known. Expected 'native' or 'readable'.")
+    expect("kernel", word, "native", "readable")
     if word == "readable" or not isinstance(optimizer, HostOptimizer):
         return None
     found = load_kernel()

@@ -1,78 +1,114 @@
-"""Performing a batch: prepared, run by the relay, and once more if the device had too little."""
+"""Performing a batch: tried, planned for, proven, cut and run, by all ranks alike.
+
+If the device has too little memory for that, and nothing was updated, it is done once more by a
+plan that needs less.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from l2l.device import UpdateFailedError
-from l2l.engine.condition import Condition
-from l2l.engine.cut import Batches, Cut, Settings, make_step
+from l2l.engine.condition import Condition, Settings
 from l2l.engine.depth import Choice
 from l2l.engine.guard import Guard
-from l2l.engine.network import Network
-from l2l.engine.placement import Placement
-from l2l.engine.preparation import Preparation
-from l2l.engine.resources import Resources
-from l2l.model import Rule, join_outputs, no_rows
+from l2l.engine.proving import Batches, Proving
+from l2l.model import (
+    Microbatch,
+    Rule,
+    join_outputs,
+    move_batch,
+    no_rows,
+    num_rows,
+    split_batch,
+    split_into,
+    take_rows,
+    token_length,
+)
 from l2l.planner import STATE_ON_HOST
-from l2l.run import Program, Step
+from l2l.run import Step
+
+logger = logging.getLogger("l2l")
+
+RANK_SEED = 0x9E3779B9  # ranks draw different random numbers
 
 
 @final
-@dataclass(frozen=True, eq=False)
 class Stepping:
-    """Trains, evaluates and predicts."""
+    """Makes the device and a batch ready for each other, and runs it."""
 
-    resources: Resources
-    network: Network
-    condition: Condition
-    placement: Placement
-    preparation: Preparation
-    guard: Guard  # of signals, which are handled between lines while a step may be given up
+    def __init__(self, condition: Condition, guard: Guard) -> None:
+        """Nothing has run yet; signals of the guard are handled while a step may be given up."""
+        self._condition, self._has, self._guard = condition, condition.has, guard
+        self._proving = Proving(condition)
+        self._is_warned = False  # of statistics over microbatches
 
-    def train(self, batch: Batches, layers: Sequence[int] | None) -> Step:
-        """One optimizer step; without `layers` the engine's depth chooses some."""
-        condition, optimizer = self.condition, self.resources.optimizer
-        condition.refuse_if_unusable()
-        condition.skips.refuse()
-        if layers is not None:
-            choice = self.network.chosen(layers)
-        else:
-            choice = self.network.drawn(step=condition.step_number, seed=condition.seed)
-        step, _ = self._perform(batch, choice, settings=optimizer.settings())
-        condition.count()
-        optimizer.step()
-        return step
+    def perform(
+        self, batch: Batches, choice: Choice, *, settings: Settings | None = None, **wanted: bool
+    ) -> tuple[Step, list[Microbatch]]:
+        """Run a batch; arguments as for `_prepare`.
 
-    def evaluate(self, batch: Batches, layers: Sequence[int] | None) -> Step:
-        """Forward only, in evaluation mode."""
-        return self._perform(batch, self.network.chosen(layers), settings=None)[0]
+        Returns:
+            the step, and the microbatches that this rank has rows for.
+        """
+        condition, has = self._condition, self._has
+        with condition.network.running():
+            condition.refuse_if_unusable()
+            if not self._is_whole(choice.layers):
+                has.planning.restrict(STATE_ON_HOST)
+            while True:
+                try:
+                    step = self._prepare(batch, choice, settings=settings, **wanted)
+                    own = step.microbatches[: step.num_own]
+                    self._run(step)
+                except torch.OutOfMemoryError as error:
+                    # Ranks are in the middle of the step, or this engine is, or nothing takes less.
+                    is_stuck = has.world.is_parallel or condition.is_torn
+                    if is_stuck or not has.planning.tighten(str(error)):
+                        raise
+                    continue
+                return step, own
 
-    def predict(self, batch: Batches, layers: Sequence[int] | None) -> Any:
+    def predict(self, batch: Batches, choice: Choice) -> Any:
         """The model's outputs, on the host; a loss only if there are labels."""
-        first = batch if isinstance(batch, Mapping) else batch[0]
-        if (word := self.network.partition.collected(first)) is not None:
+        first, network = batch if isinstance(batch, Mapping) else batch[0], self._condition.network
+        if (word := network.partition.collected(first)) is not None:
             raise ValueError(
                 f"{word} asks for what single layers return, which the relay does not keep. Turn "
                 "it off, in the batch or in the model's config."
             )
-        choice, labelled = self.network.chosen(layers), "labels" in first
-        step, cut = self._perform(
-            batch, choice, settings=None, needs_loss=labelled, keep_outputs=True
-        )
-        own = cut.microbatches[: step.num_own]
+        has_labels = "labels" in first
+        step, own = self.perform(batch, choice, needs_loss=has_labels, keep_outputs=True)
         if not own:  # this rank has no rows
             return no_rows(step.outputs[0])
-        shares = (self.network.trial.rule or Rule.UNKNOWN).output_shares(own)
+        shares = (network.facts.rule or Rule.UNKNOWN).output_shares(own)
         return join_outputs([step.outputs[m] for m in range(len(own))], shares)
 
-    # ----------------------------------------------------------------------------------------------
+    def _run(self, step: Step) -> None:
+        condition, has = self._condition, self._has
+        # Ranks meet in every step: none gives one up that others go on with.
+        between = None if has.world.is_parallel else self._guard.deliver
+        try:
+            if condition.begin(step):
+                has.planning.mark(training=step.training and self._is_whole(step.layers))
+            condition.network.relay.run(step, between=between)
+        except BaseException as error:
+            if isinstance(error, UpdateFailedError):
+                condition.tear()
+            condition.clean_up()
+            raise
+        condition.network.note_run(step.program)
+        condition.note_submitted(step)
 
-    def _perform(
+    def _is_whole(self, layers: Sequence[int]) -> bool:
+        return len(layers) == self._condition.network.partition.num_layers
+
+    def _prepare(
         self,
         batch: Batches,
         choice: Choice,
@@ -80,64 +116,158 @@ class Stepping:
         settings: Settings | None,
         needs_loss: bool = True,
         keep_outputs: bool = False,
-    ) -> tuple[Step, Cut]:
-        """Run a batch; with less memory in use if the device had too little for the plan."""
-        training = settings is not None
-        with self.network.running():
-            self.condition.refuse_if_unusable()
-            if not self._is_whole(choice.layers):
-                self.resources.planning.restrict(STATE_ON_HOST)
-            while True:
-                try:
-                    cut = self.preparation.prepare(
-                        batch,
-                        choice,
-                        training=training,
-                        needs_loss=needs_loss,
-                        counts=not keep_outputs,
-                    )
-                    if settings is not None:
-                        self.resources.server.check_settings(settings)
-                    self.network.partition.set_training(training)
-                    step = make_step(
-                        self.resources,
-                        cut,
-                        choice,
-                        number=self.condition.step_number,
-                        settings=settings,
-                        keep_outputs=keep_outputs,
-                    )
-                    seed = self.network.seed_of_rank(self.condition.seed)
-                    number = len(cut.microbatches)
-                    program = self.placement.program(number, choice, training=training, seed=seed)
-                    self._run(program, step)
-                except torch.OutOfMemoryError as error:
-                    if not self._may_try_again(error):
-                        raise
-                    continue
-                return step, cut
+    ) -> Step:
+        """Make a step; before, try two rows, plan and prove, if that was not done for its like.
 
-    def _may_try_again(self, error: torch.OutOfMemoryError) -> bool:
-        """Whether nothing was updated and there is a plan that needs less memory."""
-        if self.resources.world.is_parallel or self.condition.is_torn:
-            return False  # other ranks are in the middle of the step, or this one is
-        return self.resources.planning.tighten(str(error))
+        Args:
+            batch: the rows of this rank.
+            choice: the layers that run.
+            settings: of the optimizer; None: nothing is updated.
+            needs_loss: whether there must be a loss.
+            keep_outputs: whether they are wanted, and not what the loss averages over.
 
-    def _run(self, program: Program, step: Step) -> None:
-        # Ranks meet in every step: none gives one up that others go on with.
-        between = None if self.resources.world.is_parallel else self.guard.deliver
-        self.condition.running = step
+        Raises:
+            ValueError: the batch is invalid, on this rank or another; nothing has changed.
+        """
+        has, network, training = self._has, self._condition.network, settings is not None
+        # A rank without rows tries, plans and proves with one of another rank, and counts nothing.
+        given, batch = batch, self._with_rows(batch)
+        first = batch if isinstance(batch, Mapping) else split_batch(batch, microbatch_size=1)[0]
+        num_rows(first)
+        rule = network.learn(first, needs_loss=needs_loss).rule or Rule.ROWS
+        proves = training and has.proves
+        self._decide(batch, proves=proves)
+        rows = self._rows_of(batch)
+        # All ranks need as many microbatches as the one with most: their lanes meet line by line.
+        own = split_batch(batch, microbatch_size=rows) if batch is given else []
+        ignored, counts, numbers, tokens = self._ranks(own, rule, choice, counts=not keep_outputs)
+        if training and sum(numbers) > 1:
+            self._warn_of_batch_statistics()
+        total = 1 if keep_outputs else sum(counts)
+        if not keep_outputs:
+            left_out = next(filter(None, ignored), None)
+            rule.refuse_uncountable(num_microbatches=sum(numbers), total=total, ignored=left_out)
+        microbatches, num_own = split_into(batch, max(1, *numbers), microbatch_size=rows)
+        has.transfer.reserve(network.shape(len(microbatches), training=training))
+        if proves and not self._proving.is_done(batch):
+            self._proving.check(rule)
+        if settings is not None:
+            has.server.check_settings(settings)
+        network.partition.set_training(training)
+        return self._condition.new_step(
+            [self._pinned(one) for one in microbatches],
+            choice,
+            seed=self._condition.seed + has.world.rank * RANK_SEED,
+            settings=settings,
+            rule=rule,
+            total=total,
+            num_own=num_own if batch is given else 0,
+            num_tokens_elsewhere=sum(tokens) - num_tokens(own),
+            keep_outputs=keep_outputs,
+        )
+
+    # ----------------------------------------------------------------------------------------------
+    # The batch
+
+    def _with_rows(self, batch: Batches) -> Batches:
+        """The batch; for a rank that has no rows, while others have, one of theirs."""
+        world = self._has.world
+        if not world.is_parallel or not isinstance(batch, Mapping):
+            return batch
+        rows = [v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim()]
+        is_empty = bool(rows) and not any(rows)
+        if not any(world.gather_facts(is_empty)):
+            return batch
+        own = None if is_empty else move_batch(take_rows(batch, 0, 1), "cpu")
+        offered = [one for one in world.gather_facts(own) if one is not None]
+        return offered[0] if is_empty and offered else batch
+
+    def _rows_of(self, batch: Batches) -> int:
+        """Rows of a microbatch."""
+        if self._has.microbatch_size is not None or not isinstance(batch, Mapping):
+            return self._has.microbatch_size or 1
+        return max(1, self._has.planning.decisions.microbatch_tokens // token_length(batch))
+
+    def _ranks(
+        self, own: list[Microbatch], rule: Rule, choice: Choice, *, counts: bool
+    ) -> list[Any]:
+        """What all ranks have: targets that are left out, counts, microbatches, tokens.
+
+        Raises:
+            ValueError: they do not run the same layers, or of rows that may not be cut.
+        """
+        trial = self._condition.network.trial
+        mine = (
+            choice.layers,
+            trial.why_not_cut(rule, own) if counts else None,
+            rule.ignored_targets(own) if counts else None,
+            rule.total(own) if own and counts else 0,
+            len(own),
+            num_tokens(own),
+        )
+        layers, reasons, *ranks = zip(*self._has.world.gather_facts(mine), strict=True)
+        if len(set(layers)) > 1:
+            raise ValueError(f"ranks run layers {layers}. Expected the same on all ranks.")
+        for reason in filter(None, reasons):
+            raise ValueError(reason)
+        return ranks
+
+    def _pinned(self, microbatch: Microbatch) -> Microbatch:
+        pinned = self._has.device.pinned
+        return {k: pinned(v) if isinstance(v, Tensor) else v for k, v in microbatch.items()}
+
+    def _warn_of_batch_statistics(self) -> None:
+        kind = None if self._is_warned else self._condition.network.partition.batch_statistics()
+        self._is_warned = True
+        if kind is not None:
+            logger.warning(
+                "the model has %s: in training it normalizes by the statistics of the rows of each "
+                "microbatch, not of the whole batch, as with gradient accumulation in PyTorch. "
+                "Give microbatch_size=all rows of a batch for those of the whole, or put these "
+                "modules into evaluation mode.",
+                kind,
+            )
+
+    # ----------------------------------------------------------------------------------------------
+    # The device
+
+    def _decide(self, batch: Batches, *, proves: bool) -> None:
+        """Make the choices for batches like this one, unless they are made.
+
+        While nothing is on the device, the model's own code is run for the proof.
+        """
+        network, planning, proving = self._condition.network, self._has.planning, self._proving
+        must_plan = planning.must_plan(batch, rows=self._has.microbatch_size)
+        ranks = self._has.world.gather_facts((must_plan, network.is_placed))
+        must_plan, is_placed = any(rank[0] for rank in ranks), all(rank[1] for rank in ranks)
+        is_proven = not proves or proving.is_done(batch)
+        if not must_plan and is_proven and is_placed:
+            return
+        network.leave()
         try:
-            if self.condition.catch_up():
-                self.resources.planning.mark(training=step.training and self._is_whole(step.layers))
-            self.network.relay.run(program, step, between=between)
-        except BaseException as error:
-            if isinstance(error, UpdateFailedError):
-                self.condition.tear()
-            self.condition.clean_up()
-            raise
-        self.placement.note_run(program.schedule)
-        self.condition.note_submitted(step)
+            if must_plan:
+                self._make_plan(batch)
+            if proves and not proving.is_done(batch):  # the plan may have chosen other code
+                proving.see(batch)
+        finally:  # if nothing fits, the choices made before hold
+            network.enter()
 
-    def _is_whole(self, layers: Sequence[int]) -> bool:
-        return len(layers) == self.network.partition.num_layers
+    def _make_plan(self, batch: Batches) -> None:
+        has, network = self._has, self._condition.network
+        has.planning.make(
+            batch,
+            rows=has.microbatch_size,
+            facts=network.facts,
+            record=network.trial.record,
+            buffer_bytes=network.buffer_bytes(),
+            draws_random_numbers=bool(has.compiler.random),
+        )
+        if has.world.is_parallel:  # all go by the plan of the one with most to do
+            parts: list[Any] = [batch] if isinstance(batch, Mapping) else list(batch)
+            plans = has.world.gather_facts((num_tokens(parts), has.planning.decisions))
+            has.planning.agree(max(plans, key=lambda plan: plan[0])[1])
+
+
+def num_tokens(parts: Sequence[Mapping[str, Any]]) -> int:
+    """Positions of all rows."""
+    return sum(num_rows(one) * token_length(one) for one in parts)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from l2l.device import Device
-from l2l.distributed import Alone, World
+from l2l.distributed import World
 from l2l.model import Reader, UnitTensors, hold
 from l2l.parameter_server.forms import UnitForm
 from l2l.parameter_server.host_kernel import HostKernel, PreparedUpdates, working_threads
@@ -55,11 +55,11 @@ class ParameterServer:
         seed: int,
         world: World | None = None,
     ) -> None:
-        self.world = world or Alone()
+        self.world = world or World()
         self._arena = arena
         self.optimizer = optimizer
         self._kernel = kernel
-        self.seed = seed & 0xFFFFFFFF  # of rounding
+        self.reseed(seed)
         self.units: dict[str, Unit] = {}
         self.waiting: dict[str, WaitingUpdate] = {}  # by unit
         self.snapshot: Snapshot | None = None  # one that is being written
@@ -78,6 +78,10 @@ class ParameterServer:
         """All that is here is to be replaced."""
         self.waiting.clear()
         self.unfinished.clear()
+
+    def reseed(self, seed: int) -> None:
+        """Round by the random numbers of another seed."""
+        self.seed = seed & 0xFFFFFFFF
 
     def add(self, form: UnitForm, tensors: UnitTensors) -> None:
         """Move a unit in: copy its tensors to host memory and hollow out the parameters.

@@ -90,11 +90,15 @@ class ServerOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: Groups, defaults: dict[str, Any], *, names: Mapping[nn.Parameter, str]
+        self,
+        groups: Groups,
+        defaults: dict[str, Any],
+        *,
+        names: Mapping[nn.Parameter, str],
+        state_of: Callable[[str], dict[str, Any]] = lambda _: {},
     ) -> None:
-        """Wrap groups whose parameters live in the server under `names`."""
-        self._names = names
-        self.state_of: Callable[[str], dict[str, Any]] = lambda _: {}  # the server's, once it is
+        """Wrap groups whose parameters live in the server under `names`, with their state."""
+        self._names, self._state_of = names, state_of
         super().__init__(groups, defaults)
 
     @override
@@ -164,7 +168,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         for group in self.param_groups:
             for parameter in group["params"]:
-                state = self.state_of(self._names[parameter])
+                state = self._state_of(self._names[parameter])
                 if state:
                     self.state[parameter] = state
         return super().state_dict()

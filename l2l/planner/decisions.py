@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from l2l.device import format_bytes
 from l2l.parameter_server import NUM_STAGING, UpdatePolicy
+from l2l.planner.problem import UnitSize
 from l2l.schedule import OuterUnit, Shape
 
 ALWAYS = "always"
@@ -79,23 +80,34 @@ class Decisions:
         self,
         *,
         num_microbatches: int,
-        trains: Sequence[bool],
-        outer: tuple[OuterUnit, ...],
+        layers: Sequence[UnitSize],
+        outer: Iterable[OuterUnit],
         update: UpdatePolicy,
+        has_halves: bool,
+        parallel: bool,
+        training: bool = True,
+        before: tuple[frozenset[str], tuple[str, ...]] | None = None,
     ) -> Shape:
-        """The shape of a training step.
+        """The shape of a step; whoever runs or simulates one has it from here.
 
         Args:
             num_microbatches: of the step.
-            trains: for every layer, whether anything of it is trained.
-            outer: units around the layers, placed (`outer_unit`).
+            layers: all of the model.
+            outer: units around the layers, not placed yet.
             update: when units are updated.
+            has_halves: whether late updates can be done in two.
+            parallel: whether ranks talk to each other.
+            training: whether it ends in updates.
+            before: units that the step before has left on the device, and those whose update it has
+                left; None: as every step of a run leaves them.
         """
-        num_layers = len(trains)
+        num_layers, trains = len(layers), [bool(unit.num_trained) for unit in layers]
+        outer = tuple(map(self.outer_unit, outer))
         just_in_time = update is UpdatePolicy.JUST_IN_TIME
         num_tail = min(self.num_tail, num_layers)  # it may have been chosen for more
         first = num_layers - min(self.num_device_states, num_tail)
-        return Shape(
+        shared = self.shared_layers(num_layers)
+        shape = Shape(
             layers=tuple(range(num_layers)),
             num_microbatches=num_microbatches,
             num_slots=max(1, min(self.num_slots, num_layers - num_tail)),
@@ -110,13 +122,17 @@ class Decisions:
             device_state=frozenset(i for i in range(first, num_layers) if trains[i]),
             num_late=num_layers + len(outer) if just_in_time else self.num_late,
             device_updates=update is UpdatePolicy.ON_DEVICE,
-            shared=self.shared_layers(num_layers),
+            shared=frozenset(index for index in shared if layers[index].is_one_run),
             num_pieces=self.num_pieces,
-            halves=self.halves,
+            halves=self.halves and has_halves,
             num_whole=self.num_whole,
             whole_tables=self.whole_tables,
             shares_memory=self.shares_memory,
+            training=training,
+            parallel=parallel,
         )
+        held, pending = before or (frozenset(shape.on_device), shape.late_units)
+        return replace(shape, held=held, pending=pending)
 
     def override(self, choices: Mapping[str, Any]) -> Decisions:
         """The same with some choices made otherwise.

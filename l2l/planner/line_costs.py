@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 from typing import Final, Literal
 
@@ -37,13 +36,12 @@ def simulate_step(model: CostModel, decisions: Decisions, rows: int) -> Simulati
     fewer = max(2, MAX_LINES // (len(problem.layers) * 6)) if lines > MAX_LINES else number
     shape = decisions.shape(
         num_microbatches=fewer,
-        trains=[bool(unit.num_trained) for unit in problem.layers],
-        outer=tuple(decisions.outer_unit(unit) for unit, _ in problem.outer),
+        layers=problem.layers,
+        outer=[unit for unit, _ in problem.outer],
         update=problem.policy,
+        has_halves=problem.has_halves,
+        parallel=problem.parallel or problem.together.num_ranks > 1,
     )
-    shape = replace(shape, pending=shape.late_units, held=frozenset(shape.on_device))
-    if problem.together.num_ranks > 1:
-        shape = replace(shape, parallel=True)
     scale = number / fewer
     costs = LineCosts(model, decisions, rows, scale=scale)
     return simulate(

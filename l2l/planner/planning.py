@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from l2l.device import Device, format_bytes, parse_bytes
-from l2l.distributed import Share
+from l2l.distributed import World
 from l2l.model import (
     Microbatch,
     Partition,
@@ -41,14 +41,14 @@ from l2l.planner.line_costs import simulate_step
 from l2l.planner.problem import Problem, Together
 from l2l.planner.search import Candidate, DoesNotFitError, find_plan
 from l2l.planner.survey import head_of, is_eight_bit, layer_costs, unit_size, update_bytes
-from l2l.run import OuterFacts
-from l2l.schedule import OuterUnit
-from l2l.trial import Usage
+from l2l.run import Facts, Usage
+from l2l.schedule import OuterUnit, Shape
 
 logger = logging.getLogger("l2l")
 
 FREE_SHARE = 0.9  # of free device memory that is used if the user names no budget
 MIN_KEPT_BACK = 32 << 20  # of a budget, once a plan has turned out too tight
+LARGE_UNIT_BYTES = 16 << 20  # a smaller table is not worth a lookup on the host
 NUM_MARKS = 4  # steps after which prediction and measurement are compared
 
 
@@ -96,25 +96,26 @@ class Planning:
         kernel: HostKernel | None,
         budget: int | None,
         host: HostBudget,
-        share: Share,
+        world: World,
         compiled: bool,
         overrides: Mapping[str, Any],
+        embedding: str | None = None,
         hardware: Hardware | None = None,
     ) -> None:
         """Nothing is planned yet.
 
-        Without a `device`, `hardware` and `budget` say what the plan is for.
+        Without a `device`, `hardware` and `budget` say what the plan is for. `embedding` says where
+        rows of tables are looked up: on the "host", the "device", or, with None, where it pays.
         """
-        self._partition = partition
-        self._forms = forms
         self._device = device
         self._optimizer = optimizer
         self._policy = policy
         self._kernel = kernel
         self.given_budget = self._budget = budget  # the latter is what is free, if none was given
         self._host = host
-        self._share = share
+        self._world = world
         self._compiled = compiled
+        self._embedding = embedding
         self._overrides = dict(overrides)
         self._adopted: dict[str, Any] = {}  # choices of a checkpoint
         self._hardware = hardware
@@ -125,7 +126,9 @@ class Planning:
         self._is_whole = False  # whether a batch was planned as one microbatch
         self._kept_back = 0  # bytes of the budget that plans leave alone, because one has failed
         self._marks: list[float] = []
+        self._has_halves = isinstance(optimizer, HostOptimizer) and optimizer.has_halves
         self.decisions = Decisions().override(self._overrides)
+        self.adapt(partition, forms)
 
     def adopt(self, choices: Mapping[str, Any]) -> None:
         """Make these choices as a checkpoint says, where the user has not made them."""
@@ -136,8 +139,57 @@ class Planning:
     def adapt(self, partition: Partition, forms: Mapping[str, UnitForm]) -> None:
         """Plan for other layers from here on."""
         self._partition, self._forms = partition, forms
+        layers = range(partition.num_layers)
+        self._layers = tuple(unit_size(forms[f"L{index}"]) for index in layers)
         self._candidate, self._most_tokens = None, 0
         self._marks.clear()
+
+    def outer_units(self, facts: Facts) -> tuple[OuterUnit, ...]:
+        """Units around the layers, before anything is decided.
+
+        The host looks up in tables where it was told to, or in large ones. A table that ranks hold
+        together is gathered like a layer.
+        """
+        on_device = self._world.is_parallel or self._policy is UpdatePolicy.ON_DEVICE
+        is_told, may_look_up = self._embedding == "host", self._embedding != "device"
+        found = []
+        for name, form in self._forms.items():
+            if name.startswith("L"):
+                continue
+            usage = facts.usage.get(name, Usage(before=True, after=True))
+            pays = is_told or form.weight_layout.nbytes >= LARGE_UNIT_BYTES
+            looks_up = bool(usage.lookups) and not usage.before
+            looked_up = looks_up and pays and may_look_up and not on_device
+            found.append(
+                OuterUnit(
+                    name=name,
+                    in_prologue=usage.before or (bool(usage.lookups) and not looked_up),
+                    in_epilogue=usage.after,
+                    looked_up=looked_up,
+                    trained=bool(form.trained.names),
+                )
+            )
+        return tuple(found)
+
+    def shape(
+        self,
+        facts: Facts,
+        num_microbatches: int,
+        *,
+        training: bool,
+        before: tuple[frozenset[str], tuple[str, ...]],
+    ) -> Shape:
+        """The shape of a step as it is decided now; arguments as for `Decisions.shape`."""
+        return self.decisions.shape(
+            num_microbatches=num_microbatches,
+            layers=self._layers,
+            outer=self.outer_units(facts),
+            update=self._policy,
+            has_halves=self._has_halves,
+            parallel=self._world.is_parallel,
+            training=training,
+            before=before,
+        )
 
     def restrict(self, choices: Mapping[str, Any]) -> None:
         """Make these choices from here on, whatever else would be chosen."""
@@ -158,6 +210,10 @@ class Planning:
         if len(recent) > 2:
             return min(later - earlier for earlier, later in pairwise(recent))
         return None if self._candidate is None else self._candidate.seconds
+
+    def agree(self, decisions: Decisions) -> None:
+        """Go by the decisions of another rank."""
+        self.decisions = decisions
 
     def limit_device(self) -> None:
         """Hold torch to the budget from here on, if the user named one."""
@@ -203,9 +259,7 @@ class Planning:
         batch: Any,
         *,
         rows: int | None,
-        outer: tuple[OuterUnit, ...],
-        usage: Mapping[str, Usage],
-        facts: OuterFacts,
+        facts: Facts,
         record: Callable[[Microbatch], Recording],
         buffer_bytes: int,
         draws_random_numbers: bool,
@@ -234,8 +288,6 @@ class Planning:
         problem = self._problem_of(
             longest,
             total,
-            outer=outer,
-            usage=usage,
             facts=facts,
             record=record,
             buffer_bytes=buffer_bytes,
@@ -253,9 +305,7 @@ class Planning:
         longest: Mapping[str, Any],
         total: int,
         *,
-        outer: tuple[OuterUnit, ...],
-        usage: Mapping[str, Usage],
-        facts: OuterFacts,
+        facts: Facts,
         record: Callable[[Microbatch], Recording],
         buffer_bytes: int,
         may_keep: bool,
@@ -265,13 +315,12 @@ class Planning:
         recordings = [record(one), record(trial_batch(one, cut=False))]
         hidden = recordings[0].hidden
         assert hidden is not None
-        forms = self._forms
-        layers = [forms[f"L{i}"] for i in range(self._partition.num_layers)]
+        forms, outer = self._forms, self.outer_units(facts)
         head_parameters, head_width = head_of([forms[u.name] for u in outer if u.in_epilogue])
         kind = "plain" if not facts.puts_off else "compiled" if self._compiled else "put off"
         logits = LOGITS[kind]
         return Problem(
-            layers=tuple(unit_size(form) for form in layers),
+            layers=self._layers,
             costs=layer_costs(self._partition, forms, recordings, fused=self._compiled),
             outer=tuple((unit, unit_size(forms[unit.name])) for unit in outer),
             num_rows=total,
@@ -282,7 +331,7 @@ class Planning:
                 one[lookup.name].numel() * forms[unit.name].row_bytes(lookup.owner)
                 for unit in outer
                 if unit.looked_up
-                for lookup in usage[unit.name].lookups
+                for lookup in facts.usage[unit.name].lookups
             ),
             head_parameters=head_parameters,
             head_width=head_width,
@@ -292,15 +341,16 @@ class Planning:
             may_cut_positions=facts.within_rows or facts.puts_off,
             may_keep=may_keep,
             policy=self._policy,
-            update_bytes=update_bytes(self._optimizer, layers[-1]),
+            update_bytes=update_bytes(self._optimizer, forms[f"L{len(self._layers) - 1}"]),
             eight_bit=is_eight_bit(self._optimizer),
-            has_halves=isinstance(self._optimizer, HostOptimizer) and self._optimizer.has_halves,
+            has_halves=self._has_halves,
             may_update_on_device=device_update.supports(self._optimizer),
             is_single=hidden.dtype is torch.float32,
             buffer_bytes=buffer_bytes + (self._device.growth_bytes if self._device else 0),
             server_bytes=host_bytes(
-                [form.held(self._share) for form in forms.values()], self._policy
+                [form.held(self._world.share) for form in forms.values()], self._policy
             ),
+            parallel=self._world.is_parallel,
             host_limit_bytes=self._host.limit_bytes,
         )
 

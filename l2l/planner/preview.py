@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from l2l.device import num_devices, open_device
-from l2l.distributed import Share
+from l2l.distributed import World
 from l2l.model import (
     FakeWeights,
     Microbatch,
@@ -46,8 +46,8 @@ from l2l.planner.hardware import H200, Hardware, known_hardware
 from l2l.planner.planning import FREE_SHARE, Planning, parse_budget
 from l2l.planner.problem import Together
 from l2l.planner.search import DoesNotFitError
-from l2l.run import OuterFacts
-from l2l.trial import LARGE_UNIT_BYTES, Usage, outer_units, usage_of
+from l2l.run import Facts, Usage
+from l2l.trial import usage_of
 
 UNLIMITED = 2**62
 
@@ -135,12 +135,12 @@ def plan(
         kernel=None,
         budget=parse_budget(device_memory) or int(FREE_SHARE * hardware.device_bytes),
         host=host,
-        share=Share(),
+        world=World(),
         compiled=compile,
         overrides=overrides or {},
         hardware=hardware,
     )
-    _make(planning, _Preview(partition, forms, batch), batch, policy=policy, rows=microbatch_size)
+    _make(planning, _Preview(partition, forms, batch), batch, rows=microbatch_size)
     result = planning.plan(
         arena={},
         reserved={},
@@ -184,24 +184,16 @@ def _make(
     preview: _Preview,
     batch: Mapping[str, Any],
     *,
-    policy: UpdatePolicy,
     rows: int | None,
 ) -> None:
     """Let the choices be made, from what a preview can know."""
-    usage = preview.usage()
-
-    def looked_up(name: str) -> bool:
-        large = preview.forms[name].weight_layout.nbytes >= LARGE_UNIT_BYTES
-        return large and policy is not UpdatePolicy.ON_DEVICE
-
     labels = batch.get("labels")
     tokens = isinstance(labels, Tensor) and labels.dim() == 2
+    facts = Facts(usage=preview.usage(), alone=True, within_rows=tokens, puts_off=tokens)
     planning.make(
         batch,
         rows=rows,
-        outer=outer_units(preview.forms, usage, looked_up),
-        usage=usage,
-        facts=OuterFacts(alone=True, within_rows=tokens, puts_off=tokens),
+        facts=facts,
         record=preview.record,
         buffer_bytes=preview.buffer_bytes,
         draws_random_numbers=preview.draws_random_numbers,

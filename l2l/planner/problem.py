@@ -23,6 +23,7 @@ class UnitSize:
     staging_bytes: int  # as gradients cross the link
     state_bytes: int  # optimizer state, and what completes the master
     num_trained: int  # parameters
+    is_one_run: bool = True  # whether these lie in one row, so that their state can be lent
 
     @property
     def lent_bytes(self) -> int:
@@ -150,6 +151,7 @@ class Problem:
     server_bytes: int  # of the parameter server, on the host
     host_limit_bytes: int
     together: Together = Together()
+    parallel: bool = False  # whether ranks talk to each other, whatever joins them
 
     def num_microbatches(self, rows: int) -> int:
         """Microbatches of a step, each of so many rows."""

@@ -37,6 +37,7 @@ def unit_size(form: UnitForm) -> UnitSize:
         staging_bytes=form.staging_layout.nbytes,
         state_bytes=sum(nbytes for kind, nbytes in kinds.items() if kind != "weights"),
         num_trained=form.trained.numel,
+        is_one_run=form.is_one_run,
     )
 
 

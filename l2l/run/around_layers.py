@@ -112,7 +112,9 @@ class AroundLayers:
         after = self._buffers.rewind(step, m)
         with torch.no_grad():
             if step.keep_outputs:
-                outputs = self._outer.run_epilogue(inputs, hidden, host=step.microbatches[m])
+                outputs = self._outer.run_epilogue(
+                    inputs, hidden, alone=step.program.facts.alone, host=step.microbatches[m]
+                )
                 step.outputs[m] = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), outputs)
             else:
                 self._outer.score(step, m, hidden, inputs=inputs, bound=bound, slots=slots)
@@ -168,14 +170,14 @@ class AroundLayers:
                 step.training and lookup.owner in self._layers.trained(lookup.unit)
             )
             for lookup, rows in zip(
-                self._outer.facts.lookups, self._stash.get(cell, f"e m{m}"), strict=True
+                step.program.lookups, self._stash.get(cell, f"e m{m}"), strict=True
             )
         ]
 
     def _run_prologue(self, step: Step, m: int, rows: list[Tensor]) -> Recording:
         self._seed(step, m)
         inputs, host = self._inputs(step, m), step.microbatches[m]
-        return self._outer.prologue(inputs, host, rows, training=step.training)
+        return self._outer.prologue(step, inputs, host, rows)
 
     def _seed(self, step: Step, m: int) -> None:
         self._device.seed(mix_seed(step.program.seed, step.number, PROLOGUE_SEED, m))

@@ -6,13 +6,13 @@ must leave them as it found them. So they are noted before a step, and before ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
+import torch
 from torch import Tensor
 
 from l2l.model import Partition
-from l2l.run.outer_pass import OuterPass
 from l2l.run.seeds import PROLOGUE_SEED
 from l2l.run.step import Step
 
@@ -21,18 +21,30 @@ from l2l.run.step import Step
 class ChangingBuffers:
     """Owner of the layers' buffers that training changes; those around them are the skeleton's."""
 
-    def __init__(self, *, partition: Partition, outer: OuterPass) -> None:
+    def __init__(self, partition: Partition) -> None:
         self._partition = partition
-        self._outer = outer
         self.of_layers: dict[int, dict[str, Tensor]] = {}
+
+    def keep(self, changing: Mapping[int, Sequence[str]], device: torch.device) -> None:
+        """Keep these buffers of layers on the device from here on, beginning with the model's."""
+        for index, owners in changing.items():
+            given = self._partition.layer_tensors[index].buffers
+            copies = {name: given[name].detach().to(device, copy=True) for name in owners}
+            self.of_layers[index] = copies
+
+    def present(self) -> dict[str, Tensor]:
+        """All that are on the device, as training has left them."""
+        found = dict(self._partition.skeleton.buffers())
+        for buffers in self.of_layers.values():
+            found |= buffers
+        return found
 
     def note_all(self, step: Step) -> None:
         """Keep all of them as they are before the step."""
         if step.training:
-            outer = self._partition.skeleton.buffers() if self._outer.facts.changing else {}
-            step.outer_at_first = {
-                name: (outer[name], outer[name].clone()) for name in self._outer.facts.changing
-            }
+            changing = step.program.facts.changing
+            outer = self._partition.skeleton.buffers() if changing else {}
+            step.outer_at_first = {name: (outer[name], outer[name].clone()) for name in changing}
             step.buffers_at_first = {
                 index: {owner: buffer.clone() for owner, buffer in buffers.items()}
                 for index, buffers in self.of_layers.items()
@@ -61,7 +73,8 @@ class ChangingBuffers:
     def enter_prologue(self, step: Step, m: int) -> None:
         """Note the buffers around the layers as the prologue finds them."""
         buffers = self._partition.skeleton.buffers()
-        self._note(step, PROLOGUE_SEED, m, {n: buffers[n] for n in self._outer.facts.changing})
+        changing = step.program.facts.changing
+        self._note(step, PROLOGUE_SEED, m, {name: buffers[name] for name in changing})
 
     @staticmethod
     def _note(step: Step, part: int, m: int, changing: Mapping[str, Tensor]) -> None:

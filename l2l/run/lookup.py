@@ -72,6 +72,7 @@ class RowSet:
     gathers and collects, the device waits for each operation.
     """
 
+    lookups: tuple[TableLookup, ...]
     microbatches: list[Rows]
     sums: list[list[RowSum]]  # for each lookup, by microbatch
     first_used: Mapping[str, list[TableRows]]
@@ -86,14 +87,15 @@ class HostRows:
         self._arena = arena
         self._server = server
         self._kernel = kernel
-        self.lookups: tuple[TableLookup, ...] = ()
         self._memory: dict[int, Tensor] = {}  # by turn
         self._turn = 0
 
-    def begin(self, microbatches: Sequence[Mapping[str, Any]]) -> RowSet:
+    def begin(
+        self, lookups: tuple[TableLookup, ...], microbatches: Sequence[Mapping[str, Any]]
+    ) -> RowSet:
         """Memory for a step's rows; ids are checked."""
         self._turn = (self._turn + 1) % NUM_SETS
-        found = [self._rows(one) for one in microbatches]
+        found = [self._rows(lookups, one) for one in microbatches]
         needed = [round_up(one.form.layout.nbytes, ALIGNMENT_BYTES) for one in found]
         total = 2 * sum(needed)
         if self._turn not in self._memory or self._memory[self._turn].numel() < total:
@@ -102,20 +104,22 @@ class HostRows:
         pieces = torch.split(self._memory[self._turn][:total], needed * 2)
         for index, one in enumerate(found):
             one.rows, one.gradients = pieces[index], pieces[index + len(found)]
-        units = {lookup.unit for lookup in self.lookups}
         return RowSet(
+            lookups=lookups,
             microbatches=found,
-            sums=[self._sums(index, found) for index in range(len(self.lookups))],
-            first_used={unit: self._first_used(unit, found) for unit in units},
+            sums=[self._sums(one, index, found) for index, one in enumerate(lookups)],
+            first_used={
+                unit: self._first_used(unit, lookups, found)
+                for unit in {lookup.unit for lookup in lookups}
+            },
         )
 
-    def _sums(self, index: int, microbatches: list[Rows]) -> list[RowSum]:
+    def _sums(self, lookup: TableLookup, index: int, microbatches: list[Rows]) -> list[RowSum]:
         """What each microbatch adds to a table's gradient.
 
         In 16 bits, a row that a later microbatch looks up as well waits for that one, so that its
         gradient is rounded once.
         """
-        lookup = self.lookups[index]
         unit, without = self._server.units[lookup.unit], lookup.padding_idx
         dtype = unit.form.staging_layout.dtype_of(lookup.owner)
         if dtype is None:  # it is not trained
@@ -133,8 +137,10 @@ class HostRows:
         joined = _joined(sources)
         return [RowSum(groups=own, sources=joined) for own in every.by_last_position(ends)]
 
-    def _first_used(self, unit: str, microbatches: list[Rows]) -> list[TableRows]:
-        owners = [(i, one.owner) for i, one in enumerate(self.lookups) if one.unit == unit]
+    def _first_used(
+        self, unit: str, lookups: tuple[TableLookup, ...], microbatches: list[Rows]
+    ) -> list[TableRows]:
+        owners = [(i, one.owner) for i, one in enumerate(lookups) if one.unit == unit]
         table = self._server.units[unit].weight_of(owners[0][1])
         trained = self._server.units[unit].form.trained
         fresh = torch.ones(table.shape[0], dtype=torch.bool)
@@ -145,9 +151,9 @@ class HostRows:
             fresh[rows] = False
         return found
 
-    def _rows(self, microbatch: Mapping[str, Any]) -> Rows:
+    def _rows(self, lookups: tuple[TableLookup, ...], microbatch: Mapping[str, Any]) -> Rows:
         ids, described = [], []
-        for lookup in self.lookups:
+        for lookup in lookups:
             given = microbatch.get(lookup.name)
             if not isinstance(given, Tensor):
                 raise ValueError(
@@ -170,11 +176,10 @@ class HostRows:
         nothing = torch.empty(0, dtype=torch.uint8)
         return Rows(ids=ids, form=Form.of(described), rows=nothing, gradients=nothing)
 
-    def gather(self, rows: Rows) -> None:
+    def gather(self, rows: RowSet, microbatch: int) -> None:
         """Copy a microbatch's rows out of the tables."""
-        for lookup, ids, out in zip(
-            self.lookups, rows.ids, rows.form.views(rows.rows), strict=True
-        ):
+        own = rows.microbatches[microbatch]
+        for lookup, ids, out in zip(rows.lookups, own.ids, own.form.views(own.rows), strict=True):
             table = self._server.units[lookup.unit].weight_of(lookup.owner)
             flat = out.view(-1, table.shape[1])
             if self._kernel is None:
@@ -190,7 +195,7 @@ class HostRows:
         """
         grown = 0.0
         layout = self._server.units[unit].form.staging_layout
-        for index, lookup in enumerate(self.lookups):
+        for index, lookup in enumerate(rows.lookups):
             if lookup.unit != unit:
                 continue
             target, own = layout.view(staging, lookup.owner), rows.sums[index][microbatch]
@@ -209,7 +214,7 @@ class HostRows:
         """Make the collected rows zero again, in the staging of a table that no head fills."""
         layout = self._server.units[unit].form.staging_layout
         ids = torch.cat([one.rows for one in rows.first_used[unit]])
-        for owner in {one.owner for one in self.lookups if one.unit == unit}:
+        for owner in {one.owner for one in rows.lookups if one.unit == unit}:
             layout.view(staging, owner).index_fill_(0, ids, 0)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -41,7 +42,6 @@ from l2l.model import (
     take_gradients,
 )
 from l2l.parameter_server import ParameterServer
-from l2l.run.lookup import TableLookup
 from l2l.run.step import Step
 from l2l.run.transfer import Transfer
 from l2l.schedule import NOTHING
@@ -95,24 +95,12 @@ def with_shifted_labels(microbatch: Mapping[str, Any]) -> Microbatch:
     return {**microbatch, "labels": shifted, "shift_labels": shifted}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OuterFacts:
-    """What the trial has found out about the code around the layers."""
-
-    lookups: tuple[TableLookup, ...] = ()  # answered by the host
-    alone: bool = False  # whether the epilogue does without anything of the prologue
-    within_rows: bool = False  # whether positions of a row may be pieces
-    puts_off: bool = False  # whether logits are put off
-    changing: frozenset[str] = frozenset()  # buffers that training changes
-
-
 @final
 class OuterPass:
     """Runs prologue, epilogue and the prologue backward."""
 
     def __init__(
         self,
-        *,
         partition: Partition,
         device: Device,
         server: ParameterServer,
@@ -124,7 +112,6 @@ class OuterPass:
         self._server = server
         self._transfer = transfer
         self.loss_function = loss_function
-        self.facts = OuterFacts()
         self.may_put_off = device.torch_device.type != "cpu"  # elsewhere bits come first
         self._placeholders: dict[str, Tensor] = {}
 
@@ -155,17 +142,18 @@ class OuterPass:
         return self._placeholders
 
     def prologue(
-        self, inputs: Microbatch, host: Microbatch, rows: list[Tensor], *, training: bool
+        self, step: Step, inputs: Microbatch, host: Microbatch, rows: list[Tensor]
     ) -> Recording:
         """Run the prologue, with graph when training: what is recorded shows what requires one.
 
         Args:
+            step: by whose program it runs.
             inputs: the microbatch, on the device.
             host: the same on the host.
             rows: what lookups give.
-            training: whether there is a backward pass.
         """
-        waiting = list(zip(self.facts.lookups, rows, strict=True))
+        lookups = step.program.lookups
+        waiting = list(zip(lookups, rows, strict=True))
 
         def answer(owner: str) -> Callable[[Lookup], Tensor]:
             def found(lookup: Lookup) -> Tensor:
@@ -182,11 +170,11 @@ class OuterPass:
 
             return found
 
-        owners = {one.owner for one in self.facts.lookups}
+        owners = {one.owner for one in lookups}
         rows_of = {id(self._placeholders[owner]): answer(owner) for owner in owners}
         answers = Answers(rows=rows_of, heads={}, absent=self._absent())
-        watched = answers if self.facts.alone else contextlib.nullcontext()
-        with torch.set_grad_enabled(training), watched, self._mirrored(inputs, host):
+        watched = answers if step.program.facts.alone else contextlib.nullcontext()
+        with torch.set_grad_enabled(step.training), watched, self._mirrored(inputs, host):
             return self._partition.prologue(inputs)
 
     def _mirrored(
@@ -204,12 +192,13 @@ class OuterPass:
         inputs: Microbatch,
         hidden: Tensor,
         *,
+        alone: bool,
         host: Microbatch | None = None,
         heads: Mapping[int, Head] | None = None,
     ) -> Any:
-        """Run the model's code after the layers; returns its outputs."""
+        """Run the model's code after the layers, perhaps without the prologue's units (`alone`)."""
         mirror = self._mirrored(inputs, host or {})
-        if not self.facts.alone:
+        if not alone:
             with mirror:
                 return self._partition.epilogue(inputs, hidden)
         tables = [owner for owner in self._partition.tables if owner in self._placeholders]
@@ -259,7 +248,8 @@ class OuterPass:
         for part, host, on_device, share in self._cut(step, m, hidden, inputs):
             piece = part.of(hidden).detach().requires_grad_(needs_gradient)
             heads = self._heads(step, bound, slots, trained=units, scale=share * loss_scale)
-            outputs = self.run_epilogue(on_device, piece, host=host, heads=heads)
+            alone = step.program.facts.alone
+            outputs = self.run_epilogue(on_device, piece, alone=alone, host=host, heads=heads)
             loss = self._loss(step, m, outputs, on_device, share)
             if loss_scale != 1.0:
                 loss = loss.float() * loss_scale  # a float16 cannot hold the product
@@ -303,8 +293,9 @@ class OuterPass:
     ) -> None:
         """The losses of a microbatch, without gradients; arguments as for `epilogue`."""
         heads = self._heads(step, bound, slots, trained=[], scale=1.0)
+        run = partial(self.run_epilogue, alone=step.program.facts.alone, heads=heads)
         for part, host, on_device, share in self._cut(step, m, hidden, inputs):
-            outputs = self.run_epilogue(on_device, part.of(hidden), host=host, heads=heads)
+            outputs = run(on_device, part.of(hidden), host=host)
             self._loss(step, m, outputs, on_device, share)
 
     def _cut(
@@ -314,15 +305,14 @@ class OuterPass:
         if step.num_own is not None and m >= step.num_own:
             return
         host: Mapping[str, Any] = step.microbatches[m]
-        rule = step.rule
-        whole = rule is Rule.UNKNOWN or not self.facts.alone or bool(self.facts.changing)
+        rule, program, facts = step.rule, step.program, step.program.facts
+        whole = rule is Rule.UNKNOWN or not facts.alone or bool(facts.changing)
         length = hidden.shape[1] if hidden.dim() > 2 else 1
-        program = step.program
-        tokens = program.part_tokens if self.facts.puts_off else program.piece_tokens
+        tokens = program.part_tokens if facts.puts_off else program.piece_tokens
         tokens = None if whole else tokens
         if tokens is not None and rule is Rule.ROWS and _ignores(host):
             tokens = None  # what the loss ignores is not counted, so pieces cannot be weighed
-        found = pieces(hidden.shape[0], length, tokens=tokens, within_rows=self.facts.within_rows)
+        found = pieces(hidden.shape[0], length, tokens=tokens, within_rows=facts.within_rows)
         within = any(piece.positions is not None for piece in found)
         if within and rule is Rule.SHIFTED_LABELS:
             host, inputs = with_shifted_labels(host), with_shifted_labels(inputs)
@@ -366,7 +356,7 @@ class OuterPass:
     ) -> dict[int, Head]:
         """Weights whose products are put off; gradients are wanted of `trained` units."""
         heads: dict[int, Head] = {}
-        for unit in _outer_units(slots) if self.facts.puts_off else ():
+        for unit in _outer_units(slots) if step.program.facts.puts_off else ():
             form = self._server.units[unit].form
             for owner in form.weight_layout.names:
                 if bound[owner].dim() != 2:

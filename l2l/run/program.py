@@ -1,11 +1,46 @@
-"""A program: everything a step runs by, decided before it runs. A new plan is a new program."""
+"""A program: everything a step runs by, decided before it runs. A new plan is a new program.
+
+trial -> Facts      what the model does
+plan  -> Plan       what is chosen
+lower -> Schedule   the lines
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from l2l.model import Microbatch, Rule
+from l2l.run.lookup import TableLookup
 from l2l.schedule import Schedule, Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """How one unit around the layers is read."""
+
+    before: bool  # the layers, other than by lookup
+    after: bool
+    lookups: tuple[TableLookup, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a model does, as a trial has found; by default nothing is known yet."""
+
+    usage: Mapping[str, Usage] = field(default_factory=dict)
+    """Of units around the layers; without it all of them are needed in every phase."""
+    alone: bool = False  # whether the epilogue does without anything of the prologue
+    within_rows: bool = False  # whether positions of a row may be pieces
+    puts_off: bool = False  # whether logits are put off
+    changing: frozenset[str] = frozenset()  # buffers around the layers that training changes
+    changing_in_layers: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    rule: Rule | None = None  # what the loss averages over; None: nobody has asked
+    rule_is_final: bool = False  # whether other rows cannot tell more of it
+    rows: Microbatch = field(
+        default_factory=dict
+    )  # a few, on the host; none: nothing was tried yet
+    cut: bool = True  # whether a few tokens of a row were enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +49,9 @@ class Program:
 
     schedule: Schedule
     seed: int
+    facts: Facts
+    lookups: tuple[TableLookup, ...] = ()
+    """Those of the prologue that the host answers."""
     keep: float = 0.0
     """How much of its intermediate results a streamed layer may keep."""
     piece_tokens: int | None = None

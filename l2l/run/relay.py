@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import final
 
-from torch import Tensor
-
 from l2l.device import Device, Event, Work
 from l2l.model import Compiler, Partition
 from l2l.parameter_server import ParameterServer
@@ -23,7 +21,6 @@ from l2l.run.around_layers import AroundLayers
 from l2l.run.buffers import ChangingBuffers
 from l2l.run.layer_passes import LayerPasses
 from l2l.run.outer_pass import OuterPass
-from l2l.run.program import Program
 from l2l.run.stash import Stash
 from l2l.run.step import Step
 from l2l.run.transfer import Transfer
@@ -58,7 +55,7 @@ class Relay:
         self._stash = stash
         self._outer = outer
         self._updates = updates
-        self._buffers = ChangingBuffers(partition=partition, outer=outer)
+        self.buffers = ChangingBuffers(partition)
         layers = LayerPasses(
             partition=partition,
             server=server,
@@ -67,7 +64,7 @@ class Relay:
             stash=stash,
             updates=updates,
             compiler=compiler,
-            buffers=self._buffers,
+            buffers=self.buffers,
         )
         self._around = AroundLayers(
             partition=partition,
@@ -76,7 +73,7 @@ class Relay:
             outer=outer,
             updates=updates,
             layers=layers,
-            buffers=self._buffers,
+            buffers=self.buffers,
             scale_of=scale_of,
         )
         self._drained: Event | None = None  # of the last step that had gradients
@@ -100,37 +97,29 @@ class Relay:
         }
         self._prepare = updates.prepared
 
-    @property
-    def layer_buffers(self) -> dict[int, dict[str, Tensor]]:
-        """Buffers of layers that training changes."""
-        return self._buffers.of_layers
-
     def show_waiting(self, step: Step) -> None:
         """Show the gradients of all updates that a step has left to its witness."""
         self._updates.show_waiting(step)
 
     def close(self) -> None:
         """Give the buffers that layers change back."""
-        self.layer_buffers.clear()
+        self.buffers.of_layers.clear()
         self._outer.close()
 
-    def run(
-        self, program: Program, step: Step, *, between: Callable[[], None] | None = None
-    ) -> None:
-        """Submit every line of a program. Device work may go on when this returns.
+    def run(self, step: Step, *, between: Callable[[], None] | None = None) -> None:
+        """Submit every line of a step's program. Device work may go on when this returns.
 
         Args:
-            program: the lines, and what they run by.
-            step: what they work on. From `updates_submitted` on it must go to its end.
+            step: its program, and what that works on. From `updates_submitted` on it must go to its
+                end.
             between: called between lines until then; may raise.
         """
-        device, events = self._device, dict[Action, Event]()
-        schedule, step.program = program.schedule, program
+        device, events, schedule = self._device, dict[Action, Event](), step.program.schedule
         awaited = {line.action for line in schedule.lines if isinstance(line, Wait)}
         last = self._last_events()
         self._adopt_rows(step)
         device.begin()
-        self._buffers.note_all(step)
+        self.buffers.note_all(step)
         with device.private_random_state():
             for line in schedule.lines:
                 if between is not None and not step.updates_submitted:
@@ -167,7 +156,7 @@ class Relay:
         self._updates.put_back()
         self._transfer.abandon()
         if step is not None and not step.updates_submitted:
-            self._buffers.put_back(step)
+            self.buffers.put_back(step)
 
     def _last_events(self) -> Mapping[str, Event]:
         """What lines of a step may wait for that earlier steps did ([Note: steps])."""

@@ -25,6 +25,10 @@ class Scaler:
             self.observe()
         return self.scale.value
 
+    def note(self, step: Step) -> None:
+        """A step that trains was submitted."""
+        self.unobserved = step
+
     def observe(self) -> None:
         """Learn how the last step went; waits for its norms."""
         previous, self.unobserved = self.unobserved, None

@@ -21,7 +21,7 @@ from l2l.run.program import Program
 class Step:
     """Everything that belongs to one run of a schedule and to nothing after it."""
 
-    program: Program = field(init=False)  # from the moment at which it runs
+    program: Program
     number: int
     layers: tuple[int, ...]  # that run
     microbatches: list[Microbatch]  # on the host

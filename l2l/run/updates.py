@@ -78,7 +78,7 @@ class Updates:
         assert step.rows is not None
         assert number is not None
         memory = self._transfer.staging[action.places[0]]
-        looked_up = {one.owner for one in self._rows.lookups if one.unit == unit}
+        looked_up = {one.owner for one in step.rows.lookups if one.unit == unit}
         if unit in step.received:  # the epilogue had it; what it gave no gradient is not drained
             layout = self._server.units[unit].form.staging_layout
             for owner in looked_up - step.received[unit]:
@@ -91,7 +91,7 @@ class Updates:
         """Gather a microbatch's rows from their tables."""
         assert step.rows is not None
         assert action.microbatch is not None
-        self._rows.gather(step.rows.microbatches[action.microbatch])
+        self._rows.gather(step.rows, action.microbatch)
 
     def show_waiting(self, step: Step) -> None:
         """Show the gradients of all updates that a step has left; those on the device are done."""

@@ -13,7 +13,7 @@ from typing import TypeVar, cast, final
 from torch import nn
 
 from l2l.checkpoint import CheckpointError, CheckpointFolder, OtherCheckpointError
-from l2l.distributed import Alone, World
+from l2l.distributed import World
 from l2l.engine import Engine
 from l2l.files import write_file
 from l2l.hugging_face import RandomInit
@@ -30,7 +30,7 @@ from l2l.train.steps import Steps
 
 T = TypeVar("T")
 
-ALONE = Alone()
+ALONE = World()
 EXPORT = "export"  # kind of the metrics' line that says that the model was written
 
 

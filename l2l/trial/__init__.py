@@ -1,4 +1,4 @@
 """The trial: what a model does, found by trying two rows."""
 
+from l2l.trial.outer_trial import usage_of
 from l2l.trial.trial import Trial
-from l2l.trial.usage import LARGE_UNIT_BYTES, Usage, outer_units, usage_of

@@ -24,7 +24,16 @@ from l2l.model import (
     states_of,
 )
 from l2l.parameter_server import ParameterServer
-from l2l.trial.repeating import TRIAL_SEED, repeats
+
+TRIAL_SEED = 1  # of whatever is run again
+
+
+def repeats(device: Device, first: Any, again: Any) -> bool:
+    """Whether two runs from the same seed agree ([Note: others' generators])."""
+    agree = same(first, again)
+    if not agree:
+        device.random_numbers.seeds_defaults = True
+    return agree
 
 
 @final
@@ -42,17 +51,13 @@ class LayerTrial:
     """Objects before a layer changed them."""
     _reshaped: str | None = None  # a layer that changes the shape of the hidden state
 
-    def begin(self) -> None:
-        """Forget what layers have left in objects."""
-        self._left.clear()
-        self._reshaped = None
-
-    def changing_buffers(self, index: int) -> dict[str, Tensor]:
-        """The user's buffers that a layer changes when it runs."""
-        tensors = self._partition.layer_tensors[index].buffers
-        owners = list(tensors)
-        positions = self._changing.get(self._partition.structures[index], [])
-        return {owners[position]: tensors[owners[position]] for position in positions}
+    def changing(self) -> dict[int, tuple[str, ...]]:
+        """The user's buffers that layers change when they run, of layers that do."""
+        found = {}
+        for index, structure in enumerate(self._partition.structures):
+            owners = list(self._partition.layer_tensors[index].buffers)
+            found[index] = tuple(owners[position] for position in self._changing.get(structure, ()))
+        return {index: owners for index, owners in found.items() if owners}
 
     def run(self, index: int, args: Any, kwargs: Any) -> Any:
         """Run a layer of a structure that is not known yet; what it returns."""
@@ -65,7 +70,6 @@ class LayerTrial:
         attributes, form = attributes_of(part.module), pytree.tree_structure((args, kwargs))
         states = states_of(named_arguments(part.module, args, kwargs))
         num_draws = self._device.random_numbers.num_draws
-        self._device.seed(TRIAL_SEED)
         value = self._try_layer(index, args, kwargs)
         if pytree.tree_structure((args, kwargs)) != form:
             raise CutError(
@@ -75,9 +79,7 @@ class LayerTrial:
         self._note_written(index, attributes)
         part.take_over(buffers)
         changed = [
-            position
-            for position, owner in enumerate(before)
-            if not torch.equal(before[owner], buffers[owner])
+            i for i, name in enumerate(before) if not torch.equal(before[name], buffers[name])
         ]
         self._changing[structure] = changed
         for state in states:
@@ -88,14 +90,16 @@ class LayerTrial:
         self._refuse_written(index, (args, kwargs), given=given, value=value)
         # Once more, from the same seed and arguments: what differs was drawn from a generator that
         # is not ours.
-        self._device.seed(TRIAL_SEED)
-        again = part.module(*given[0], **given[1])
-        agrees = repeats(self._device, value, again)
+        agrees = repeats(self._device, value, self._run(index, *given))
         if not agrees or self._device.random_numbers.num_draws > num_draws:
             self._compiler.note_random(structure)
         if changed:
             self._compiler.uncompiled.add(structure)
         return value
+
+    def _run(self, index: int, args: Any, kwargs: Any) -> Any:
+        self._device.seed(TRIAL_SEED)
+        return self._partition.layers[index].module(*args, **kwargs)
 
     def _note_written(self, index: int, before: dict[tuple[str, str], Any]) -> None:
         """Tell stubs of layers like this one which attributes such a layer writes."""
@@ -112,7 +116,7 @@ class LayerTrial:
     def _try_layer(self, index: int, args: Any, kwargs: Any) -> Any:
         """Run a layer; what it returns."""
         try:
-            value = self._partition.layers[index].module(*args, **kwargs)
+            value = self._run(index, args, kwargs)
         except Exception as error:
             if self._reshaped is None:
                 raise
@@ -162,15 +166,10 @@ class LayerTrial:
         """What a layer makes of another hidden state than the one that is given."""
         hidden = first_argument(args, kwargs)
         other = hidden * 1.25 + 0.25 if hidden.is_floating_point() else hidden
-        part = self._partition.layers[index]
-        part.bind(self._layer_weights(index))
-        self._device.seed(TRIAL_SEED)
-        return Returns.unwrap(
-            part.module(
-                *(other if value is hidden else value for value in args),
-                **{name: other if value is hidden else value for name, value in kwargs.items()},
-            )
-        )
+        self._partition.layers[index].bind(self._layer_weights(index))
+        args = [other if value is hidden else value for value in args]
+        kwargs = {name: other if value is hidden else value for name, value in kwargs.items()}
+        return Returns.unwrap(self._run(index, args, kwargs))
 
     def _layer_weights(self, index: int) -> dict[str, Tensor]:
         """A copy on the device of a layer's weights and buffers, into which it may write."""
@@ -180,17 +179,14 @@ class LayerTrial:
 
     def _refuse_written(self, index: int, now: Any, *, given: Any, value: Any) -> None:
         """Refuse a layer that writes into a tensor besides its hidden state and reads it again."""
-        hidden = first_argument(*now)
+        hidden, original = first_argument(*now), first_argument(*given)
         pairs = zip(pytree.tree_leaves(now), pytree.tree_leaves(given), strict=True)
         if all(new is hidden or same(old, new) for new, old in pairs):
             return
-        original = first_argument(*given)
         args, kwargs = pytree.tree_map_only(
             Tensor, lambda one: original.clone() if one is hidden else one.clone(), now
         )
-        self._device.seed(TRIAL_SEED)
-        again = self._partition.layers[index].module(*args, **kwargs)
-        if not same(Returns.unwrap(value), Returns.unwrap(again)):
+        if not same(Returns.unwrap(value), Returns.unwrap(self._run(index, args, kwargs))):
             raise CutError(
                 f"layer {index} writes into a tensor that it is given besides its hidden state, "
                 "and would find it changed when it runs again. Write into a copy instead."

@@ -1,25 +1,70 @@
-"""The code before and after the layers, run on a few rows: what it reads and changes."""
+"""The code before and after the layers, run on a few rows: what it reads, what the loss counts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from l2l.device import Device
-from l2l.model import CutError, Microbatch, Partition, Readers, same
-from l2l.parameter_server import ParameterServer
-from l2l.run import OuterPass
-from l2l.trial.repeating import TRIAL_SEED, KeptBuffers, repeats
-from l2l.trial.usage import Usage, usage_of
+from l2l.model import (
+    IGNORED,
+    CutError,
+    Head,
+    LossFunction,
+    Microbatch,
+    Partition,
+    Readers,
+    Reading,
+    Rule,
+    find_rule,
+    move_batch,
+    require_loss,
+    same,
+)
+from l2l.parameter_server import ParameterServer, UnitForm
+from l2l.run import OuterPass, Piece, TableLookup, Usage, with_shifted_labels
+from l2l.trial.layer_trial import TRIAL_SEED, repeats
+
+PROOF_TOLERANCE = 0.02  # of 16-bit losses and gradients
+TRIAL_SCALE = 0.5  # a loss is multiplied with something in every step; so it is in the trial
 
 
 @final
-@dataclass(slots=True)
+class KeptBuffers:
+    """The buffers around the layers, with the values that they have now."""
+
+    def __init__(self, partition: Partition) -> None:
+        self._skeleton = partition.skeleton
+        self.buffers = self._skeleton.buffers()
+        self._before = {owner: buffer.clone() for owner, buffer in self.buffers.items()}
+
+    def now(self) -> dict[str, Tensor]:
+        """Copies of their present values, also of those that the model's code has replaced."""
+        self._skeleton.take_over(self.buffers)
+        return {owner: buffer.clone() for owner, buffer in self.buffers.items()}
+
+    def put_back(self) -> None:
+        """Bind these buffers again, with the values that they had."""
+        self._skeleton.bind(self.buffers)
+        for owner, buffer in self._before.items():
+            self.buffers[owner].copy_(buffer)
+
+    def changed(
+        self, now: Mapping[str, Tensor], since: Mapping[str, Tensor] | None = None
+    ) -> frozenset[str]:
+        """Buffers that have other values now than they had when they were kept, or since."""
+        before = self._before if since is None else since
+        return frozenset(o for o, value in now.items() if not torch.equal(value, before[o]))
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class OuterTrial:
-    """Watches what the code around the layers reads."""
+    """Runs the model without its layers; all weights around them must be bound."""
 
     _partition: Partition
     _server: ParameterServer
@@ -27,66 +72,57 @@ class OuterTrial:
     _outer: OuterPass
 
     def learn_usage(
-        self, trial: Microbatch, weights: Mapping[str, Tensor]
+        self, trial: Microbatch, weights: Mapping[str, Tensor], changing: Collection[str]
     ) -> dict[str, Usage] | None:
         """How each unit is read; None if the epilogue needs what the prologue reads.
 
         Args:
             trial: a few rows, on the device.
             weights: all those around the layers, as they are bound.
+            changing: buffers that the prologue changes.
         """
-        kept = KeptBuffers(self._partition)
+        kept, partition = KeptBuffers(self._partition), self._partition
         first, second = Readers({**weights, **kept.buffers}), Readers(weights)
-        # The prologue, watched, and once more to see whether it repeats itself.
-        self._device.seed(TRIAL_SEED)
-        with first:
-            recording = self._partition.prologue(trial)
-        kept.changed()
-        between = kept.values()
-        kept.put_back()
-        self._device.seed(TRIAL_SEED)
-        again = self._partition.prologue(trial)
-        made = [recording.hidden, *recording.tensors]
-        repeats(self._device, made, [again.hidden, *again.tensors])
-        kept.changed()
-        kept.put_back()
-        hidden = recording.hidden
-        assert hidden is not None
-        first.note([hidden, *recording.tensors])
+
+        def prologue() -> list[Tensor | None]:
+            recording = partition.prologue(trial)
+            return [recording.hidden, *recording.tensors]
 
         def start() -> None:
             second.watching = True
 
-        # The epilogue, watched from where the layers end, and once more.
-        second.watching = False
-        self._device.seed(TRIAL_SEED)
-        with second:
-            expected = self._partition.epilogue(trial, hidden, on_delivery=start)
-        changed = bool(kept.changed())
-        self._refuse_crossing(kept.changed(between), read=first.readings)
-        kept.put_back()
-        self._device.seed(TRIAL_SEED)
-        repeats(self._device, expected, self._partition.epilogue(trial, hidden))
-        kept.changed()
-        kept.put_back()
-        forms = {name: unit.form for name, unit in self._server.units.items()}
-        usage = usage_of(forms, trial, first, second)
-        alone = not changed and self._is_alone(trial, hidden, expected, weights, usage)
-        self._outer.facts = replace(self._outer.facts, alone=alone)
-        return usage if alone else None
+        def watched(readers: Readers, run: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
+            """What a run gives, and buffers after it; once more to see whether it repeats."""
+            self._device.seed(TRIAL_SEED)
+            with readers:
+                found = run()
+            after = kept.now()
+            kept.put_back()
+            self._device.seed(TRIAL_SEED)
+            repeats(self._device, found, run())
+            kept.put_back()
+            return found, after
 
-    def _refuse_crossing(self, after: Collection[str], *, read: Collection[str]) -> None:
-        """Refuse buffers that are changed after the layers and read before them.
-
-        The code before the layers runs for all microbatches first, and again when all is done.
-        """
-        for owner in sorted(after):
-            if owner in read or owner in self._outer.facts.changing:
+        made, between = watched(first, prologue)
+        first.note(made)
+        hidden = made[0]
+        second.watching = False  # until the layers end
+        expected, after = watched(
+            second, lambda: partition.epilogue(trial, hidden, on_delivery=start)
+        )
+        for owner in sorted(kept.changed(after, since=between)):
+            if owner in first.readings or owner in changing:
                 raise CutError(
                     f"the model reads or changes buffer {owner!r} before its layers and changes it "
-                    "after them. All microbatches go through the code before the layers first, so "
+                    "after them. The code before the layers runs for all microbatches first, so "
                     "its values would differ from plain PyTorch. Use two buffers instead."
                 )
+        forms = {name: unit.form for name, unit in self._server.units.items()}
+        usage = usage_of(forms, trial, first, second)
+        is_alone = not kept.changed(after) and self._is_alone(
+            trial, hidden, expected, weights, usage
+        )
+        return usage if is_alone else None
 
     def _is_alone(
         self,
@@ -97,17 +133,10 @@ class OuterTrial:
         usage: Mapping[str, Usage],
     ) -> bool:
         """Whether the epilogue gives the same without the units that only the prologue reads."""
-        present = {
-            owner: weights[owner]
-            for name, one in usage.items()
-            if one.after
-            for owner in self._server.units[name].form.weight_layout.names
-        }
-        self._outer.facts = replace(self._outer.facts, alone=True)
-        self._outer.bind_only(present)
+        self._outer.bind_only({owner: weights[owner] for owner in self.read_after(usage)})
         self._device.seed(TRIAL_SEED)
         try:
-            found = self._outer.run_epilogue(trial, hidden)
+            found = self._outer.run_epilogue(trial, hidden, alone=True)
         except CutError:
             raise
         except Exception:  # it reads what is not there
@@ -115,3 +144,151 @@ class OuterTrial:
         finally:
             self._partition.skeleton.bind(weights)
         return same(found, expected)
+
+    def read_after(self, usage: Mapping[str, Usage]) -> list[str]:
+        """What the epilogue's units hold."""
+        layouts = (
+            self._server.units[n].form.weight_layout for n, one in usage.items() if one.after
+        )
+        return [owner for layout in layouts for owner in layout.names]
+
+    # ----------------------------------------------------------------------------------------------
+    # The loss
+
+    def _hidden(self, batch: Microbatch) -> Tensor:
+        """What enters the first layer; here it stands for what leaves the last."""
+        hidden = self._partition.prologue(batch).hidden
+        assert hidden is not None
+        return hidden
+
+    def measure(
+        self, function: LossFunction, part: Microbatch, seed: int
+    ) -> tuple[float, float, bool]:
+        """The user's loss of some rows."""
+        self._device.seed(seed)
+        part = move_batch(part, self._device.torch_device)
+        hidden = self._hidden(part)
+        found = function(self._partition.epilogue(part, hidden), part)
+        total, weight = found if isinstance(found, tuple) else (found, 1.0)
+        return float(total), float(weight), hidden.dtype is torch.float32
+
+    def find_rule(self, trial: Microbatch) -> tuple[Rule, bool]:
+        """What the loss averages over, and whether another batch cannot tell more."""
+        function, hidden = self._outer.loss_function, self._hidden(trial)
+        if function is not None:
+            found = function(self._partition.epilogue(trial, hidden), trial)
+            return (Rule.SUM_AND_WEIGHT if isinstance(found, tuple) else Rule.ROWS), True
+
+        def loss(batch: Microbatch) -> float:
+            return float(require_loss(self._partition.epilogue(batch, self._hidden(batch))))
+
+        try:
+            return find_rule(trial, loss, is_single=hidden.dtype is torch.float32)
+        except IndexError:  # the loss ignores another number than what the trial has put there
+            return Rule.UNKNOWN, True
+
+    def pieces_agree(self, trial: Microbatch, rule: Rule) -> bool:
+        """Whether the loss, and its gradient, may be taken position by position."""
+        if rule not in (Rule.LABELS, Rule.SHIFTED_LABELS) or self._outer.loss_function:
+            return False
+        labels, hidden = trial["labels"], self._hidden(trial)
+        if labels.dim() != 2 or hidden.is_nested or hidden.dim() != 3:
+            return False
+        length = labels.shape[1]
+        if length < 4 or hidden.shape[1] != length:
+            return False
+        whole = trial = {**trial, "labels": torch.where(labels == IGNORED, 0, labels)}
+        if rule is Rule.SHIFTED_LABELS:
+            trial = with_shifted_labels(trial)
+        noise = _noise_like(hidden)
+        try:
+            expected = self._loss_and_gradient(whole, noise)
+            total = int((trial["labels"] != IGNORED).sum())
+            loss, gradient = torch.zeros(()), torch.zeros_like(noise)
+            for row in range(noise.shape[0]):
+                for positions in (slice(0, length // 3), slice(length // 3, length)):
+                    piece = Piece(slice(row, row + 1), positions)
+                    part = piece.cut(trial, length)
+                    share = int((part["labels"] != IGNORED).sum()) / total
+                    one, own = self._loss_and_gradient(part, piece.of(noise))
+                    loss = loss + one.cpu() * share
+                    piece.of(gradient).copy_(own * share)
+        except Exception:  # the model's code does not take such pieces
+            return False
+        return all(map(_close, (loss, gradient), (expected[0].cpu(), expected[1])))
+
+    def putting_off_agrees(self, trial: Microbatch, rule: Rule, matrices: Sequence[Tensor]) -> bool:
+        """Whether loss and gradient are the same with logits put off, and any are.
+
+        The gradient of the hidden state shows that of the logits, from which that of the head's
+        weight is made too.
+
+        Args:
+            trial: a few rows, on the device.
+            rule: what the loss averages over.
+            matrices: weights that may be the head's.
+        """
+        if rule is Rule.UNKNOWN or self._outer.loss_function is not None:
+            return False
+        noise, used = _noise_like(self._hidden(trial)), list[Tensor]()
+
+        def add(outputs: Tensor, inputs: Tensor) -> None:
+            used.append(outputs)
+
+        head = Head(add=add, scale=TRIAL_SCALE, num_rows=5, compiled=False)
+        heads = {id(matrix): head for matrix in matrices}
+        try:
+            expected = self._loss_and_gradient(trial, noise)
+            found = self._loss_and_gradient(trial, noise, heads=heads)
+        except CutError:
+            raise
+        except Exception:  # the model's code does something else with its logits
+            return False
+        return bool(used) and all(map(_close, found, expected))
+
+    def _loss_and_gradient(
+        self, batch: Microbatch, hidden: Tensor, *, heads: Mapping[int, Head] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        leaf = hidden.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            outputs = self._outer.run_epilogue(batch, leaf, alone=True, heads=heads)
+            loss = require_loss(outputs).float()
+            (gradient,) = torch.autograd.grad([loss * TRIAL_SCALE], [leaf])
+        return loss.detach(), gradient
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    """Whether two results are the same but for rounding to 16 bits."""
+    difference = (found.float() - expected.float()).norm()
+    return float(difference) <= PROOF_TOLERANCE * float(expected.float().norm())
+
+
+def _noise_like(hidden: Tensor) -> Tensor:
+    """A hidden state of random numbers, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(hidden.shape, generator=generator).to(hidden)
+
+
+def usage_of(
+    forms: Mapping[str, UnitForm], batch: Mapping[str, Any], before: Readers, after: Readers
+) -> dict[str, Usage]:
+    """How every unit around the layers was read before and after them."""
+    found = {}
+    for unit, form in forms.items():
+        if unit.startswith("L"):
+            continue
+        owners, lookups = form.weight_layout.names, list[TableLookup]()
+        readings = {owner: before.readings.get(owner, Reading()) for owner in owners}
+        otherwise = any(reading.otherwise for reading in readings.values())
+        for owner, lookup in ((o, one) for o, r in readings.items() for one in r.lookups):
+            entries = [(k, v) for k, v in batch.items() if isinstance(v, Tensor)]
+            entries.sort(key=lambda entry: entry[1] is not lookup.ids)  # they may share memory
+            name = next((name for name, value in entries if lookup.is_by(value)), None)
+            if name is None:
+                otherwise = True
+            else:
+                padding = lookup.padding_idx
+                lookups.append(TableLookup(unit=unit, owner=owner, name=name, padding_idx=padding))
+        after_too = any(owner in after.readings for owner in owners)
+        found[unit] = Usage(before=otherwise, after=after_too, lookups=tuple(lookups))
+    return found
