@@ -56,6 +56,11 @@ class Decisions:
         return frozenset(int((i + 0.5) * streamed / number) for i in range(number))
 
     @property
+    def kept_share(self) -> float:
+        """Of its intermediate results, what a streamed layer keeps: none without cells for it."""
+        return self.keep if self.num_kept_cells else 0.0
+
+    @property
     def part_tokens(self) -> int | None:
         """Positions that pass at once what of the epilogue is not in pieces; None: all of them."""
         return None if self.piece_tokens is None else max(self.piece_tokens, PART_TOKENS)

@@ -318,7 +318,7 @@ class Planning:
             decisions = (
                 found.decisions if world.num_ranks == 1 else found.decisions.override(STATE_ON_HOST)
             )
-            run = simulate_step(CostModel(own, self._hardware), decisions, found.rows)
+            run = simulate_step(CostModel(own, self._hardware), decisions)
             points.append(
                 ScalingPoint(
                     num_ranks=world.num_ranks,
@@ -336,9 +336,9 @@ class Planning:
         find = partial(
             find_plan, problem, self._hardware, budget_bytes=self._budget - self._kept_back
         )
-        fixed = frozenset({**self._adopted, **self._overrides})
+        chosen = {**self._adopted, **self._overrides}
         try:
-            found = find(rows=rows, overrides=self.decisions, fixed=fixed)
+            found = find(rows=rows, chosen=chosen)
         except DoesNotFitError:
             if not self._adopted:
                 raise
@@ -348,11 +348,10 @@ class Planning:
                 ", ".join(self._adopted),
             )
             rows = None if is_free and "microbatch_tokens" in self._adopted else rows
-            self._adopted, fixed = {}, frozenset(self._overrides)
-            found = find(rows=rows, overrides=self.decisions, fixed=fixed)
+            self._adopted, chosen = {}, self._overrides
+            found = find(rows=rows, chosen=chosen)
         _check_host(found, self._host)
-        made = {name: getattr(self.decisions, name) for name in fixed}
-        self.decisions = found.decisions.override(made)
+        self.decisions = found.decisions.override(chosen)
         return found
 
     def _look_at_machine(self) -> bool:

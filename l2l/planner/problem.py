@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from l2l.parameter_server import UpdatePolicy
+from l2l.planner.decisions import Decisions
 from l2l.planner.layer_cost import PassCost
 from l2l.schedule import OuterUnit
 
 COLLECTIVE_SECONDS = 30e-6  # that ranks need to begin to talk
+MEMORY = ("working_bytes", "output_bytes", "kept_bytes")  # of a `PassCost`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +31,9 @@ class UnitSize:
         return self.state_bytes + self.staging_bytes + self.weight_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class CostCurve:
-    """The cost of a pass for any number of rows, from those for some.
+    """The cost of a pass for any number of rows, from those for some; only equal to itself.
 
     Arithmetic and traffic grow by a line. Memory is that of the worst moment, and each moment's
     grows by a line of its own: for few rows the worst is the end, when all gradients of weights are
@@ -44,31 +45,28 @@ class CostCurve:
 
     def at(self, rows: float) -> PassCost:
         """The cost for so many rows."""
-        one, two = self.counted[0][1], self.counted[1][1]
-        return replace(
-            one,
+        (_, one), (_, two), *_ = self.counted
+        return PassCost(
             matrix_flops=_line(one.matrix_flops, two.matrix_flops, rows - 1),
             moved_bytes=_line(one.moved_bytes, two.moved_bytes, rows - 1),
             num_kernels=max(one.num_kernels, two.num_kernels),
-            working_bytes=self._most(rows, lambda cost: cost.working_bytes),
-            output_bytes=self._most(rows, lambda cost: cost.output_bytes),
-            kept_bytes=self._most(rows, lambda cost: cost.kept_bytes),
+            **{name: self._memory(name, rows) for name in MEMORY},
         )
 
-    def _most(self, rows: float, memory: Callable[[PassCost], int]) -> int:
-        (last, most), is_line = self.counted[-1], len(self.counted) == 2
-        if rows > last and not is_line:
-            return int(memory(most) * rows / last)
+    def _memory(self, name: str, rows: float) -> int:
+        last, most = self.counted[-1]
+        if rows > last and len(self.counted) > 2:
+            return int(getattr(most, name) * rows / last)
         pairs = list(pairwise(self.counted))
         (low, few), (high, many) = next((p for p in pairs if rows <= p[1][0]), pairs[-1])
-        return int(_line(memory(few), memory(many), (rows - low) / (high - low)))
+        return int(_line(getattr(few, name), getattr(many, name), (rows - low) / (high - low)))
 
 
 def _line(first: float, second: float, share: float) -> float:
     return max(0.0, first + (second - first) * share)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LayerCosts:
     """The passes of one layer."""
 
@@ -151,11 +149,14 @@ class Problem:
     host_limit_bytes: int
     together: Together = Together()
 
-    def num_microbatches(self, rows: int) -> int:
-        """Microbatches of a step, each of so many rows."""
-        return -(-self.num_rows // rows)
+    def rows(self, decisions: Decisions) -> int:
+        """Of a microbatch."""
+        return max(1, decisions.microbatch_tokens // self.length)
 
-    @property
-    def num_tokens(self) -> int:
-        """Positions of a batch."""
-        return self.num_rows * self.length
+    def num_microbatches(self, decisions: Decisions) -> int:
+        """Of a step."""
+        return -(-self.num_rows // self.rows(decisions))
+
+    def mean_rows(self, decisions: Decisions) -> float:
+        """Of the microbatches of a step."""
+        return self.num_rows / self.num_microbatches(decisions)

@@ -60,12 +60,7 @@ def layer_costs(
                 CostCurve(tuple((rows, passes[kind]) for rows, passes in counted.items()))
                 for kind in range(4)
             ]
-            known[structure] = LayerCosts(
-                forward=lines[0],
-                backward=lines[1],
-                kept_forward=lines[2],
-                kept_backward=lines[3],
-            )
+            known[structure] = LayerCosts(*lines)
     return tuple(known[structure] for structure in partition.structures)
 
 
