@@ -15,7 +15,6 @@ from itertools import pairwise
 from l2l.parameter_server import UpdatePolicy
 from l2l.planner.decisions import Decisions
 from l2l.planner.hardware import Hardware
-from l2l.planner.layer_cost import seconds, submission_seconds
 from l2l.planner.memory import Memory
 from l2l.planner.problem import Problem, UnitSize
 
@@ -66,8 +65,8 @@ class CostModel:
     def _find_pass_seconds(self, layer: int, kind: str, rows: float) -> float:
         """Of one pass of a layer; `kind` is a field of `LayerCosts`."""
         cost = self.memory.cost(getattr(self.problem.costs[layer], kind), rows)
-        passing = seconds(cost, self.hardware) + PASS_SECONDS
-        return max(passing, submission_seconds(cost, self.hardware))
+        passing = cost.seconds(self.hardware) + PASS_SECONDS
+        return max(passing, cost.submission_seconds(self.hardware))
 
     def _accumulate(self, unit: UnitSize) -> float:
         return unit.num_trained * ACCUMULATE_BYTES / self.hardware.memory_rate

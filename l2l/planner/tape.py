@@ -1,12 +1,13 @@
-"""What a pass does, noted operator by operator ([Note: operators] of the package)."""
+"""What a pass does, noted operator by operator ([Note: operators] of layer_cost.py)."""
 
 from __future__ import annotations
 
 import enum
 import math
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -55,16 +56,10 @@ _REDUCTIONS = _packets(
 )
 _GROUPED = _packets("_grouped_mm", "_scaled_grouped_mm")
 _OVERWRITING = _packets("copy_", "fill_", "zero_")
-_ATTENTION = _packets(
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-)
-_ATTENTION_BACKWARD = _packets(
-    "_scaled_dot_product_flash_attention_backward",
-    "_scaled_dot_product_efficient_attention_backward",
-    "_scaled_dot_product_cudnn_attention_backward",
-)
+_KERNELS = [f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
+_ATTENTION = _packets(*_KERNELS)
+_ATTENTION_BACKWARD = _packets(*(f"{name}_backward" for name in _KERNELS))
+BALANCE = 175.0  # flops for each byte below which a matrix operator waits for memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +70,34 @@ class Buffer:
     is_input: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class Operation:
-    """One operator that does something; its values are numbers, each in a buffer."""
+    """One operator that does something, or several in one kernel.
+
+    Its values are numbers, each in a buffer.
+    """
 
     kind: Kind
-    reads: Mapping[int, int]  # value -> bytes looked at
-    writes: Mapping[int, int]
+    phase: int
+    reads: dict[int, int]  # value -> bytes looked at
+    writes: dict[int, int]
     is_random: bool
     numel: int
     flops: float
     workspace_bytes: int
+    readers: dict[int, int] = field(default_factory=dict)
+    """Of a kernel: for each value, how many of the results depend on it."""
+
+    def moved_bytes(self) -> float:
+        """Bytes read and written, those that do not pass under matrix arithmetic."""
+        nbytes = sum(self.reads.values()) + sum(self.writes.values())
+        return max(0.0, nbytes - self.flops / BALANCE) if self.kind is Kind.MATRIX else nbytes
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Phase:
-    """Where a part of the tape ends, and what was alive, as autograd has it."""
+    """What was alive when a part of the tape ended, as autograd has it."""
 
-    num_operations: int
     outputs: frozenset[int]  # buffers
     alive: frozenset[int]
     peak_bytes: int
@@ -113,9 +118,8 @@ class Tape(TorchDispatchMode):
         self.phases: list[Phase] = []
         self._value_in: dict[int, int] = {}  # storage -> the value it holds
         self._alive: set[int] = set()
-        self._live_bytes = 0
         self._peak_bytes = 0
-        self._finalizers: list[weakref.finalize[Any, Any]] = []
+        self._references: list[Any] = []
 
     @override
     def __torch_dispatch__(
@@ -123,99 +127,75 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         reads: dict[int, int] = {}
+        writes: dict[int, int] = {}
         for tensor in _tensors((args, kwargs)):
             self._look_at(tensor, self._value_of(tensor), reads)
         result = func(*args, **kwargs)
-        new = [tensor for tensor in _tensors(result) if not self._is_known(tensor)]
-        writes = {self._value_of(t, is_input=False): t.untyped_storage().nbytes() for t in new}
-        for tensor in _changed(func, args, kwargs):
+        for tensor in _tensors(result):
+            if not self._is_known(tensor):
+                value = self._value_of(tensor, is_input=False)
+                writes[value] = tensor.untyped_storage().nbytes()
+        call = _Call(func, args, kwargs, result)
+        for tensor in call.changed():
             before = self._value_of(tensor)
             if func.overloadpacket in _OVERWRITING and _covers_its_storage(tensor):
                 reads.pop(before, None)
-            self._look_at(tensor, self._next_value(before, tensor), writes)
+            self._value_in[tensor.untyped_storage()._cdata] = len(self.buffer_of)
+            self.buffer_of.append(self.buffer_of[before])
+            self._look_at(tensor, len(self.buffer_of) - 1, writes)
         if writes:
-            self._note(_Call(func, args, kwargs, result), reads, writes)
+            operation = call.operation(len(self.phases), reads, writes)
+            self.operations.append(operation)
+            self._note_peak(operation.workspace_bytes)
         return result
 
     def _look_at(self, tensor: Tensor, value: int, total: dict[int, int]) -> None:
         """Add the bytes of a tensor; no more than its buffer has."""
         nbytes = total.get(value, 0) + tensor.numel() * tensor.element_size()
-        total[value] = min(nbytes, self.buffers[self.buffer_of[value]].nbytes)
+        total[value] = min(nbytes, self.nbytes([self.buffer_of[value]]))
 
-    def _note(self, call: _Call, reads: dict[int, int], writes: dict[int, int]) -> None:
-        operation = Operation(
-            kind=call.kind(),
-            reads=reads,
-            writes=writes,
-            is_random=_is_random(call.func),
-            numel=max((tensor.numel() for tensor in _tensors(call.result)), default=0),
-            flops=call.flops(),
-            workspace_bytes=call.workspace_bytes(),
-        )
-        self.operations.append(operation)
-        self._peak_bytes = max(self._peak_bytes, self._live_bytes + operation.workspace_bytes)
+    def nbytes(self, buffers: Iterable[int]) -> int:
+        """Of buffers."""
+        return sum(self.buffers[buffer].nbytes for buffer in buffers)
+
+    def _note_peak(self, beside: int = 0) -> None:
+        self._peak_bytes = max(self._peak_bytes, self.nbytes(self._alive) + beside)
 
     def end_phase(self, result: Any) -> None:
         """End a part of the tape; tensors in `result` are its outputs."""
-        outputs = {
-            self.buffer_of[self._value_of(tensor)]
-            for tensor in _tensors(result)
-            if self._is_known(tensor)
-        }
-        self.phases.append(
-            Phase(
-                num_operations=len(self.operations),
-                outputs=frozenset(b for b in outputs if not self.buffers[b].is_input),
-                alive=frozenset(self._alive),
-                peak_bytes=self._peak_bytes,
-            )
-        )
-        self._peak_bytes = self._live_bytes
-
-    def close(self) -> None:
-        """Let go of the tensors that were given."""
-        for finalizer in self._finalizers:
-            finalizer.detach()
+        known = (tensor for tensor in _tensors(result) if self._is_known(tensor))
+        outputs = {self.buffer_of[self._value_of(tensor)] for tensor in known}
+        outputs = {buffer for buffer in outputs if not self.buffers[buffer].is_input}
+        self.phases.append(Phase(frozenset(outputs), frozenset(self._alive), self._peak_bytes))
+        self._peak_bytes = self.nbytes(self._alive)
 
     def final_values(self) -> set[int]:
         """The values that buffers hold in the end."""
-        last = {buffer: value for value, buffer in enumerate(self.buffer_of)}
-        return set(last.values())
+        return set({buffer: value for value, buffer in enumerate(self.buffer_of)}.values())
 
     def _is_known(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._value_in
 
     def _value_of(self, tensor: Tensor, *, is_input: bool = True) -> int:
         """The value a tensor shows; one not seen before is an input, or new."""
-        if not self._is_known(tensor):
-            self._add(tensor, is_input=is_input)
-        return self._value_in[tensor.untyped_storage()._cdata]
-
-    def _next_value(self, before: int, tensor: Tensor) -> int:
-        """A new value in the same buffer."""
-        value = len(self.buffer_of)
-        self.buffer_of.append(self.buffer_of[before])
-        self._value_in[tensor.untyped_storage()._cdata] = value
-        return value
-
-    def _add(self, tensor: Tensor, *, is_input: bool) -> None:
         storage = tensor.untyped_storage()
-        buffer = len(self.buffers)
-        self.buffers.append(Buffer(storage.nbytes(), is_input))
-        self.buffer_of.append(buffer)
-        self._value_in[storage._cdata] = len(self.buffer_of) - 1
-        if not is_input:
-            self._alive.add(buffer)
-            self._live_bytes += storage.nbytes()
-            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
-        finalizer = weakref.finalize(storage, self._remove, storage._cdata, buffer)
-        self._finalizers.append(finalizer)
+        key = storage._cdata
+        if key not in self._value_in:
+            buffer = len(self.buffers)
+            self.buffers.append(Buffer(storage.nbytes(), is_input))
+            self._value_in[key] = len(self.buffer_of)
+            self.buffer_of.append(buffer)
+            if not is_input:
+                self._alive.add(buffer)
+                self._note_peak()
+            # It goes with the tape, or tells when the storage does.
+            gone = partial(self._remove, key, buffer)
+            self._references.append(weakref.ref(storage, gone))
+        return self._value_in[key]
 
-    def _remove(self, key: int, buffer: int) -> None:
+    def _remove(self, key: int, buffer: int, _: object) -> None:
         self._value_in.pop(key, None)
-        if buffer in self._alive:
-            self._alive.remove(buffer)
-            self._live_bytes -= self.buffers[buffer].nbytes
+        self._alive.discard(buffer)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -226,106 +206,98 @@ def _covers_its_storage(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-def _named_arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _changed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Arguments that an operator writes into."""
-    if not func._schema.is_mutable:
-        return []
-    named = _named_arguments(func, args, kwargs)
-    return [
-        tensor
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in _tensors(named.get(argument.name))
-    ]
-
-
 @final
-@dataclass(frozen=True, slots=True)
 class _Call:
     """An operator with what it was given and what it returned."""
 
-    func: Any
-    args: Any
-    kwargs: Mapping[str, Any]
-    result: Any
+    def __init__(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        self.func, self.args, self.kwargs, self.result = func, args, kwargs, result
+        self.packet = func.overloadpacket
 
-    def kind(self) -> Kind:
+    def _named(self) -> dict[str, Any]:
+        names = [argument.name for argument in self.func._schema.arguments]
+        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+
+    def changed(self) -> list[Tensor]:
+        """Arguments that are written into."""
+        if not self.func._schema.is_mutable:
+            return []
+        infos = {one.name: one.alias_info for one in self.func._schema.arguments}
+        written = [name for name, info in infos.items() if info is not None and info.is_write]
+        named = self._named()
+        return _tensors([named.get(name) for name in written])
+
+    def operation(self, phase: int, reads: dict[int, int], writes: dict[int, int]) -> Operation:
+        """What it does, with the values that it reads and writes."""
+        is_random = torch.Tag.nondeterministic_seeded in self.func.tags
+        return Operation(
+            kind=self._kind(is_random=is_random),
+            phase=phase,
+            reads=reads,
+            writes=writes,
+            is_random=is_random,
+            numel=max((tensor.numel() for tensor in _tensors(self.result)), default=0),
+            flops=self._flops(),
+            workspace_bytes=self._workspace_bytes(),
+        )
+
+    def _kind(self, *, is_random: bool) -> Kind:
         """[Note: operators]."""
-        packet = self.func.overloadpacket
-        if packet in flop_registry or packet in _GROUPED:
+        if self.packet in flop_registry or self.packet in _GROUPED:
             return Kind.MATRIX
-        if packet in _FUSABLE or _is_elementwise(self.func) or _is_random(self.func):
+        if self.packet in _FUSABLE or is_random or _is_elementwise(self.func):
             return Kind.FUSABLE
-        if packet in _REDUCTIONS:
+        if self.packet in _REDUCTIONS:
             return Kind.FUSABLE if self._reduces_rows() else Kind.REDUCTION
         return Kind.APART
 
     def _reduces_rows(self) -> bool:
         """Whether the last dimension, and no other, is reduced."""
-        given = _tensors(self.args)
-        dimensions = _named_arguments(self.func, self.args, self.kwargs).get("dim")
+        given, dimensions = _tensors(self.args), self._named().get("dim")
         if not given or given[0].ndim < 2 or dimensions is None:
             return False
-        num = given[0].ndim
-        reduced = {
-            one % num for one in ([dimensions] if isinstance(dimensions, int) else dimensions)
-        }
-        return reduced == {num - 1}
+        reduced = [dimensions] if isinstance(dimensions, int) else dimensions
+        return {one % given[0].ndim for one in reduced} == {given[0].ndim - 1}
 
-    def flops(self) -> float:
+    def _flops(self) -> float:
         """Arithmetic of a matrix operator."""
-        packet = self.func.overloadpacket
-        if packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
+        if self.packet in _ATTENTION or self.packet in _ATTENTION_BACKWARD:
             query, key, value = self._attended()
             pairs = math.prod(query.shape[:-1]) * key.shape[-2]
-            weights = (1, 1) if packet in _ATTENTION else (3, 2)
+            weights = (1, 1) if self.packet in _ATTENTION else (3, 2)
             return float(2 * pairs * (weights[0] * query.shape[-1] + weights[1] * value.shape[-1]))
-        if packet in _GROUPED:  # rows of the first, or what is summed over, fall into groups
+        if self.packet in _GROUPED:  # rows of the first, or what is summed over, fall into groups
             left, right = self.args[:2]
             columns = right.shape[-1] * (left.shape[0] if left.ndim == right.ndim == 3 else 1)
             return float(2 * math.prod(left.shape[-2:]) * columns)
-        formula: Any = flop_registry.get(packet)
-        if formula is None:
-            return 0.0
-        return float(formula(*self.args, **self.kwargs, out_val=self.result))
+        formula: Any = flop_registry.get(self.packet)
+        return float(formula(*self.args, **self.kwargs, out_val=self.result)) if formula else 0.0
 
-    def _attended(self) -> tuple[Tensor, Tensor, Tensor]:
-        named = _named_arguments(self.func, self.args, self.kwargs)
-        return named["query"], named["key"], named["value"]
+    def _attended(self) -> list[Tensor]:
+        named = self._named()
+        return [named[name] for name in ("query", "key", "value")]
 
-    def workspace_bytes(self) -> int:
+    def _workspace_bytes(self) -> int:
         """Memory that an operator takes for itself ([Note: attention])."""
-        if self.func.overloadpacket not in _ATTENTION_BACKWARD:
+        if self.packet not in _ATTENTION_BACKWARD:
             return 0
         query, key, value = self._attended()
         nbytes = query.numel() * torch.float32.itemsize
         if key.shape[1] < query.shape[1]:
-            share = query.shape[1] // key.shape[1]
-            nbytes += share * sum(t.numel() * t.element_size() for t in (key, value))
-        return int(nbytes)
+            nbytes += query.shape[1] // key.shape[1] * (key.nbytes + value.nbytes)
+        return nbytes
 
 
 def _is_elementwise(func: Any) -> bool:
     """Whether each element of the result comes from the same ones of the arguments."""
-    if torch.Tag.pointwise in func.tags:
-        return True
     name = func.overloadpacket.__name__
     if name.startswith("_foreach_"):
-        return "norm" not in name
-    out_of_place = getattr(_ATEN, name.removesuffix("_"), None) if name.endswith("_") else None
-    return out_of_place is not None and any(
-        torch.Tag.pointwise in getattr(out_of_place, overload).tags
-        for overload in out_of_place.overloads()
-    )
-
-
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+        return torch.Tag.pointwise in func.tags or "norm" not in name
+    found = [func]
+    if name.endswith("_"):  # in place: as the one out of place
+        packet = getattr(_ATEN, name.removesuffix("_"), None)
+        found += [getattr(packet, overload) for overload in packet.overloads()] if packet else []
+    return any(torch.Tag.pointwise in one.tags for one in found)
 
 
 @final
