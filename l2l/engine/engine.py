@@ -168,7 +168,7 @@ class Engine:
             optimizer=description,
             policy=policy,
             kernel=native,
-            budget=parse_budget(device_memory),
+            given_budget=parse_budget(device_memory),
             host=budget,
             share=world.share,
             compiled=compiler.is_on,

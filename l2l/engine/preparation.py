@@ -27,6 +27,7 @@ from l2l.model import (
     token_length,
     total_count,
 )
+from l2l.planner import Findings
 from l2l.schedule import OuterUnit
 
 logger = logging.getLogger("l2l")
@@ -195,9 +196,7 @@ class Preparation:
 
     def _make_plan(self, batch: Batches, outer: tuple[OuterUnit, ...]) -> None:
         trial, world = self.network.trial, self.resources.world
-        self.resources.planning.make(
-            batch,
-            rows=self.resources.microbatch_size,
+        found = Findings(
             outer=outer,
             usage=trial.usage,
             facts=self.network.outer.facts,
@@ -205,6 +204,7 @@ class Preparation:
             buffer_bytes=trial.resident_buffer_bytes(),
             draws_random_numbers=self.resources.compiler.draws_random_numbers,
         )
+        self.resources.planning.make(batch, found, rows=self.resources.microbatch_size)
         if world.is_parallel:  # all go by the plan of the one with most to do
             parts: list[Any] = [batch] if isinstance(batch, Mapping) else list(batch)
             number = sum(num_rows(one) * token_length(one) for one in parts)

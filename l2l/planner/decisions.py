@@ -137,13 +137,45 @@ class Decisions:
             )
         return replace(self, **choices)
 
+    def describe(self, num_layers: int, policy: UpdatePolicy) -> tuple[tuple[str, str], ...]:
+        """Choices for people."""
+        tail = "none: all layers are streamed"
+        if self.num_tail:
+            tail = f"the last {self.num_tail} of {num_layers} layers stay on the device"
+            if self.num_device_states:
+                tail += f", {self.num_device_states} of them with their optimizer state"
+        piece = f"in pieces of {self.piece_tokens:,} tokens" if self.piece_tokens else None
+        kept = f"{self.keep:.0%} of what a layer makes" if self.num_kept_cells else "nothing"
+        late = f"{self.num_late} units in the next step" if self.num_late else "none"
+        if policy is UpdatePolicy.JUST_IN_TIME:
+            late = "all to the next step"
+        updates = "by the host alone"
+        if self.num_shared:
+            updates = f"by the host; of {self.num_shared} layers by the device, state lent"
+        if self.halves:
+            updates += ", weights first and moments afterwards"
+            number = "layer" if self.num_whole == 1 else f"{self.num_whole} layers"
+            whole = [f"the last {number}"] if self.num_whole else []
+            whole += ["tables"] if self.whole_tables else []
+            updates += f" but for {' and '.join(whole)}" if whole else ""
+        around = "stays on the device with its state" if self.outer_state else "comes when needed"
+        return (
+            ("tail", tail),
+            ("epilogue", piece or "a microbatch at once"),
+            ("kept, not recomputed", kept),
+            ("updates left", late),
+            ("late updates", updates),
+            ("around the layers", around),
+            ("memory of the head", "shared with gradients" if self.shares_memory else "its own"),
+        )
+
 
 STATE_ON_HOST: Final = {"num_device_states": 0, "num_shared": 0, "outer_state": False}
 """Choices where all optimizer state stays in host memory: several ranks hold it together, or layers
 may be left out of a step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LedgerLine:
     """Bytes for one purpose in one place."""
 
@@ -153,7 +185,7 @@ class LedgerLine:
     phase: str = ALWAYS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ScalingPoint:
     """A step of so many devices, each with the rows of one."""
 

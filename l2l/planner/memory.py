@@ -80,7 +80,7 @@ class Memory:
         lines = [("device", *line) for line in self._device_lines(decisions)]
         lines += [("host", ALWAYS, *line) for line in self._host_lines(decisions)]
         return tuple(
-            LedgerLine(place=place, purpose=purpose, nbytes=nbytes, phase=phase)
+            LedgerLine(place, purpose, nbytes, phase)
             for place, phase, purpose, nbytes in lines
             if nbytes
         )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +20,16 @@ from l2l.model import (
     LayerInputs,
     Partition,
     Recording,
-    Walked,
     backward_layer,
     forward_layer,
     walk_layer,
 )
-from l2l.parameter_server import AdamW, HostOptimizer, Optimizer, UnitForm
+from l2l.parameter_server import HostOptimizer, Optimizer, UnitForm
 from l2l.planner.layer_cost import PassCost, count_kept_pass, count_pass
 from l2l.planner.problem import CostCurve, LayerCosts, UnitSize
 
 MANY_TOKENS = 8192  # enough for activations to outweigh gradients of weights
+Passes = tuple[PassCost, PassCost, PassCost, PassCost]  # as the fields of `LayerCosts`
 
 
 def unit_size(form: UnitForm) -> UnitSize:
@@ -45,56 +46,38 @@ def unit_size(form: UnitForm) -> UnitSize:
 
 def layer_costs(
     partition: Partition,
-    forms: Mapping[str, UnitForm],
+    forms: Sequence[UnitForm],
     recordings: Sequence[Recording],
     *,
     fused: bool,
 ) -> tuple[LayerCosts, ...]:
     """The costs of every layer, from recordings of one row and of two."""
     known: dict[str, LayerCosts] = {}
-    for index, structure in enumerate(partition.structures):
+    for index, (structure, form) in enumerate(zip(partition.structures, forms, strict=True)):
         if structure not in known:
-            form = forms[f"L{index}"]
-            counted = _count_some(partition, index, form, recordings, fused=fused)
-            lines = [
-                CostCurve(tuple((rows, passes[kind]) for rows, passes in counted.items()))
-                for kind in range(4)
-            ]
-            known[structure] = LayerCosts(*lines)
+            count = partial(_count_passes, partition, index, form, fused=fused)
+            known[structure] = _costs(count, form, recordings)
     return tuple(known[structure] for structure in partition.structures)
 
 
-def _count(
-    partition: Partition, index: int, form: UnitForm, recording: Recording, *, fused: bool
-) -> tuple[PassCost, PassCost, PassCost, PassCost]:
-    try:
-        return _count_passes(partition, index, form, recording, fused=fused)
-    except Exception:  # a layer whose code looks at values cannot be counted without any
-        return _rough_passes(form, recording)
-
-
-def _count_some(
-    partition: Partition,
-    index: int,
-    form: UnitForm,
-    recordings: Sequence[Recording],
-    *,
-    fused: bool,
-) -> dict[int, tuple[PassCost, ...]]:
-    """Costs for one row, for two, and where that can be told for many."""
+def _costs(
+    count: Callable[[Recording], Passes], form: UnitForm, recordings: Sequence[Recording]
+) -> LayerCosts:
+    """Costs from those for one row, for two, and where that can be told for many."""
     assert recordings[0].hidden is not None
-    length = math.prod(recordings[0].hidden.shape[:-1])
-    found: dict[int, tuple[PassCost, ...]] = {
-        rows: _count(partition, index, form, one, fused=fused)
-        for rows, one in enumerate(recordings, start=1)
-    }
-    many = -(-MANY_TOKENS // length)
-    if many > len(found):
+    counted: dict[int, Passes] = {}
+    for rows, recording in enumerate(recordings, start=1):
+        try:
+            counted[rows] = count(recording)
+        except Exception:  # a layer whose code looks at values cannot be counted without any
+            counted[rows] = _rough_passes(form, recording)
+    many = -(-MANY_TOKENS // math.prod(recordings[0].hidden.shape[:-1]))
+    if many > len(counted):
         # Not if the layer looks at values, or is told how many rows there are.
         with contextlib.suppress(Exception):
-            larger = _with_rows(recordings, many)
-            found[many] = _count_passes(partition, index, form, larger, fused=fused)
-    return found
+            counted[many] = count(_with_rows(recordings, many))
+    kinds = zip(*counted.values(), strict=True)
+    return LayerCosts(*(CostCurve(tuple(zip(counted, kind, strict=True))) for kind in kinds))
 
 
 def _with_rows(recordings: Sequence[Recording], number: int) -> Recording:
@@ -116,17 +99,15 @@ def _with_rows(recordings: Sequence[Recording], number: int) -> Recording:
 
 def _count_passes(
     partition: Partition, index: int, form: UnitForm, recording: Recording, *, fused: bool
-) -> tuple[PassCost, PassCost, PassCost, PassCost]:
+) -> Passes:
     assert recording.hidden is not None
-    hidden = recording.hidden.detach().to("meta")
-    fields = [
-        (field.name, field.shape, segment.dtype)
-        for segment in form.weight_layout.segments
-        for field in segment.fields
-    ]
+    hidden, layout = recording.hidden.detach().to("meta"), form.weight_layout
     inputs = LayerInputs(
         part=partition.layers[index],
-        tensors={name: torch.empty(s, dtype=d, device="meta") for name, s, d in fields},
+        tensors={
+            name: torch.empty(layout.shape_of(name), dtype=layout.dtype_of(name), device="meta")
+            for name in layout.names
+        },
         trained=form.trained.names,
         call=recording.calls[index],
         hidden=hidden,
@@ -136,20 +117,18 @@ def _count_passes(
         changes_input=partition.structures[index] in partition.changing_input,
     )
     gradient = torch.empty_like(hidden)
+    wanted: list[Tensor] = []
 
     def backward() -> list[Tensor | None]:
         found = backward_layer(inputs, gradient=gradient)
         return [found.hidden, *found.parameters.values()]
 
-    walked: list[Walked] = []
-
     def walk() -> Tensor:
-        walked.append(walk_layer(inputs))
-        return walked[0].output
+        walked = walk_layer(inputs)
+        wanted.extend(walked.wanted.values())
+        return walked.output
 
     def unwind(edge: GradientEdge) -> Any:
-        wanted = list(walked[0].wanted.values())
-        walked.clear()
         return torch.autograd.grad([edge], wanted, [gradient], allow_unused=True)
 
     plain = count_pass(lambda: forward_layer(inputs), fused=fused)
@@ -157,24 +136,21 @@ def _count_passes(
     return plain, again, *count_kept_pass(walk, unwind, fused=fused)
 
 
-def _rough_passes(
-    form: UnitForm, recording: Recording
-) -> tuple[PassCost, PassCost, PassCost, PassCost]:
+def _rough_passes(form: UnitForm, recording: Recording) -> Passes:
     """Costs as of a transformer layer of this size."""
     assert recording.hidden is not None
+    hidden = recording.hidden.nbytes
     tokens = math.prod(recording.hidden.shape[:-1])
-    hidden, parameters = recording.hidden.nbytes, form.weight_layout.numel
-    flops = 2.0 * parameters * tokens
+    flops = 2.0 * form.weight_layout.numel * tokens
 
-    def cost(passes: float, working: float, *, kept: float = 0.0) -> PassCost:
+    def cost(passes: int, working: int, *, kept: int = 0) -> PassCost:
         return PassCost(
             matrix_flops=passes * flops,
             moved_bytes=passes * 12 * hidden,
-            num_kernels=int(passes * 20),
-            working_bytes=int(working * hidden)
-            + (form.gradient_layout.nbytes if passes > 1 else 0),
+            num_kernels=passes * 20,
+            working_bytes=working * hidden + (form.gradient_layout.nbytes if passes > 1 else 0),
             output_bytes=hidden,
-            kept_bytes=int(kept * hidden),
+            kept_bytes=kept * hidden,
         )
 
     return cost(1, 12), cost(3, 34), cost(1, 24, kept=24), cost(2, 34)
@@ -182,26 +158,17 @@ def _rough_passes(
 
 def head_of(forms: Sequence[UnitForm]) -> tuple[int, int]:
     """Parameters in matrices of these units, and the widest output among them."""
-    shapes = [
-        field.shape
-        for form in forms
-        for segment in form.weight_layout.segments
-        for field in segment.fields
-        if len(field.shape) == 2
-    ]
-    return sum(math.prod(shape) for shape in shapes), max((shape[0] for shape in shapes), default=1)
+    layouts = [form.weight_layout for form in forms]
+    shapes = [layout.shape_of(name) for layout in layouts for name in layout.names]
+    shapes = [shape for shape in shapes if len(shape) == 2]
+    return sum(map(math.prod, shapes)), max((shape[0] for shape in shapes), default=1)
 
 
 def update_bytes(optimizer: Optimizer, form: UnitForm) -> float:
     """Host memory traffic of an update, for each parameter."""
-    if not isinstance(optimizer, HostOptimizer) or not form.trained.padded_numel:
-        return 0.0
     numel = form.trained.padded_numel
+    if not isinstance(optimizer, HostOptimizer) or not numel:
+        return 0.0
     changed = sum(form.bytes_by_kind().values()) - form.weight_layout.nbytes
     changed += form.trained.nbytes
     return (form.staging_layout.nbytes + 2.0 * changed) / numel
-
-
-def is_eight_bit(optimizer: Optimizer) -> bool:
-    """Whether the optimizer keeps 8-bit moments."""
-    return isinstance(optimizer, AdamW) and optimizer.moments == "8bit"
