@@ -27,7 +27,6 @@ from l2l.planner.cost_model import CostModel
 from l2l.planner.decisions import ALWAYS
 from l2l.planner.hardware import H200
 from l2l.planner.layer_cost import count_pass
-from l2l.planner.line_costs import simulate_step
 from l2l.planner.problem import Problem
 from l2l.planner.search import Candidate, find_plan
 
@@ -306,7 +305,7 @@ def test_faster_machines_are_faster_at_what_they_are_faster_at() -> None:
 def test_the_formula_and_the_simulation_agree(name: str) -> None:
     model = CostModel(problem_of(name), H200)
     for one in all_found(name):
-        simulated = simulate_step(model, one.decisions).seconds
+        simulated = model.simulate(one.decisions).seconds
         assert simulated == one.seconds
         assert model.estimate(one.decisions) == pytest.approx(simulated, rel=0.35)
 
@@ -327,13 +326,13 @@ def test_they_agree_on_choices_that_are_not_the_best_too(rows: int) -> None:
     ):
         decisions = Decisions(microbatch_tokens=rows * 1024, **choices)
         estimated = model.estimate(decisions)
-        simulated = simulate_step(model, decisions).seconds
+        simulated = model.simulate(decisions).seconds
         assert estimated == pytest.approx(simulated, rel=0.35), choices
 
 
 def update_seconds_of(model: CostModel, **choices: Any) -> float:
     """What the host does of layers before they are fetched, in a simulated step."""
-    spans = simulate_step(model, Decisions(microbatch_tokens=4096, **choices)).trace.spans
+    spans = model.simulate(Decisions(microbatch_tokens=4096, **choices)).trace.spans
     late = re.compile(r"update L\d+ host \w+ late( weights)?$")
     lines = [span for span in spans if late.match(span.text)]
     return sum(span.end - span.start for span in lines)
@@ -440,7 +439,7 @@ def test_hidden_states_stay_between_layers_where_there_is_room() -> None:
         for chosen in ({}, {"num_cells": 6})
     )
     assert found.decisions.num_tail < 24
-    assert found.decisions.num_cells == problem.num_microbatches(found.decisions) + 2
+    assert found.decisions.num_cells == found.decisions.num_microbatches(problem) + 2
     assert 0.99 * fewer.seconds < found.seconds <= fewer.seconds
 
 
@@ -449,7 +448,7 @@ def test_a_table_is_updated_at_once_where_its_moments_would_follow_its_weights()
     model = CostModel(replace(problem_of("exact"), num_rows=8), H200)
     in_two = Decisions(microbatch_tokens=4096, halves=True, num_late=4, num_whole=1)
     at_once = replace(in_two, whole_tables=True)
-    assert simulate_step(model, at_once).seconds < simulate_step(model, in_two).seconds
+    assert model.simulate(at_once).seconds < model.simulate(in_two).seconds
     problem, machine = problem_of("large"), replace(H200, host_rate=1.3 * H200.host_rate)
     made = find_plan(replace(problem, num_rows=8), machine, budget_bytes=8 * GIB, rows=None)
     assert made.decisions.halves
@@ -594,7 +593,7 @@ def test_devices_that_share_everything_are_as_fast_as_what_joins_them() -> None:
 
     def seconds(**world: float) -> float:
         own = replace(problem, together=Together(**world))
-        return simulate_step(CostModel(own, H200), decisions).seconds
+        return CostModel(own, H200).simulate(decisions).seconds
 
     alone, together = seconds(), seconds(num_ranks=8, per_host=8)
     assert together <= 1.01 * alone

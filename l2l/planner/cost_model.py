@@ -1,4 +1,4 @@
-"""How long a step lasts with some choices, by formula; `memory` says what they take.
+"""How long a step lasts with some choices, by formula and simulated; `memory` says what they take.
 
 [Note: rates] Seconds come from counted operations and measured rates. What no rate tells was
 measured once, on an H200 with the 3.2-billion-parameter shape, and stands below as constants:
@@ -8,15 +8,18 @@ plans for other shapes and budgets are predictions (docs/benchmarks.md compares)
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
+from typing import Final, Literal
 
 from l2l.parameter_server import UpdatePolicy
 from l2l.planner.decisions import Decisions
 from l2l.planner.hardware import Hardware
 from l2l.planner.memory import Memory
 from l2l.planner.problem import Problem, UnitSize
+from l2l.schedule import Action, Cost, Lane, Schedule, Shape, Simulation, make_schedule, simulate
 
 HEAD_EFFICIENCY = 0.95
 HEAD_SUM_BYTES = 9.0  # a parameter, to add a piece's gradient to that of the head
@@ -30,9 +33,23 @@ BUSY_MEMORY = 0.95  # of the optimizer's rate, that these reach together with th
 BUSY_LINK = 0.85  # of the link's rates while the host updates
 HALVES = {"weights": 0.72, "moments": 0.7}  # of an exact update's seconds
 EIGHT_BIT_HALVES = {"weights": 0.74, "moments": 0.7}
+# What a share of the results, the best of them, spares of the time to recompute all of them.
 SPARED = ((0.0, 0.0), (0.07, 0.37), (0.3, 0.5), (1.0, 1.0))
-"""What a share of the results, the best of them, spares of the time to recompute all of them."""
 PART_SECONDS = 5e-3  # that the host needs to submit a part of the epilogue
+MAX_LINES = 4000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
+NUM_REMEMBERED = 32  # schedules
+DEVICE_UPDATE_BYTES = 34.0  # of AdamW there, a parameter
+REVISE_BYTES = 150.0  # of Adafactor: about thirty operations one by one
+# Which way a kind of line copies a unit, and what of it.
+COPIED: Final[Mapping[str, tuple[Literal["in", "out"], tuple[str, ...]]]] = {
+    "fetch U": ("in", ("weight",)),
+    "fetch U.state:p": ("in", ("state",)),
+    "fetch U.all:p": ("in", ("weight", "staging", "state")),
+    "drain U": ("out", ("weight",)),
+    "drain U free": ("out", ("weight",)),
+    "drain U.grad": ("out", ("staging",)),
+    "drain U.all:p": ("out", ("weight", "state")),
+}
 
 
 def _spared(keep: float) -> float:
@@ -87,7 +104,7 @@ class CostModel:
 
     def epilogue_seconds(self, decisions: Decisions) -> float:
         """Of the tail and the epilogue for one microbatch."""
-        rows = self.problem.mean_rows(decisions)
+        rows = decisions.mean_rows(self.problem)
         pieces = decisions.piece_tokens, decisions.part_tokens
         return self._epilogue_seconds(*pieces, decisions.num_tail, rows)
 
@@ -153,7 +170,7 @@ class CostModel:
         problem, streamed = self.problem, self.memory.cut(decisions).streamed
         if not streamed:
             return 0.0
-        number = problem.num_microbatches(decisions)
+        number = decisions.num_microbatches(problem)
         values = problem.num_rows * problem.hidden_bytes
         moved = values * (1 if self._stays(decisions) else 2)
         moved += number * self.memory.kept_bytes(decisions) + streamed[0].weight_bytes
@@ -163,12 +180,12 @@ class CostModel:
 
     def _stays(self, decisions: Decisions) -> bool:
         """Whether hidden states stay on the device from layer to layer."""
-        return self.problem.num_microbatches(decisions) + 2 <= decisions.num_cells
+        return decisions.num_microbatches(self.problem) + 2 <= decisions.num_cells
 
     def estimate(self, decisions: Decisions) -> float:
         """Seconds of a step, by formula."""
         problem, cut = self.problem, self.memory.cut(decisions)
-        number, mean = problem.num_microbatches(decisions), problem.mean_rows(decisions)
+        number, mean = decisions.num_microbatches(problem), decisions.mean_rows(problem)
         each = self._streamed_seconds(cut.indices, decisions.kept_share, mean)
         forward, backward = (number * one for one in each)
         middle = number * self.epilogue_seconds(decisions)
@@ -218,7 +235,7 @@ class CostModel:
         late = min(1.0, decisions.num_late / max(1, len(cut.streamed)))  # only these are in two
         weights = self.update_seconds(late * in_two, half="weights")
         moments = self.update_seconds(late * in_two, half="moments")
-        middle = problem.num_microbatches(decisions) * self.epilogue_seconds(decisions)
+        middle = decisions.num_microbatches(problem) * self.epilogue_seconds(decisions)
         moments = max(0.0, moments - middle)  # there the host has nothing else to do
         rest = self.update_seconds((1 - late) * in_two, beside=beside)
         return at_once + weights + moments + rest, 0.0
@@ -238,11 +255,122 @@ class CostModel:
         if problem.policy is not UpdatePolicy.EAGER or not streamed:
             return decisions
         host = self.update_seconds(streamed[0].num_trained)
-        mean = problem.mean_rows(decisions)
+        mean = decisions.mean_rows(problem)
         backward = self.backward_seconds(0, decisions.kept_share, mean)
-        device = problem.num_microbatches(decisions) * backward
+        device = decisions.num_microbatches(problem) * backward
         done = len(streamed) if host <= device else int(len(streamed) * device / host)
         room = problem.host_limit_bytes - self.memory.host_bytes(decisions)
         most = max(0, room) // max(1, self.memory.largest_staged)
         late = min(len(streamed) - done, most)
         return replace(decisions, num_late=late + self.memory.num_before) if late else decisions
+
+    def simulate(self, decisions: Decisions) -> Simulation:
+        """A step, line by line, in the middle of a run."""
+        problem, hardware = self.problem, self.hardware
+        number = decisions.num_microbatches(problem)
+        lines = len(problem.layers) * 6  # for each microbatch
+        fewer = max(2, MAX_LINES // lines) if number * lines > MAX_LINES else number
+        shape = decisions.shape(
+            num_microbatches=fewer,
+            trains=[bool(unit.num_trained) for unit in problem.layers],
+            outer=tuple(decisions.outer_unit(unit) for unit, _ in problem.outer),
+            update=problem.policy,
+        )
+        shape = replace(
+            shape,
+            pending=shape.late_units,
+            held=frozenset(shape.on_device),
+            parallel=problem.together.num_ranks > 1,
+        )
+        return simulate(
+            _schedule_of(shape),
+            _LineCosts(self, decisions, scale=number / fewer),
+            fetch_rate=hardware.fetch_rate * self.busy_link,
+            drain_rate=hardware.drain_rate * self.busy_link,
+            both_ways_rate=hardware.both_ways_rate * self.busy_link,
+        )
+
+
+@lru_cache(maxsize=NUM_REMEMBERED)
+def _schedule_of(shape: Shape) -> Schedule:
+    """Many choices are not in the shape, and plans for other budgets meet the same shapes."""
+    return make_schedule(shape)
+
+
+class _LineCosts:
+    """What a line costs."""
+
+    def __init__(self, model: CostModel, decisions: Decisions, *, scale: float) -> None:
+        problem = model.problem
+        self._model, self._problem, self._decisions = model, problem, decisions
+        self._scale = scale  # microbatches that one line stands for
+        self._mean = decisions.mean_rows(problem)
+        self._beside = model.beside_forward(decisions)
+        self._streamed = {f"L{i}" for i in range(len(problem.layers) - decisions.num_tail)}
+        self._sizes = {f"L{i}": unit for i, unit in enumerate(problem.layers)}
+        self._sizes |= {unit.name: size for unit, size in problem.outer}
+        self._value_bytes = {
+            "k": model.memory.kept_bytes(decisions),
+            "r": problem.recorded_bytes * self._mean,
+            "e": problem.looked_up_bytes * self._mean,
+            "x": problem.looked_up_bytes * self._mean,
+        }
+
+    def __call__(self, action: Action) -> Cost:
+        """The cost of one line."""
+        if action.lane in (Lane.STASH, Lane.UNSTASH):
+            hidden = self._problem.hidden_bytes * self._mean
+            nbytes = int(self._scale * self._value_bytes.get(action.value[:1], hidden))
+            return Cost(link="out" if action.lane is Lane.STASH else "in", nbytes=nbytes)
+        size = self._sizes.get(action.unit)
+        if size is not None and action.kind in COPIED:
+            way, parts = COPIED[action.kind]
+            nbytes = sum(getattr(size, f"{part}_bytes") for part in parts)
+            nbytes //= self._problem.together.num_shares
+            return Cost(link=way, nbytes=nbytes // self._num_pieces(action))
+        if action.lane is Lane.UPDATE:
+            return Cost(self._host_seconds(action, size))
+        if action.lane in (Lane.GATHER, Lane.REDUCE):
+            return Cost(self._collective_seconds(action, size))
+        return Cost(self._device_seconds(action, size))
+
+    def _num_pieces(self, action: Action) -> int:
+        return 1 if action.piece is None else self._decisions.num_pieces
+
+    def _device_seconds(self, action: Action, size: UnitSize | None) -> float:
+        model, verb = self._model, action.verb
+        if verb == "loss":
+            return self._scale * model.epilogue_seconds(self._decisions)
+        if verb in ("forward", "backward") and size is None:
+            return self._scale * PROLOGUE_SECONDS
+        if verb == "forward":
+            return self._scale * model.pass_seconds(action.layer, "forward", self._mean)
+        if verb == "backward":
+            keep = self._decisions.kept_share
+            return self._scale * model.backward_seconds(action.layer, keep, self._mean)
+        if size is not None and verb == "update":
+            each = REVISE_BYTES if action.kind == "update U device" else DEVICE_UPDATE_BYTES
+            return size.num_trained * each / model.hardware.memory_rate / self._num_pieces(action)
+        return 0.0
+
+    def _collective_seconds(self, action: Action, size: UnitSize | None) -> float:
+        world = self._problem.together
+        if size is None:  # a few numbers
+            return world.reduce_seconds(0.0)
+        if action.lane is Lane.GATHER:
+            return world.gather_seconds(size.weight_bytes)
+        return world.reduce_seconds(size.gradient_bytes)
+
+    def _host_seconds(self, action: Action, size: UnitSize | None) -> float:
+        if action.verb in ("lookup", "collect"):
+            looked_up = self._scale * self._mean * self._problem.looked_up_bytes / HOST_COPY_RATE
+            return looked_up if action.verb == "lookup" else 2 * looked_up
+        if size is None or action.verb != "update":
+            return 0.0
+        half = next((half for half in HALVES if action.kind.endswith(half)), None)
+        if action.microbatch is not None:  # the rows that it looks up
+            whole = self._model.looked_up_seconds(size, half)
+            return self._scale * whole / self._decisions.num_microbatches(self._problem)
+        is_before_forward = "late" in action.kind and half != "moments"
+        beside = self._beside if is_before_forward and action.unit in self._streamed else 0.0
+        return self._model.update_seconds(size.num_trained, half=half, beside=beside)

@@ -46,24 +46,15 @@ class Hardware:
     device_name: str
     device_bytes: int
     num_threads: int
-    fetch_rate: float
-    """Bytes from the host, while nothing goes there."""
-    drain_rate: float
-    """Bytes to the host, while nothing comes from there."""
-    both_ways_rate: float
-    """Bytes in each direction while both are busy."""
-    matrix_rate: float
-    """Floating-point operations of large 16-bit matrix products."""
-    single_rate: float
-    """Of float32 ones, in the precision that torch is set to."""
-    memory_rate: float
-    """Bytes read and written by a large elementwise operation on the device."""
-    launch_seconds: float
-    """That the host needs to submit a small operation."""
-    host_rate: float
-    """Bytes read and written by exact AdamW on the host."""
-    eight_bit_rate: float
-    """Parameters updated on the host with 8-bit moments."""
+    fetch_rate: float  # bytes from the host, while nothing goes there
+    drain_rate: float  # bytes to the host, while nothing comes from there
+    both_ways_rate: float  # bytes in each direction while both are busy
+    matrix_rate: float  # floating-point operations of large 16-bit matrix products
+    single_rate: float  # of float32 ones, in the precision that torch is set to
+    memory_rate: float  # bytes read and written by a large elementwise operation on the device
+    launch_seconds: float  # that the host needs to submit a small operation
+    host_rate: float  # bytes read and written by exact AdamW on the host
+    eight_bit_rate: float  # parameters updated on the host with 8-bit moments
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float)}
@@ -155,11 +146,7 @@ _SMALL = _Sizes(1 << 20, 4, 128, 1, 1 << 20, 2, 100_000)
 
 
 def known_hardware(
-    device: Device,
-    kernel: HostKernel | None,
-    *,
-    room: int | None = None,
-    folder: Path | None = None,
+    device: Device, kernel: HostKernel | None, *, room: int | None = None
 ) -> Hardware:
     """The facts of this machine, from a file if it was measured before.
 
@@ -167,13 +154,14 @@ def known_hardware(
         device: whose.
         kernel: the native optimizer; None measures the readable one.
         room: device memory that measuring may take.
-        folder: of the file; None is `~/.cache/l2l`.
     """
+    level = "no kernel" if kernel is None else kernel.level
+    machine = f"{device.name} torch {torch.__version__} {torch.get_num_threads()} threads {level}"
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", machine).strip("-").lower()
     try:
-        folder = Path.home() / ".cache" / "l2l" if folder is None else folder
+        path = Path.home() / ".cache" / "l2l" / f"hardware-{name}.json"
     except RuntimeError:  # nobody's home
         return probe(device, kernel, room=room)
-    path = folder / f"hardware-{_machine_name(device, kernel)}.json"
     with contextlib.suppress(OSError, ValueError):
         known = Hardware.of_json(path.read_text())
         if known.device_bytes == device.total_bytes():
@@ -184,16 +172,6 @@ def known_hardware(
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, found.to_json(), shared=True)
     return found
-
-
-def _machine_name(device: Device, kernel: HostKernel | None) -> str:
-    words = (
-        device.name,
-        f"torch {torch.__version__}",
-        f"{torch.get_num_threads()} threads",
-        "no kernel" if kernel is None else kernel.level,
-    )
-    return re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(words)).strip("-").lower()
 
 
 def probe(device: Device, kernel: HostKernel | None, *, room: int | None = None) -> Hardware:

@@ -74,16 +74,13 @@ MAX_KERNELS = 1000  # that are looked at at all
 class PassCost:
     """What one pass costs."""
 
-    matrix_flops: float
-    """Matrix products, convolutions and attention."""
+    matrix_flops: float  # matrix products, convolutions and attention
+    # read and written by everything else, and by matrix products too small to hide theirs
     moved_bytes: float
-    """Read and written by everything else, and by matrix products too small to hide theirs."""
     num_kernels: int
-    working_bytes: int
-    """Most memory alive at once, beyond inputs; outputs included."""
+    working_bytes: int  # most memory alive at once, beyond inputs; outputs included
     output_bytes: int
-    kept_bytes: int
-    """Alive afterwards besides the outputs: what a later backward pass needs."""
+    kept_bytes: int  # alive afterwards besides the outputs: what a later backward pass needs
 
     def seconds(self, hardware: Hardware) -> float:
         """How long it takes on a machine."""

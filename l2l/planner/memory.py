@@ -91,7 +91,7 @@ class Memory:
 
     def _lasting_lines(self, decisions: Decisions) -> Iterator[tuple[str, str, int]]:
         """What is there in every phase, or may be."""
-        problem, cut, rows = self._problem, self.cut(decisions), self._problem.rows(decisions)
+        problem, cut, rows = self._problem, self.cut(decisions), decisions.rows(self._problem)
         slots = min(decisions.num_slots, len(cut.streamed))
         yield ALWAYS, "weight slots", slots * cut.largest_weight
         yield ALWAYS, "tail: weights", cut.tail_weights
@@ -99,7 +99,7 @@ class Memory:
         yield ALWAYS, "tail: optimizer state", self._state_bytes(decisions)
         cell = max(problem.hidden_bytes, problem.looked_up_bytes) * rows
         yield ALWAYS, "boundary cells", decisions.num_cells * cell
-        number = decisions.num_recorded_cells(problem.num_microbatches(decisions))
+        number = decisions.num_recorded_cells(decisions.num_microbatches(problem))
         yield ALWAYS, "recorded arguments", number * problem.recorded_bytes * rows
         yield ALWAYS, "kept results", decisions.num_kept_cells * self.kept_bytes(decisions)
         if decisions.num_shared:
@@ -119,7 +119,7 @@ class Memory:
 
     def _passing_lines(self, decisions: Decisions) -> Iterator[tuple[str, str, int]]:
         """What comes and goes."""
-        problem, cut, rows = self._problem, self.cut(decisions), self._problem.rows(decisions)
+        problem, cut, rows = self._problem, self.cut(decisions), decisions.rows(self._problem)
         head = [size for unit, size in problem.outer if unit.passes and not decisions.outer_state]
         head_weights = sum(size.weight_bytes for size in head)
         shares = decisions.shares_memory
@@ -164,10 +164,10 @@ class Memory:
         return sum(one.kept_bytes + one.output_bytes for one in kept), last - kept[-1].kept_bytes
 
     def _host_lines(self, decisions: Decisions) -> Iterator[tuple[str, int]]:
-        problem, rows = self._problem, self._problem.rows(decisions)
+        problem, rows = self._problem, decisions.rows(self._problem)
         num_streamed = len(problem.layers) - decisions.num_tail
         yield "parameter server", problem.server_bytes - self._state_bytes(decisions)
-        number = problem.num_microbatches(decisions)
+        number = decisions.num_microbatches(problem)
         values = num_streamed + 1 if num_streamed else 0
         yield "stash", values * number * problem.hidden_bytes * rows
         yield "stash: kept results", num_streamed * number * self.kept_bytes(decisions)
@@ -193,5 +193,5 @@ class Memory:
         layers = self.cut(decisions).indices
         if not decisions.kept_share or not layers:
             return 0
-        largest = self._largest("kept_forward", layers, self._problem.rows(decisions))
+        largest = self._largest("kept_forward", layers, decisions.rows(self._problem))
         return int(largest.kept_bytes * decisions.keep)

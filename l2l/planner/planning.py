@@ -38,7 +38,6 @@ from l2l.parameter_server import (
 from l2l.planner.cost_model import CostModel
 from l2l.planner.decisions import STATE_ON_HOST, Decisions, LedgerLine, Plan, ScalingPoint
 from l2l.planner.hardware import Hardware, known_hardware
-from l2l.planner.line_costs import simulate_step
 from l2l.planner.problem import Problem, Together
 from l2l.planner.search import Candidate, DoesNotFitError, find_plan
 from l2l.planner.survey import head_of, layer_costs, unit_size, update_bytes
@@ -51,9 +50,9 @@ logger = logging.getLogger("l2l")
 FREE_SHARE = 0.9  # of free device memory that is used if the user names no budget
 MIN_KEPT_BACK = 32 << 20  # of a budget, once a plan has turned out too tight
 NUM_MARKS = 4  # steps after which prediction and measurement are compared
+# For each logit of a piece: values of its own type and float32 values that are there at once, bytes
+# that the loss reads and writes.
 LOGITS = {"plain": (1.0, 3.1, 40.0), "put off": (1.0, 1.1, 40.0), "compiled": (1.05, 0.0, 10.0)}
-"""For each logit of a piece: values of its own type and float32 values that are there at once,
-bytes that the loss reads and writes."""
 
 
 def parse_budget(device_memory: int | str | None) -> int | None:
@@ -79,9 +78,9 @@ class Findings:
     facts: OuterFacts
     record: Callable[[Microbatch], Recording]
     buffer_bytes: int
+    # such layers keep none of their results: the rest might not be computed again as it was ([Note:
+    # random numbers] in compiled_layer.py)
     draws_random_numbers: bool
-    """Such layers keep none of their results: the rest might not be computed again as it was
-    ([Note: random numbers] in compiled_layer.py)."""
 
 
 @final
@@ -310,7 +309,7 @@ class Planning:
                     for unit, size in problem.outer
                 )
                 own, decisions = replace(own, outer=outer), decisions.override(STATE_ON_HOST)
-            run = simulate_step(CostModel(own, self.hardware), decisions)
+            run = CostModel(own, self.hardware).simulate(decisions)
             share = problem.server_bytes // world.num_shares
             points.append(ScalingPoint(world.num_ranks, run.seconds, run.bound, share))
         return tuple(points)

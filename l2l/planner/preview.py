@@ -238,9 +238,9 @@ def _tensors(form: UnitForm) -> dict[str, Tensor]:
     }
 
 
+# What takes least memory: on the host a straight line in the number of layers, constant on the
+# device.
 STREAMED = {**STATE_ON_HOST, "num_tail": 0, "num_late": 0, "keep": 0.0, "num_kept_cells": 0}
-"""What takes least memory: on the host a straight line in the number of layers, constant on the
-device."""
 
 
 def largest_model(

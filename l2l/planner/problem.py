@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from l2l.parameter_server import UpdatePolicy
-from l2l.planner.decisions import Decisions
 from l2l.planner.layer_cost import PassCost
 from l2l.schedule import OuterUnit
 
@@ -88,8 +87,8 @@ class Together:
     per_host: int = 1  # at most
     near_rate: float = math.inf  # bytes/s in and out of a device, from and to others of its host
     far_rate: float = math.inf  # the same across hosts
+    # of a host, beside that of one device as it was measured. None: as many times as devices.
     host_speed: float | None = None
-    """Of a host, beside that of one device as it was measured. None: as many times as devices."""
 
     @property
     def num_shares(self) -> int:
@@ -148,15 +147,3 @@ class Problem:
     server_bytes: int  # of the parameter server, on the host
     host_limit_bytes: int
     together: Together = Together()
-
-    def rows(self, decisions: Decisions) -> int:
-        """Of a microbatch."""
-        return max(1, decisions.microbatch_tokens // self.length)
-
-    def num_microbatches(self, decisions: Decisions) -> int:
-        """Of a step."""
-        return -(-self.num_rows // self.rows(decisions))
-
-    def mean_rows(self, decisions: Decisions) -> float:
-        """Of the microbatches of a step."""
-        return self.num_rows / self.num_microbatches(decisions)

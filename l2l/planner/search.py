@@ -23,7 +23,6 @@ from l2l.parameter_server import UpdatePolicy
 from l2l.planner.cost_model import CostModel
 from l2l.planner.decisions import Decisions, LedgerLine
 from l2l.planner.hardware import Hardware
-from l2l.planner.line_costs import simulate_step
 from l2l.planner.problem import Problem
 from l2l.schedule import NUM_LENT
 
@@ -122,10 +121,10 @@ class _Search:
 
     def _simulate(self, decisions: Decisions) -> Candidate:
         self._num_simulated += 1
-        simulation = simulate_step(self._model, decisions)
+        simulation = self._model.simulate(decisions)
         return Candidate(
             decisions=decisions,
-            rows=self._problem.rows(decisions),
+            rows=decisions.rows(self._problem),
             ledger=self._memory.ledger(decisions),
             seconds=simulation.seconds,
             bound=simulation.bound,
@@ -193,7 +192,7 @@ class _Search:
 
     def _many_cells(self, decisions: Decisions) -> int:
         """Cells in which the hidden states of all microbatches stay for a while."""
-        return self._problem.num_microbatches(decisions) + 2
+        return decisions.num_microbatches(self._problem) + 2
 
     def _tails(self, start: Decisions) -> Iterator[Decisions]:
         """The same with tails of any length, and with kept results."""
@@ -352,7 +351,7 @@ class _Search:
         return (
             f"the step needs {format_bytes(needed)} of device memory, found a budget of "
             f"{format_bytes(self._budget_bytes)}. The least was found with microbatches of "
-            f"{self._problem.rows(least)} row(s) of {self._problem.length} positions; most of it: "
+            f"{least.rows(self._problem)} row(s) of {self._problem.length} positions; most of it: "
             f"{largest}. Give device_memory='{math.ceil(needed / 2**20)}MiB' or more, or shorter "
             "rows."
         )

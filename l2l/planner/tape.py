@@ -85,8 +85,8 @@ class Operation:
     numel: int
     flops: float
     workspace_bytes: int
+    # of a kernel: for each value, how many of the results depend on it
     readers: dict[int, int] = field(default_factory=dict)
-    """Of a kernel: for each value, how many of the results depend on it."""
 
     def moved_bytes(self) -> float:
         """Bytes read and written, those that do not pass under matrix arithmetic."""
