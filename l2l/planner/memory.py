@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
@@ -68,12 +69,11 @@ class Memory:
 
     def most_states(self, decisions: Decisions, limit: float) -> int:
         """How many layers of the tail may have their optimizer state on the device."""
-        low, high = 0, decisions.num_tail
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self.peak_bytes(replace(decisions, num_device_states=middle)) <= limit
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+
+        def peak_bytes(number: int) -> int:
+            return self.peak_bytes(replace(decisions, num_device_states=number))
+
+        return bisect_right(range(1, decisions.num_tail + 1), limit, key=peak_bytes)
 
     def ledger(self, decisions: Decisions) -> tuple[LedgerLine, ...]:
         """What goes where."""
@@ -86,11 +86,7 @@ class Memory:
         )
 
     def _device_lines(self, decisions: Decisions) -> Iterator[tuple[str, str, int]]:
-        yield from self._lasting_lines(decisions)
-        yield from self._passing_lines(decisions)
-
-    def _lasting_lines(self, decisions: Decisions) -> Iterator[tuple[str, str, int]]:
-        """What is there in every phase, or may be."""
+        """What is there in every phase, then what comes and goes."""
         problem, cut, rows = self._problem, self.cut(decisions), decisions.rows(self._problem)
         slots = min(decisions.num_slots, len(cut.streamed))
         yield ALWAYS, "weight slots", slots * cut.largest_weight
@@ -116,9 +112,9 @@ class Memory:
         yield ALWAYS, "around the layers: gradients", sum(size.gradient_bytes for size in staying)
         if decisions.outer_state:
             yield ALWAYS, "around the layers: state", sum(size.state_bytes for size in staying)
+        yield from self._passing_lines(decisions)
 
     def _passing_lines(self, decisions: Decisions) -> Iterator[tuple[str, str, int]]:
-        """What comes and goes."""
         problem, cut, rows = self._problem, self.cut(decisions), decisions.rows(self._problem)
         head = [size for unit, size in problem.outer if unit.passes and not decisions.outer_state]
         head_weights = sum(size.weight_bytes for size in head)

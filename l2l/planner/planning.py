@@ -15,15 +15,7 @@ import torch
 
 from l2l.device import Device, format_bytes, parse_bytes
 from l2l.distributed import Share
-from l2l.model import (
-    Microbatch,
-    Partition,
-    Recording,
-    num_rows,
-    take_rows,
-    token_length,
-    trial_batch,
-)
+from l2l.model import Partition, Recording, num_rows, take_rows, token_length, trial_batch
 from l2l.parameter_server import (
     AdamW,
     HostBudget,
@@ -38,9 +30,8 @@ from l2l.parameter_server import (
 from l2l.planner.cost_model import CostModel
 from l2l.planner.decisions import STATE_ON_HOST, Decisions, LedgerLine, Plan, ScalingPoint
 from l2l.planner.hardware import Hardware, known_hardware
-from l2l.planner.problem import Problem, Together
+from l2l.planner.problem import Problem, Together, head_of, layer_costs, unit_size, update_bytes
 from l2l.planner.search import Candidate, DoesNotFitError, find_plan
-from l2l.planner.survey import head_of, layer_costs, unit_size, update_bytes
 from l2l.run import OuterFacts
 from l2l.schedule import OuterUnit
 from l2l.trial import Usage
@@ -76,7 +67,7 @@ class Findings:
     outer: tuple[OuterUnit, ...]
     usage: Mapping[str, Usage]
     facts: OuterFacts
-    record: Callable[[Microbatch], Recording]
+    record: Callable[[dict[str, Any]], Recording]
     buffer_bytes: int
     # such layers keep none of their results: the rest might not be computed again as it was ([Note:
     # random numbers] in compiled_layer.py)

@@ -19,15 +19,7 @@ from torch import Tensor, nn
 
 from l2l.device import num_devices, open_device
 from l2l.distributed import Share
-from l2l.model import (
-    FakeWeights,
-    Microbatch,
-    Partition,
-    Readers,
-    Recording,
-    fake_weight,
-    trial_batch,
-)
+from l2l.model import FakeWeights, Partition, Readers, Recording, fake_weight, trial_batch
 from l2l.parameter_server import (
     NUM_STAGING,
     HostBudget,
@@ -183,7 +175,7 @@ def _look_at(planning: Planning, batch: Mapping[str, Any]) -> Findings:
         part.bind(_tensors(forms[f"L{index}"]))
         return part.module(*args, **kwargs)
 
-    def record(microbatch: Microbatch) -> Recording:
+    def record(microbatch: dict[str, Any]) -> Recording:
         with torch.no_grad(), FakeWeights():
             return partition.prologue(_with_values(microbatch), learn=run_layer)
 

@@ -96,6 +96,7 @@ class _Search:
         self._model, self._memory, self._problem = model, model.memory, model.problem
         self._budget_bytes, self._limit = budget_bytes, budget_bytes * (1 - SLACK)
         self._chosen = {k: v for k, v in chosen.items() if k != "microbatch_tokens"}
+        self._has_tables = any(one.looked_up and one.trained for one, _ in model.problem.outer)
         self._num_simulated = 0
 
     def run(self, rows: int | None) -> Candidate:
@@ -176,17 +177,13 @@ class _Search:
                 pieces += [one for one in PIECES if smallest <= one < start.microbatch_tokens]
             many = self._many_cells(start)
             cells = sorted({default, many}) if many <= MAX_CELLS else [default]
+            cells = [max(default, number) for number in cells]
             num_fitting = 0
             for piece in pieces:
                 if num_fitting >= MAX_PIECES:
                     break  # smaller ones are only slower
-                for shares, num_cells in product((False, True), cells):
-                    one = replace(
-                        start,
-                        piece_tokens=piece,
-                        shares_memory=shares,
-                        num_cells=max(num_cells, default),
-                    )
+                for shares, cell in product((False, True), cells):
+                    one = replace(start, piece_tokens=piece, shares_memory=shares, num_cells=cell)
                     num_fitting += self._fits(one)
                     yield from self._tails(one)
 
@@ -264,10 +261,6 @@ class _Search:
             streamed = len(problem.layers) - start.num_tail if late else 0
             for number in sorted({int(share * streamed) for share in WHOLE}):
                 yield replace(start, halves=True, num_whole=number)
-
-    @property
-    def _has_tables(self) -> bool:
-        return any(unit.looked_up and unit.trained for unit, _ in self._problem.outer)
 
     def _simulated(self, ranked: list[Decisions]) -> Candidate:
         """The best of candidates, by simulation; those that can hardly be it are not simulated.

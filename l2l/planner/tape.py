@@ -138,9 +138,10 @@ class Tape(TorchDispatchMode):
         call = _Call(func, args, kwargs, result)
         for tensor in call.changed():
             before = self._value_of(tensor)
-            if func.overloadpacket in _OVERWRITING and _covers_its_storage(tensor):
+            storage = tensor.untyped_storage()
+            if func.overloadpacket in _OVERWRITING and tensor.nbytes == storage.nbytes():
                 reads.pop(before, None)
-            self._value_in[tensor.untyped_storage()._cdata] = len(self.buffer_of)
+            self._value_in[storage._cdata] = len(self.buffer_of)
             self.buffer_of.append(self.buffer_of[before])
             self._look_at(tensor, len(self.buffer_of) - 1, writes)
         if writes:
@@ -151,8 +152,8 @@ class Tape(TorchDispatchMode):
 
     def _look_at(self, tensor: Tensor, value: int, total: dict[int, int]) -> None:
         """Add the bytes of a tensor; no more than its buffer has."""
-        nbytes = total.get(value, 0) + tensor.numel() * tensor.element_size()
-        total[value] = min(nbytes, self.nbytes([self.buffer_of[value]]))
+        most = self.buffers[self.buffer_of[value]].nbytes
+        total[value] = min(total.get(value, 0) + tensor.nbytes, most)
 
     def nbytes(self, buffers: Iterable[int]) -> int:
         """Of buffers."""
@@ -200,10 +201,6 @@ class Tape(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _covers_its_storage(tensor: Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 @final
