@@ -176,12 +176,8 @@ class _Fusion:
     def _needed(self) -> list[Operation]:
         """Operators on which something depends that outlives its phase."""
         tape = self._tape
-        alive = self._outputs | tape.phases[-1].alive
-        needed = {
-            value
-            for value in self._final
-            if tape.buffer_of[value] in alive or tape.buffers[tape.buffer_of[value]].is_input
-        }
+        outlives = self._outputs | tape.phases[-1].alive | tape.inputs
+        needed = {value for value in self._final if tape.buffer_of[value] in outlives}
         kept = []
         for operation in reversed(tape.operations):
             if needed.intersection(operation.writes):
@@ -206,7 +202,7 @@ class _Fusion:
         found: dict[int, int] = {}
         for value, nbytes in reads.items():
             for source, looked_at in self._sources.get(value, {value: nbytes}).items():
-                most = self._tape.nbytes([self._tape.buffer_of[source]])
+                most = self._tape.sizes[self._tape.buffer_of[source]]
                 found[source] = min(found.get(source, 0) + looked_at, most)
         return found
 
@@ -216,7 +212,7 @@ class _Fusion:
         return (
             (buffer in self._outputs and value in self._final)
             or operation.is_random
-            or self._tape.buffers[buffer].is_input
+            or buffer in self._tape.inputs
             or Kind.MATRIX in readers
             or Kind.APART in readers
             or len(sources) > (MAX_SHARED_SOURCES if len(readers) > 1 else MAX_SOURCES)
@@ -250,7 +246,7 @@ class _Fusion:
         for index, kernel in enumerate(self.kernels):
             for value in (*kernel.reads, *kernel.writes):
                 touched.setdefault(self._tape.buffer_of[value], []).append(index)
-        return {b: k for b, k in touched.items() if not self._tape.buffers[b].is_input}
+        return {b: k for b, k in touched.items() if b not in self._tape.inputs}
 
     def _freed(self, touched: Mapping[int, list[int]]) -> dict[int, list[int]]:
         """For each kernel the buffers that nothing needs after it."""
@@ -272,8 +268,8 @@ class _Fusion:
             return 0
         tape = self._tape
         once = {tape.buffer_of[value] for value, number in kernel.readers.items() if number == 1}
-        sizes = Counter(tape.buffers[buffer].nbytes for buffer in dying if buffer in once)
-        sizes &= Counter(tape.buffers[buffer].nbytes for buffer in born)
+        sizes = Counter(tape.sizes[buffer] for buffer in dying if buffer in once)
+        sizes &= Counter(tape.sizes[buffer] for buffer in born)
         return sum(sizes.elements())
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, final
@@ -84,15 +84,15 @@ class Planning:
 
     partition: Partition
     forms: Mapping[str, UnitForm]
-    device: Device | None
     optimizer: Optimizer
     policy: UpdatePolicy
-    kernel: HostKernel | None
     given_budget: int | None
     host: HostBudget
-    share: Share
     compiled: bool
     overrides: Mapping[str, Any]
+    device: Device | None = None
+    kernel: HostKernel | None = None
+    share: Share = field(default_factory=Share)
     hardware: Hardware | None = None
 
     def __post_init__(self) -> None:

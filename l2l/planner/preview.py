@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from l2l.device import num_devices, open_device
-from l2l.distributed import Share
 from l2l.model import FakeWeights, Partition, Readers, Recording, fake_weight, trial_batch
 from l2l.parameter_server import (
     NUM_STAGING,
@@ -122,13 +121,10 @@ def plan(
     planning = Planning(
         partition=partition,
         forms={form.name: form for form in forms},
-        device=None,
         optimizer=description,
         policy=policy,
-        kernel=None,
         given_budget=parse_budget(device_memory) or int(FREE_SHARE * hardware.device_bytes),
         host=host,
-        share=Share(),
         compiled=compile,
         overrides=overrides or {},
         hardware=hardware,
@@ -211,14 +207,13 @@ def _look_at(planning: Planning, batch: Mapping[str, Any]) -> Findings:
 
 def _with_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same with tensors on the CPU; zeros for one that has no values."""
-    found = dict(values)
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            is_absent = value.is_meta
-            found[name] = (
-                torch.zeros_like(value, device="cpu") if is_absent else value.detach().cpu()
-            )
-    return found
+
+    def with_values(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.zeros_like(value, device="cpu") if value.is_meta else value.detach().cpu()
+
+    return {name: with_values(value) for name, value in values.items()}
 
 
 def _tensors(form: UnitForm) -> dict[str, Tensor]:

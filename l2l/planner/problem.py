@@ -22,7 +22,8 @@ from l2l.schedule import OuterUnit
 COLLECTIVE_SECONDS = 30e-6  # that ranks need to begin to talk
 MANY_TOKENS = 8192  # enough for activations to outweigh gradients of weights
 MEMORY = ("working_bytes", "output_bytes", "kept_bytes")  # of a `PassCost`
-Passes = tuple[PassCost, PassCost, PassCost, PassCost]  # as the fields of `LayerCosts`
+ROUGH = ((1, 12, 0), (3, 34, 0), (1, 24, 24), (2, 34, 0))  # passes; hidden states at work; kept
+Passes = tuple[PassCost, ...]  # as the fields of `LayerCosts`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,21 +270,19 @@ def _count_passes(
 def _rough_passes(form: UnitForm, recording: Recording) -> Passes:
     """Costs as of a transformer layer of this size."""
     assert recording.hidden is not None
-    hidden = recording.hidden.nbytes
-    tokens = math.prod(recording.hidden.shape[:-1])
-    flops = 2.0 * form.weight_layout.numel * tokens
-
-    def cost(passes: int, working: int, *, kept: int = 0) -> PassCost:
-        return PassCost(
+    hidden, gradients = recording.hidden.nbytes, form.gradient_layout.nbytes
+    flops = 2.0 * form.weight_layout.numel * math.prod(recording.hidden.shape[:-1])
+    return tuple(
+        PassCost(
             matrix_flops=passes * flops,
             moved_bytes=passes * 12 * hidden,
             num_kernels=passes * 20,
-            working_bytes=working * hidden + (form.gradient_layout.nbytes if passes > 1 else 0),
+            working_bytes=working * hidden + (gradients if passes > 1 else 0),
             output_bytes=hidden,
             kept_bytes=kept * hidden,
         )
-
-    return cost(1, 12), cost(3, 34), cost(1, 24, kept=24), cost(2, 34)
+        for passes, working, kept in ROUGH
+    )
 
 
 def head_of(forms: Sequence[UnitForm]) -> tuple[int, int]:

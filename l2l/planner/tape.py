@@ -62,14 +62,6 @@ _ATTENTION_BACKWARD = _packets(*(f"{name}_backward" for name in _KERNELS))
 BALANCE = 175.0  # flops for each byte below which a matrix operator waits for memory
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """Memory of one storage, given or allocated."""
-
-    nbytes: int
-    is_input: bool
-
-
 @dataclass(slots=True, kw_only=True)
 class Operation:
     """One operator that does something, or several in one kernel.
@@ -107,13 +99,15 @@ class Phase:
 class Tape(TorchDispatchMode):
     """Notes operators, the values they read and write, and the memory alive.
 
-    A value is what a buffer holds after one operator: writing in place makes a new value.
+    A buffer is the memory of one storage, given or allocated; a value is what it holds after one
+    operator: writing in place makes a new value. Both are numbers.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
-        self.buffers: list[Buffer] = []
+        self.sizes: list[int] = []  # of each buffer, in bytes
+        self.inputs: set[int] = set()  # buffers that were given
         self.buffer_of: list[int] = []  # of each value
         self.phases: list[Phase] = []
         self._value_in: dict[int, int] = {}  # storage -> the value it holds
@@ -152,12 +146,12 @@ class Tape(TorchDispatchMode):
 
     def _look_at(self, tensor: Tensor, value: int, total: dict[int, int]) -> None:
         """Add the bytes of a tensor; no more than its buffer has."""
-        most = self.buffers[self.buffer_of[value]].nbytes
-        total[value] = min(total.get(value, 0) + tensor.nbytes, most)
+        nbytes = total.get(value, 0) + tensor.nbytes
+        total[value] = min(nbytes, self.sizes[self.buffer_of[value]])
 
     def nbytes(self, buffers: Iterable[int]) -> int:
         """Of buffers."""
-        return sum(self.buffers[buffer].nbytes for buffer in buffers)
+        return sum(self.sizes[buffer] for buffer in buffers)
 
     def _note_peak(self, beside: int = 0) -> None:
         self._peak_bytes = max(self._peak_bytes, self.nbytes(self._alive) + beside)
@@ -165,8 +159,7 @@ class Tape(TorchDispatchMode):
     def end_phase(self, result: Any) -> None:
         """End a part of the tape; tensors in `result` are its outputs."""
         known = (tensor for tensor in _tensors(result) if self._is_known(tensor))
-        outputs = {self.buffer_of[self._value_of(tensor)] for tensor in known}
-        outputs = {buffer for buffer in outputs if not self.buffers[buffer].is_input}
+        outputs = {self.buffer_of[self._value_of(tensor)] for tensor in known} - self.inputs
         self.phases.append(Phase(frozenset(outputs), frozenset(self._alive), self._peak_bytes))
         self._peak_bytes = self.nbytes(self._alive)
 
@@ -182,13 +175,12 @@ class Tape(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._value_in:
-            buffer = len(self.buffers)
-            self.buffers.append(Buffer(storage.nbytes(), is_input))
+            buffer = len(self.sizes)
+            self.sizes.append(storage.nbytes())
             self._value_in[key] = len(self.buffer_of)
             self.buffer_of.append(buffer)
-            if not is_input:
-                self._alive.add(buffer)
-                self._note_peak()
+            (self.inputs if is_input else self._alive).add(buffer)
+            self._note_peak()
             # It goes with the tape, or tells when the storage does.
             gone = partial(self._remove, key, buffer)
             self._references.append(weakref.ref(storage, gone))
@@ -210,10 +202,8 @@ class _Call:
     def __init__(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         self.func, self.args, self.kwargs, self.result = func, args, kwargs, result
         self.packet = func.overloadpacket
-
-    def _named(self) -> dict[str, Any]:
-        names = [argument.name for argument in self.func._schema.arguments]
-        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+        names = [argument.name for argument in func._schema.arguments]
+        self.named = {**dict(zip(names, args, strict=False)), **kwargs}
 
     def changed(self) -> list[Tensor]:
         """Arguments that are written into."""
@@ -221,8 +211,7 @@ class _Call:
             return []
         infos = {one.name: one.alias_info for one in self.func._schema.arguments}
         written = [name for name, info in infos.items() if info is not None and info.is_write]
-        named = self._named()
-        return _tensors([named.get(name) for name in written])
+        return _tensors([self.named.get(name) for name in written])
 
     def operation(self, phase: int, reads: dict[int, int], writes: dict[int, int]) -> Operation:
         """What it does, with the values that it reads and writes."""
@@ -250,7 +239,7 @@ class _Call:
 
     def _reduces_rows(self) -> bool:
         """Whether the last dimension, and no other, is reduced."""
-        given, dimensions = _tensors(self.args), self._named().get("dim")
+        given, dimensions = _tensors(self.args), self.named.get("dim")
         if not given or given[0].ndim < 2 or dimensions is None:
             return False
         reduced = [dimensions] if isinstance(dimensions, int) else dimensions
@@ -271,8 +260,7 @@ class _Call:
         return float(formula(*self.args, **self.kwargs, out_val=self.result)) if formula else 0.0
 
     def _attended(self) -> list[Tensor]:
-        named = self._named()
-        return [named[name] for name in ("query", "key", "value")]
+        return [self.named[name] for name in ("query", "key", "value")]
 
     def _workspace_bytes(self) -> int:
         """Memory that an operator takes for itself ([Note: attention])."""
