@@ -304,17 +304,17 @@ class _LineCosts:
         problem = model.problem
         self._model, self._problem, self._decisions = model, problem, decisions
         self._scale = scale  # microbatches that one line stands for
-        self._mean = decisions.mean_rows(problem)
+        self._mean = mean = decisions.mean_rows(problem)
         self._beside = model.beside_forward(decisions)
-        self._streamed = {f"L{i}" for i in range(len(problem.layers) - decisions.num_tail)}
+        self._streamed = {f"L{i}" for i in model.memory.cut(decisions).indices}
         self._sizes = {f"L{i}": unit for i, unit in enumerate(problem.layers)}
         self._sizes |= {unit.name: size for unit, size in problem.outer}
-        self._value_bytes = {
-            "k": model.memory.kept_bytes(decisions),
-            "r": problem.recorded_bytes * self._mean,
-            "e": problem.looked_up_bytes * self._mean,
-            "x": problem.looked_up_bytes * self._mean,
-        }
+        rows = problem.looked_up_bytes * mean
+        kept = model.memory.kept_bytes(decisions)
+        self._value_bytes = {"k": kept, "r": problem.recorded_bytes * mean, "e": rows, "x": rows}
+        looked_up = scale * mean * problem.looked_up_bytes / HOST_COPY_RATE
+        loss = scale * model.epilogue_seconds(decisions)
+        self._seconds = {"loss": loss, "lookup": looked_up, "collect": 2 * looked_up}
 
     def __call__(self, action: Action) -> Cost:
         """The cost of one line."""
@@ -323,35 +323,19 @@ class _LineCosts:
             nbytes = int(self._scale * self._value_bytes.get(action.value[:1], hidden))
             return Cost(link="out" if action.lane is Lane.STASH else "in", nbytes=nbytes)
         size = self._sizes.get(action.unit)
+        num_pieces = 1 if action.piece is None else self._decisions.num_pieces
         if size is not None and action.kind in COPIED:
             way, parts = COPIED[action.kind]
             nbytes = sum(getattr(size, f"{part}_bytes") for part in parts)
-            nbytes //= self._problem.together.num_shares
-            return Cost(link=way, nbytes=nbytes // self._num_pieces(action))
-        if action.lane is Lane.UPDATE:
-            return Cost(self._host_seconds(action, size))
+            return Cost(link=way, nbytes=nbytes // self._problem.together.num_shares // num_pieces)
+        seconds = self._seconds.get(action.verb, 0.0)
         if action.lane in (Lane.GATHER, Lane.REDUCE):
-            return Cost(self._collective_seconds(action, size))
-        return Cost(self._device_seconds(action, size))
-
-    def _num_pieces(self, action: Action) -> int:
-        return 1 if action.piece is None else self._decisions.num_pieces
-
-    def _device_seconds(self, action: Action, size: UnitSize | None) -> float:
-        model, verb = self._model, action.verb
-        if verb == "loss":
-            return self._scale * model.epilogue_seconds(self._decisions)
-        if verb in ("forward", "backward") and size is None:
-            return self._scale * PROLOGUE_SECONDS
-        if verb == "forward":
-            return self._scale * model.pass_seconds(action.layer, "forward", self._mean)
-        if verb == "backward":
-            keep = self._decisions.kept_share
-            return self._scale * model.backward_seconds(action.layer, keep, self._mean)
-        if size is not None and verb == "update":
-            each = REVISE_BYTES if action.kind == "update U device" else DEVICE_UPDATE_BYTES
-            return size.num_trained * each / model.hardware.memory_rate / self._num_pieces(action)
-        return 0.0
+            seconds = self._collective_seconds(action, size)
+        elif action.verb in ("forward", "backward"):
+            seconds = self._scale * self._pass_seconds(action, size)
+        elif action.verb == "update" and size is not None:
+            seconds = self._update_seconds(action, size) / num_pieces
+        return Cost(seconds)
 
     def _collective_seconds(self, action: Action, size: UnitSize | None) -> float:
         world = self._problem.together
@@ -361,16 +345,23 @@ class _LineCosts:
             return world.gather_seconds(size.weight_bytes)
         return world.reduce_seconds(size.gradient_bytes)
 
-    def _host_seconds(self, action: Action, size: UnitSize | None) -> float:
-        if action.verb in ("lookup", "collect"):
-            looked_up = self._scale * self._mean * self._problem.looked_up_bytes / HOST_COPY_RATE
-            return looked_up if action.verb == "lookup" else 2 * looked_up
-        if size is None or action.verb != "update":
-            return 0.0
+    def _pass_seconds(self, action: Action, size: UnitSize | None) -> float:
+        if size is None:
+            return PROLOGUE_SECONDS
+        if action.verb == "forward":
+            return self._model.pass_seconds(action.layer, "forward", self._mean)
+        keep = self._decisions.kept_share
+        return self._model.backward_seconds(action.layer, keep, self._mean)
+
+    def _update_seconds(self, action: Action, size: UnitSize) -> float:
+        model = self._model
+        if action.lane is not Lane.UPDATE:  # on the device
+            each = REVISE_BYTES if action.kind == "update U device" else DEVICE_UPDATE_BYTES
+            return size.num_trained * each / model.hardware.memory_rate
         half = next((half for half in HALVES if action.kind.endswith(half)), None)
         if action.microbatch is not None:  # the rows that it looks up
-            whole = self._model.looked_up_seconds(size, half)
+            whole = model.looked_up_seconds(size, half)
             return self._scale * whole / self._decisions.num_microbatches(self._problem)
         is_before_forward = "late" in action.kind and half != "moments"
         beside = self._beside if is_before_forward and action.unit in self._streamed else 0.0
-        return self._model.update_seconds(size.num_trained, half=half, beside=beside)
+        return model.update_seconds(size.num_trained, half=half, beside=beside)

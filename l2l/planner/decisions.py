@@ -26,23 +26,23 @@ class Decisions:
     num_gradient_slots: int = 2
     num_tail: int = 0  # layers, the last of them, that stay on the device for the whole step
     num_device_states: int = 0  # of these, how many have their optimizer state on the device
-    # positions that pass the epilogue at once; None: all of a microbatch
+    # Positions that pass the epilogue at once; None: all of a microbatch.
     piece_tokens: int | None = None
-    # share of its intermediate results that a streamed layer keeps instead of recomputing
+    # Share of its intermediate results that a streamed layer keeps instead of recomputing.
     keep: float = 0.0
     num_kept_cells: int = 0
-    # units whose update is left to the next step although it could be done in its own
+    # Units whose update is left to the next step although it could be done in its own.
     num_late: int = 0
-    # streamed layers whose updates the device does, with state brought over the link
+    # Streamed layers whose updates the device does, with state brought over the link.
     num_shared: int = 0
     num_pieces: int = 16  # in which the state of such a layer is lent
-    # whether late updates do weights before they are needed and moments afterwards
+    # Whether late updates do weights before they are needed and moments afterwards.
     halves: bool = False
-    # layers, of those needed last, whose late update is done at once nevertheless
+    # Layers, of those needed last, whose late update is done at once nevertheless.
     num_whole: int = 0
     whole_tables: bool = False  # whether those of tables that are looked up are, too
     shares_memory: bool = False  # whether head and layers' gradients take turns in the same memory
-    # whether what is around the layers stays on the device with its optimizer state
+    # Whether what is around the layers stays on the device with its optimizer state.
     outer_state: bool = False
 
     def rows(self, problem: Problem) -> int:

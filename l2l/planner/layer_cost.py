@@ -75,7 +75,7 @@ class PassCost:
     """What one pass costs."""
 
     matrix_flops: float  # matrix products, convolutions and attention
-    # read and written by everything else, and by matrix products too small to hide theirs
+    # Read and written by everything else, and by matrix products too small to hide theirs.
     moved_bytes: float
     num_kernels: int
     working_bytes: int  # most memory alive at once, beyond inputs; outputs included

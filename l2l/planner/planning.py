@@ -69,8 +69,8 @@ class Findings:
     facts: OuterFacts
     record: Callable[[dict[str, Any]], Recording]
     buffer_bytes: int
-    # such layers keep none of their results: the rest might not be computed again as it was ([Note:
-    # random numbers] in compiled_layer.py)
+    # Such layers keep none of their results: the rest might not be computed again as it was ([Note:
+    # random numbers] in compiled_layer.py).
     draws_random_numbers: bool
 
 
@@ -213,12 +213,8 @@ class Planning:
         head_parameters, head_width = head_of(head)
         kind = "plain" if not facts.puts_off else "compiled" if self.compiled else "put off"
         own, wide, moved = LOGITS[kind]
-        lookups = [
-            lookup
-            for unit in found.outer
-            if unit.looked_up
-            for lookup in found.usage[unit.name].lookups
-        ]
+        looked_up = [found.usage[unit.name] for unit in found.outer if unit.looked_up]
+        lookups = [lookup for usage in looked_up for lookup in usage.lookups]
         return Problem(
             layers=tuple(map(unit_size, layers)),
             costs=layer_costs(self.partition, layers, recordings, fused=self.compiled),

@@ -99,7 +99,7 @@ class Together:
     per_host: int = 1  # at most
     near_rate: float = math.inf  # bytes/s in and out of a device, from and to others of its host
     far_rate: float = math.inf  # the same across hosts
-    # of a host, beside that of one device as it was measured. None: as many times as devices.
+    # Of a host, beside that of one device as it was measured. None: as many times as devices.
     host_speed: float | None = None
 
     @property

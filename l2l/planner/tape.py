@@ -77,7 +77,7 @@ class Operation:
     numel: int
     flops: float
     workspace_bytes: int
-    # of a kernel: for each value, how many of the results depend on it
+    # Of a kernel: for each value, how many of the results depend on it.
     readers: dict[int, int] = field(default_factory=dict)
 
     def moved_bytes(self) -> float:
@@ -293,10 +293,10 @@ class FusedAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, found = kwargs or {}, None
         if func is torch.nn.functional.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        return func(*args, **kwargs)
+            found = _attention(*args, **kwargs)
+        return func(*args, **kwargs) if found is None else found
 
 
 def _attention(
@@ -309,10 +309,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,  # noqa: FBT001, FBT002
 ) -> Any:
+    """What these kernels return; None if they do not take such tensors."""
     if query.ndim != 4:
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return None
     is_plain = attn_mask is None and query.shape[-1] == value.shape[-1]
     if is_plain and query.dtype in (torch.bfloat16, torch.float16):
         return _ATEN._scaled_dot_product_flash_attention(
