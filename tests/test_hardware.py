@@ -40,6 +40,13 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[Hardware]:
     return measured
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a user who has no file yet would have it."""
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    return tmp_path / ".cache" / "l2l"
+
+
 @pytest.mark.parametrize("with_kernel", [True, False])
 def test_the_cpu_is_probed_in_a_moment(device: CheckingDevice, with_kernel: bool):
     kernel = load_kernel() if with_kernel else None
@@ -88,57 +95,50 @@ def test_other_text_is_refused(text: str):
         Hardware.of_json(text)
 
 
-def test_a_machine_is_measured_once(device: CheckingDevice, probes: list, tmp_path: Path):
-    folder = tmp_path / "not" / "there"
-    first = known_hardware(device, None, folder=folder)
-    assert known_hardware(device, None, folder=folder) == first
+def test_a_machine_is_measured_once_and_known_from_the_users_cache(
+    device: CheckingDevice, probes: list, folder: Path
+):
+    first = known_hardware(device, None)
+    assert known_hardware(device, None) == first
     assert len(probes) == 1
     [file] = folder.iterdir()
-    assert file.suffix == ".json"
+    assert file.match("hardware-*.json")
     assert torch.__version__.replace("+", "-") in file.name
 
 
-def test_the_file_is_in_the_users_cache(
-    device: CheckingDevice, probes: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    known_hardware(device, None)
-    assert list((tmp_path / ".cache" / "l2l").glob("hardware-*.json"))
-
-
 def test_another_machine_is_measured_anew(
-    device: CheckingDevice, probes: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: CheckingDevice, probes: list, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    known_hardware(device, None, folder=tmp_path)
+    known_hardware(device, None)
     monkeypatch.setattr(CheckingDevice, "name", "another")
-    known_hardware(device, None, folder=tmp_path)
+    known_hardware(device, None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    known_hardware(device, None, folder=tmp_path)
+    known_hardware(device, None)
     kernel = load_kernel()
     if kernel is not None:
-        known_hardware(device, kernel, folder=tmp_path)
+        known_hardware(device, kernel)
     monkeypatch.setattr(CheckingDevice, "total_bytes", lambda _: 10**9)
-    known_hardware(device, None, folder=tmp_path)
+    known_hardware(device, None)
     assert len(probes) == (4 if kernel is None else 5)
 
 
 def test_a_broken_file_is_measured_anew_and_mended(
-    device: CheckingDevice, probes: list, tmp_path: Path
+    device: CheckingDevice, probes: list, folder: Path
 ):
-    known_hardware(device, None, folder=tmp_path)
-    [file] = tmp_path.iterdir()
+    known_hardware(device, None)
+    [file] = folder.iterdir()
     for broken in (b"{", b"\xff\xfe", b""):
         file.write_bytes(broken)
-        known_hardware(device, None, folder=tmp_path)
+        known_hardware(device, None)
     assert len(probes) == 4
     assert Hardware.of_json(file.read_text()) == probes[-1]
 
 
 def test_a_folder_that_cannot_be_written_does_no_harm(
-    device: CheckingDevice, probes: list, tmp_path: Path
+    device: CheckingDevice, probes: list, folder: Path
 ):
-    (tmp_path / "file").write_text("")
-    assert known_hardware(device, None, folder=tmp_path / "file" / "below") == probes[0]
+    folder.parent.write_text("")
+    assert known_hardware(device, None) == probes[0]
 
 
 def test_the_table_names_the_machine():
@@ -149,7 +149,7 @@ def test_the_table_names_the_machine():
 
 
 def test_measuring_keeps_to_its_room_and_is_then_not_kept(
-    device: CheckingDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: CheckingDevice, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     rooms: list[int | None] = []
 
@@ -159,7 +159,7 @@ def test_measuring_keeps_to_its_room_and_is_then_not_kept(
 
     monkeypatch.setattr("l2l.planner.hardware.probe", measured)
     for room in (128 << 20, 128 << 20, 1 << 30, 128 << 20):
-        known_hardware(device, None, room=room, folder=tmp_path)
+        known_hardware(device, None, room=room)
     assert rooms == [128 << 20, 128 << 20, 1 << 30], "a thorough measurement serves all"
 
 

@@ -18,8 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from l2l.device.checking import ByteCount
 from l2l.planner.hardware import H200
-from l2l.planner.layer_cost import PassCost, count_kept_pass, count_pass, seconds
-from l2l.planner.layer_cost.tape import Tape
+from l2l.planner.layer_cost import PassCost, count_kept_pass, count_pass
+from l2l.planner.tape import Tape
 
 MEGABYTE = 1e6
 MEASURED = {  # milliseconds; megabytes beyond inputs, most at once
@@ -93,7 +93,7 @@ def costs() -> dict[str, PassCost]:
 @pytest.mark.parametrize("name", MEASURED)
 def test_seconds_are_near_those_measured(costs: dict[str, PassCost], name: str):
     milliseconds, _ = MEASURED[name]
-    assert seconds(costs[name], H200) * 1e3 == pytest.approx(milliseconds, rel=0.1)
+    assert costs[name].seconds(H200) * 1e3 == pytest.approx(milliseconds, rel=0.1)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, nbytes) in MEASURED.items() if nbytes])

@@ -27,7 +27,6 @@ from l2l.planner.cost_model import CostModel
 from l2l.planner.decisions import ALWAYS
 from l2l.planner.hardware import H200
 from l2l.planner.layer_cost import count_pass
-from l2l.planner.line_costs import simulate_step
 from l2l.planner.problem import Problem
 from l2l.planner.search import Candidate, find_plan
 
@@ -110,7 +109,7 @@ def test_the_ledger_adds_up(name: str) -> None:
             own = [line.nbytes for line in device if line.phase == phase]
             assert nbytes == always + sum(own)
         assert plan.total_bytes("device") == max(plan.phases().values())
-        assert plan.total_bytes("device") == model.memory.peak_bytes(one.decisions, one.rows)
+        assert plan.total_bytes("device") == model.memory.peak_bytes(one.decisions)
         assert plan.total_bytes("device") <= budget * GIB
         host = {line.purpose: line.nbytes for line in one.ledger if line.place == "host"}
         assert plan.total_bytes("host") == sum(host.values())
@@ -153,7 +152,7 @@ def test_what_every_choice_takes_is_in_the_ledger() -> None:
     start = Decisions(microbatch_tokens=4096)
 
     def lines(**choices: Any) -> dict[tuple[str, str], int]:
-        ledger = model.memory.ledger(replace(start, **choices), 4)
+        ledger = model.memory.ledger(replace(start, **choices))
         return {
             (line.phase, line.purpose): line.nbytes for line in ledger if line.place == "device"
         }
@@ -183,7 +182,7 @@ def test_device_memory_of_streamed_layers_does_not_depend_on_their_number() -> N
     problem = problem_of("exact")
     deep = replace(problem, layers=problem.layers * 4, costs=problem.costs * 4)
     for decisions in (Decisions(), Decisions(keep=0.16, num_kept_cells=3, shares_memory=True)):
-        peaks = [CostModel(one, H200).memory.peak_bytes(decisions, 8) for one in (problem, deep)]
+        peaks = [CostModel(one, H200).memory.peak_bytes(decisions) for one in (problem, deep)]
         assert peaks[0] == peaks[1]
 
 
@@ -306,9 +305,9 @@ def test_faster_machines_are_faster_at_what_they_are_faster_at() -> None:
 def test_the_formula_and_the_simulation_agree(name: str) -> None:
     model = CostModel(problem_of(name), H200)
     for one in all_found(name):
-        simulated = simulate_step(model, one.decisions, one.rows).seconds
+        simulated = model.simulate(one.decisions).seconds
         assert simulated == one.seconds
-        assert model.estimate(one.decisions, one.rows) == pytest.approx(simulated, rel=0.35)
+        assert model.estimate(one.decisions) == pytest.approx(simulated, rel=0.35)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
@@ -326,15 +325,14 @@ def test_they_agree_on_choices_that_are_not_the_best_too(rows: int) -> None:
         {"num_tail": NUM_LAYERS, "num_device_states": NUM_LAYERS, "outer_state": True},
     ):
         decisions = Decisions(microbatch_tokens=rows * 1024, **choices)
-        estimated = model.estimate(decisions, rows)
-        assert estimated == pytest.approx(
-            simulate_step(model, decisions, rows).seconds, rel=0.35
-        ), choices
+        estimated = model.estimate(decisions)
+        simulated = model.simulate(decisions).seconds
+        assert estimated == pytest.approx(simulated, rel=0.35), choices
 
 
 def update_seconds_of(model: CostModel, **choices: Any) -> float:
     """What the host does of layers before they are fetched, in a simulated step."""
-    spans = simulate_step(model, Decisions(microbatch_tokens=4096, **choices), 4).trace.spans
+    spans = model.simulate(Decisions(microbatch_tokens=4096, **choices)).trace.spans
     late = re.compile(r"update L\d+ host \w+ late( weights)?$")
     lines = [span for span in spans if late.match(span.text)]
     return sum(span.end - span.start for span in lines)
@@ -354,8 +352,8 @@ def test_lending_state_does_not_spare_the_memory_of_the_host(halves: bool) -> No
     """It is read and written to be lent as it is to be updated."""
     model = CostModel(problem_of("few rows"), H200)
     numbers = range(0, NUM_LAYERS - 1, 2)
-    decisions = [Decisions(num_shared=number, halves=halves) for number in numbers]
-    beside = [model.beside_forward(one, 4) for one in decisions]
+    start = Decisions(microbatch_tokens=4096, halves=halves)
+    beside = [model.beside_forward(replace(start, num_shared=number)) for number in numbers]
     assert beside == sorted(set(beside))
     alone, *helped = (update_seconds_of(model, num_shared=n, halves=halves) for n in numbers)
     assert min(helped) > 0.95 * alone
@@ -367,8 +365,8 @@ def test_lending_state_does_not_spare_the_memory_of_the_host(halves: bool) -> No
 
 def test_nothing_is_moved_beside_the_forward_pass_where_nothing_is_streamed() -> None:
     model = CostModel(problem_of("clipped"), H200)
-    assert model.beside_forward(Decisions(num_tail=NUM_LAYERS), 4) == 0
-    assert model.beside_forward(Decisions(num_tail=1), 4) > 0
+    assert model.beside_forward(Decisions(num_tail=NUM_LAYERS)) == 0
+    assert model.beside_forward(Decisions(num_tail=1)) > 0
 
 
 def test_a_plan_takes_seconds() -> None:
@@ -418,14 +416,7 @@ def test_late_updates_are_done_in_halves_where_the_forward_pass_waits_for_them()
     problem, slow = problem_of("clipped"), replace(H200, host_rate=H200.host_rate / 2.4)
     made = find_plan(problem, slow, budget_bytes=3 * GIB, rows=None)
     whole, halved = (
-        find_plan(
-            problem,
-            slow,
-            budget_bytes=3 * GIB,
-            rows=None,
-            overrides=Decisions(halves=halves),
-            fixed=frozenset({"halves"}),
-        )
+        find_plan(problem, slow, budget_bytes=3 * GIB, rows=None, chosen={"halves": halves})
         for halves in (False, True)
     )
     assert whole.bound == "host"
@@ -444,29 +435,20 @@ def test_hidden_states_stay_between_layers_where_there_is_room() -> None:
         rows["labels"] = torch.zeros(256, dtype=torch.long)
     problem = problem_for(model, batch=rows)
     found, fewer = (
-        find_plan(
-            problem,
-            H200,
-            budget_bytes=2 * GIB,
-            rows=None,
-            overrides=Decisions(num_cells=6),
-            fixed=fixed,
-        )
-        for fixed in (frozenset[str](), frozenset({"num_cells"}))
+        find_plan(problem, H200, budget_bytes=2 * GIB, rows=None, chosen=chosen)
+        for chosen in ({}, {"num_cells": 6})
     )
     assert found.decisions.num_tail < 24
-    assert found.decisions.num_cells == problem.num_microbatches(found.rows) + 2
+    assert found.decisions.num_cells == found.decisions.num_microbatches(problem) + 2
     assert 0.99 * fewer.seconds < found.seconds <= fewer.seconds
 
 
 def test_a_table_is_updated_at_once_where_its_moments_would_follow_its_weights() -> None:
     """Nothing waits for weights then that two halves would bring sooner, and they take longer."""
     model = CostModel(replace(problem_of("exact"), num_rows=8), H200)
-    in_two = Decisions(halves=True, num_late=4, num_whole=1)
+    in_two = Decisions(microbatch_tokens=4096, halves=True, num_late=4, num_whole=1)
     at_once = replace(in_two, whole_tables=True)
-    assert (
-        simulate_step(model, at_once, rows=4).seconds < simulate_step(model, in_two, rows=4).seconds
-    )
+    assert model.simulate(at_once).seconds < model.simulate(in_two).seconds
     problem, machine = problem_of("large"), replace(H200, host_rate=1.3 * H200.host_rate)
     made = find_plan(replace(problem, num_rows=8), machine, budget_bytes=8 * GIB, rows=None)
     assert made.decisions.halves
@@ -526,14 +508,14 @@ def test_no_more_updates_are_left_than_the_host_has_room_for() -> None:
     problem, slow = problem_of("exact"), replace(H200, host_rate=20e9)
     start, staging = Decisions(microbatch_tokens=4096), problem.layers[0].staging_bytes
     free = CostModel(problem, slow)
-    late = free.with_late(start, 4)
+    late = free.with_late(start)
     assert late.num_late == len(problem.layers) - 2  # of two, updates are done under backward
-    lines = {line.purpose: line.nbytes for line in free.memory.ledger(late, 4)}
+    lines = {line.purpose: line.nbytes for line in free.memory.ledger(late)}
     assert lines["gradients of late updates"] == late.num_late * staging
     for number in (0, 1, 3):
-        room = free.memory.host_bytes(start, 4) + number * staging + staging // 2
+        room = free.memory.host_bytes(start) + number * staging + staging // 2
         tight = replace(problem, host_limit_bytes=room)
-        assert CostModel(tight, slow).with_late(start, 4).num_late == number
+        assert CostModel(tight, slow).with_late(start).num_late == number
         made = find_plan(tight, slow, budget_bytes=3 * GIB, rows=4)
         assert host_bytes(made) <= room
 
@@ -570,12 +552,9 @@ def test_an_engine_takes_the_host_memory_of_its_plan(num_late: int) -> None:
 
 def test_choices_that_were_made_are_not_made_again() -> None:
     problem = problem_of("clipped")
-    overrides = Decisions(num_tail=3, num_device_states=1, num_shared=2, piece_tokens=256)
-    fixed = frozenset({"num_tail", "num_device_states", "num_shared", "piece_tokens"})
-    made = find_plan(
-        problem, H200, budget_bytes=24 * GIB, rows=None, overrides=overrides, fixed=fixed
-    )
-    assert all(getattr(made.decisions, name) == getattr(overrides, name) for name in fixed)
+    chosen = {"num_tail": 3, "num_device_states": 1, "num_shared": 2, "piece_tokens": 256}
+    made = find_plan(problem, H200, budget_bytes=24 * GIB, rows=None, chosen=chosen)
+    assert all(getattr(made.decisions, name) == value for name, value in chosen.items())
 
 
 def test_overriding_what_is_not_a_choice_names_those_that_are() -> None:
@@ -614,7 +593,7 @@ def test_devices_that_share_everything_are_as_fast_as_what_joins_them() -> None:
 
     def seconds(**world: float) -> float:
         own = replace(problem, together=Together(**world))
-        return simulate_step(CostModel(own, H200), decisions, made.rows).seconds
+        return CostModel(own, H200).simulate(decisions).seconds
 
     alone, together = seconds(), seconds(num_ranks=8, per_host=8)
     assert together <= 1.01 * alone

@@ -195,7 +195,7 @@ class Engine:
                 optimizer=description,
                 policy=policy,
                 kernel=kernel,
-                budget=parse_budget(device_memory),
+                given_budget=parse_budget(device_memory),
                 host=budget,
                 world=world,
                 compiled=compiler.is_on,

@@ -30,7 +30,7 @@ from l2l.model import (
     take_rows,
     token_length,
 )
-from l2l.planner import STATE_ON_HOST
+from l2l.planner import STATE_ON_HOST, Findings
 from l2l.run import Step
 
 logger = logging.getLogger("l2l")
@@ -254,14 +254,13 @@ class Stepping:
 
     def _make_plan(self, batch: Batches) -> None:
         has, network = self._has, self._condition.network
-        has.planning.make(
-            batch,
-            rows=has.microbatch_size,
+        found = Findings(
             facts=network.facts,
             record=network.trial.record,
             buffer_bytes=network.buffer_bytes(),
             draws_random_numbers=bool(has.compiler.random),
         )
+        has.planning.make(batch, found, rows=has.microbatch_size)
         if has.world.is_parallel:  # all go by the plan of the one with most to do
             parts: list[Any] = [batch] if isinstance(batch, Mapping) else list(batch)
             plans = has.world.gather_facts((num_tokens(parts), has.planning.decisions))

@@ -2,7 +2,7 @@
 
 from l2l.planner.decisions import STATE_ON_HOST, Decisions, Plan
 from l2l.planner.hardware import H200, Hardware
-from l2l.planner.planning import Planning, parse_budget
+from l2l.planner.planning import Findings, Planning, parse_budget
 from l2l.planner.preview import largest_model, measured_hardware, plan
 from l2l.planner.problem import Together
 from l2l.planner.search import DoesNotFitError

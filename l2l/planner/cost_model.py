@@ -1,4 +1,4 @@
-"""How long a step lasts with some choices, by formula; `memory` says what they take.
+"""How long a step lasts with some choices, by formula and simulated; `memory` says what they take.
 
 [Note: rates] Seconds come from counted operations and measured rates. What no rate tells was
 measured once, on an H200 with the 3.2-billion-parameter shape, and stands below as constants:
@@ -8,17 +8,18 @@ plans for other shapes and budgets are predictions (docs/benchmarks.md compares)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache, lru_cache
 from itertools import pairwise
+from typing import Final, Literal
 
 from l2l.parameter_server import UpdatePolicy
 from l2l.planner.decisions import Decisions
 from l2l.planner.hardware import Hardware
-from l2l.planner.layer_cost import seconds, submission_seconds
 from l2l.planner.memory import Memory
-from l2l.planner.pass_costs import PassCosts
 from l2l.planner.problem import Problem, UnitSize
+from l2l.schedule import Action, Cost, Lane, Schedule, Shape, Simulation, make_schedule, simulate
 
 HEAD_EFFICIENCY = 0.95
 HEAD_SUM_BYTES = 9.0  # a parameter, to add a piece's gradient to that of the head
@@ -32,9 +33,23 @@ BUSY_MEMORY = 0.95  # of the optimizer's rate, that these reach together with th
 BUSY_LINK = 0.85  # of the link's rates while the host updates
 HALVES = {"weights": 0.72, "moments": 0.7}  # of an exact update's seconds
 EIGHT_BIT_HALVES = {"weights": 0.74, "moments": 0.7}
+# What a share of the results, the best of them, spares of the time to recompute all of them.
 SPARED = ((0.0, 0.0), (0.07, 0.37), (0.3, 0.5), (1.0, 1.0))
-"""What a share of the results, the best of them, spares of the time to recompute all of them."""
 PART_SECONDS = 5e-3  # that the host needs to submit a part of the epilogue
+MAX_LINES = 4000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
+NUM_REMEMBERED = 32  # schedules
+DEVICE_UPDATE_BYTES = 34.0  # of AdamW there, a parameter
+REVISE_BYTES = 150.0  # of Adafactor: about thirty operations one by one
+# Which way a kind of line copies a unit, and what of it.
+COPIED: Final[Mapping[str, tuple[Literal["in", "out"], tuple[str, ...]]]] = {
+    "fetch U": ("in", ("weight",)),
+    "fetch U.state:p": ("in", ("state",)),
+    "fetch U.all:p": ("in", ("weight", "staging", "state")),
+    "drain U": ("out", ("weight",)),
+    "drain U free": ("out", ("weight",)),
+    "drain U.grad": ("out", ("staging",)),
+    "drain U.all:p": ("out", ("weight", "state")),
+}
 
 
 def _spared(keep: float) -> float:
@@ -56,69 +71,57 @@ class CostModel:
         if problem.is_single:
             hardware = replace(hardware, matrix_rate=hardware.single_rate)
         self.hardware = hardware
-        self._costs = PassCosts(problem)
-        self.memory = Memory(problem, self._costs)
+        self.memory = Memory(problem)
         self.busy_link = 1.0 if problem.policy is UpdatePolicy.ON_DEVICE else BUSY_LINK
-        self._sums: dict[tuple[str, range, float, float], float] = {}
-        self._epilogues: dict[tuple[int | None, int, float], float] = {}
-        self._rows: dict[str | None, float] = {}
-        self._passes: dict[tuple[int, str, float], float] = {}
+        self.pass_seconds = cache(self._find_pass_seconds)
+        self.backward_seconds = cache(self._find_backward_seconds)
+        self._streamed_seconds = cache(self._find_streamed_seconds)
+        self._epilogue_seconds = cache(self._find_epilogue_seconds)
+        self._rows_seconds = cache(self._find_rows_seconds)
 
-    def pass_seconds(self, layer: int, kind: str, rows: float) -> float:
-        """Of one pass of a layer."""
-        key = (id(self.problem.costs[layer]), kind, rows)
-        if key not in self._passes:
-            cost = self._costs.at(kind, layer, rows)
-            self._passes[key] = max(
-                seconds(cost, self.hardware) + PASS_SECONDS,
-                submission_seconds(cost, self.hardware),
-            )
-        return self._passes[key]
+    def _find_pass_seconds(self, layer: int, kind: str, rows: float) -> float:
+        """Of one pass of a layer; `kind` is a field of `LayerCosts`."""
+        cost = self.memory.cost(getattr(self.problem.costs[layer], kind), rows)
+        passing = cost.seconds(self.hardware) + PASS_SECONDS
+        return max(passing, cost.submission_seconds(self.hardware))
 
     def _accumulate(self, unit: UnitSize) -> float:
         return unit.num_trained * ACCUMULATE_BYTES / self.hardware.memory_rate
 
-    def backward_seconds(self, layer: int, decisions: Decisions, rows: float) -> float:
+    def _find_backward_seconds(self, layer: int, keep: float, rows: float) -> float:
         """Of recomputation and backward of a streamed layer, its gradients added up."""
         recomputed = self.pass_seconds(layer, "backward", rows)
         kept = self.pass_seconds(layer, "kept_backward", rows)
-        saved = _spared(decisions.keep) if decisions.num_kept_cells else 0.0
-        recomputed -= saved * (recomputed - kept)
+        recomputed -= _spared(keep) * (recomputed - kept)
         return recomputed + self._accumulate(self.problem.layers[layer])
 
-    def _streamed_seconds(self, kind: str, decisions: Decisions, rows: float) -> float:
-        """Of one microbatch through all streamed layers, forward or backward."""
-        layers = range(len(self.problem.layers) - decisions.num_tail)
-        keep = decisions.keep if decisions.num_kept_cells else 0.0
-        key = (kind, layers, keep, rows)
-        if key not in self._sums:
-            self._sums[key] = sum(
-                self.pass_seconds(layer, kind, rows)
-                if kind == "forward"
-                else self.backward_seconds(layer, decisions, rows)
-                for layer in layers
-            )
-        return self._sums[key]
+    def _find_streamed_seconds(
+        self, layers: range, keep: float, rows: float
+    ) -> tuple[float, float]:
+        """Of one microbatch through all streamed layers, forward and backward."""
+        forward = sum(self.pass_seconds(layer, "forward", rows) for layer in layers)
+        return forward, sum(self.backward_seconds(layer, keep, rows) for layer in layers)
 
-    def epilogue_seconds(self, decisions: Decisions, rows: float) -> float:
+    def epilogue_seconds(self, decisions: Decisions) -> float:
         """Of the tail and the epilogue for one microbatch."""
-        key = (decisions.piece_tokens, decisions.num_tail, rows)
-        if key not in self._epilogues:
-            self._epilogues[key] = self._find_epilogue_seconds(decisions, rows)
-        return self._epilogues[key]
+        rows = decisions.mean_rows(self.problem)
+        pieces = decisions.piece_tokens, decisions.part_tokens
+        return self._epilogue_seconds(*pieces, decisions.num_tail, rows)
 
-    def _find_epilogue_seconds(self, decisions: Decisions, rows: float) -> float:
+    def _find_epilogue_seconds(
+        self, piece_tokens: int | None, part_tokens: int | None, num_tail: int, rows: float
+    ) -> float:
         problem, hardware = self.problem, self.hardware
         tokens = rows * problem.length
-        piece = min(decisions.piece_tokens or tokens, tokens)
+        piece = min(piece_tokens or tokens, tokens)
         matrix = 6.0 * problem.head_parameters * tokens / hardware.matrix_rate / HEAD_EFFICIENCY
         moved = problem.logit_moved_bytes * problem.head_width * tokens
-        part = max(problem.length, min(decisions.part_tokens or tokens, tokens))
+        part = max(problem.length, min(part_tokens or tokens, tokens))
         number = math.ceil(tokens / max(1, part))
         pieces = number * math.ceil(part / max(1, piece))
         moved += pieces * HEAD_SUM_BYTES * problem.head_parameters
         total = max(matrix + moved / hardware.memory_rate, number * PART_SECONDS) + PASS_SECONDS
-        for layer in range(len(problem.layers) - decisions.num_tail, len(problem.layers)):
+        for layer in range(len(problem.layers) - num_tail, len(problem.layers)):
             total += self.pass_seconds(layer, "kept_forward", rows)
             total += self.pass_seconds(layer, "kept_backward", rows)
             total += self._accumulate(problem.layers[layer])
@@ -145,130 +148,216 @@ class CostModel:
             found = max(found, share * num_parameters / (hardware.eight_bit_rate * BUSY_CORES))
         return found * problem.together.contention
 
-    def beside_forward(self, decisions: Decisions, rows: int) -> float:
+    def looked_up_seconds(self, size: UnitSize, half: str | None) -> float:
+        """Of updating the rows of a table that a step looks up."""
+        looked_up = self.problem.num_rows * self.problem.looked_up_bytes
+        share = min(1.0, looked_up / max(1, size.weight_bytes))
+        return self.update_seconds(size.num_trained * share * 0.8, half=half)
+
+    def _find_rows_seconds(self, half: str | None) -> float:
+        """What the host does before the first microbatch can begin: rows of tables."""
+        tables = [size for unit, size in self.problem.outer if unit.looked_up]
+        total = sum(self.looked_up_seconds(size, half) for size in tables)
+        return total + 2 * self.problem.num_rows * self.problem.looked_up_bytes / HOST_COPY_RATE
+
+    def _shared(self, decisions: Decisions) -> list[UnitSize]:
+        """Layers that are updated on the device, with state that is lent."""
+        layers = self.problem.layers
+        return [layers[index] for index in decisions.shared_layers(len(layers))]
+
+    def beside_forward(self, decisions: Decisions) -> float:
         """Bytes that the link moves while one streamed layer runs forward."""
-        streamed = self.memory.cut(decisions).streamed
+        problem, streamed = self.problem, self.memory.cut(decisions).streamed
         if not streamed:
             return 0.0
-        number = self.problem.num_microbatches(rows)
-        values = self.problem.num_rows * self.problem.hidden_bytes
-        moved = values * (1 if self._stays(decisions, rows) else 2)
-        moved += number * self.memory.kept_bytes_of(decisions, rows) + streamed[0].weight_bytes
-        shared = decisions.shared_layers(len(self.problem.layers))
-        lent = 2 * sum(streamed[index].lent_bytes for index in shared)
+        number = decisions.num_microbatches(problem)
+        values = problem.num_rows * problem.hidden_bytes
+        moved = values * (1 if self._stays(decisions) else 2)
+        moved += number * self.memory.kept_bytes(decisions) + streamed[0].weight_bytes
+        shared = self._shared(decisions)
+        lent = 2 * sum(unit.lent_bytes for unit in shared)
         return moved + lent / max(1, len(streamed) - len(shared))
 
-    def _stays(self, decisions: Decisions, rows: int) -> bool:
+    def _stays(self, decisions: Decisions) -> bool:
         """Whether hidden states stay on the device from layer to layer."""
-        return self.problem.num_microbatches(rows) + 2 <= decisions.num_cells
+        return decisions.num_microbatches(self.problem) + 2 <= decisions.num_cells
 
-    def estimate(self, decisions: Decisions, rows: int) -> float:
+    def estimate(self, decisions: Decisions) -> float:
         """Seconds of a step, by formula."""
-        problem = self.problem
-        number = problem.num_microbatches(rows)
-        mean = problem.num_rows / number
-        cut = self.memory.cut(decisions)
-        streamed, tail = cut.streamed, cut.tail
-        forward = number * self._streamed_seconds("forward", decisions, mean)
-        backward = number * self._streamed_seconds("backward", decisions, mean)
-        middle = number * self.epilogue_seconds(decisions, mean)
+        problem, cut = self.problem, self.memory.cut(decisions)
+        number, mean = decisions.num_microbatches(problem), decisions.mean_rows(problem)
+        each = self._streamed_seconds(cut.indices, decisions.kept_share, mean)
+        forward, backward = (number * one for one in each)
+        middle = number * self.epilogue_seconds(decisions)
         ends = number * 2 * PROLOGUE_SECONDS
-        shared = decisions.shared_layers(len(problem.layers))
-        lent = sum(streamed[index].lent_bytes for index in shared)
-        back = tail[: len(tail) - decisions.num_device_states]
         half = "weights" if decisions.halves else None
-        host, later = self._host_seconds(decisions, rows)
-        rows_first = 0.0 if decisions.outer_state else self._rows_seconds(half=half)
+        host, later = self._host_seconds(decisions)
+        rows_first = 0.0 if decisions.outer_state else self._rows_seconds(half)
+        lent = sum(unit.lent_bytes for unit in self._shared(decisions))
         weights = cut.streamed_weights
-        values = len(streamed) * number * mean * problem.hidden_bytes
-        kept = len(streamed) * number * self.memory.kept_bytes_of(decisions, rows)
-        again = 0.0 if self._stays(decisions, rows) else values
+        values = len(cut.streamed) * number * mean * problem.hidden_bytes
+        kept = len(cut.streamed) * number * self.memory.kept_bytes(decisions)
+        again = 0.0 if self._stays(decisions) else values
+        back = cut.tail[: len(cut.tail) - decisions.num_device_states]
         inwards = again + weights + sum(unit.weight_bytes for unit in back) + lent
         rate = self.hardware.both_ways_rate * self.busy_link
         forward = max(forward, inwards / rate, (values + kept + lent) / rate)
         backward = max(backward, (weights + 2 * values + kept) / rate)
         if problem.policy is UpdatePolicy.JUST_IN_TIME:
-            first = self.update_seconds(streamed[0].num_trained, half=half) if streamed else host
+            first = host
+            if cut.streamed:
+                first = self.update_seconds(cut.streamed[0].num_trained, half=half)
             backward = max(backward, later - middle)
             return middle + backward + ends + rows_first + max(forward + first, host)
-        layer = backward / max(1, len(streamed))
+        layer = backward / max(1, len(cut.streamed))
         return rows_first + max(forward + middle + backward + ends, host + middle + layer)
 
-    def _host_seconds(self, decisions: Decisions, rows: int) -> tuple[float, float]:
+    def _host_seconds(self, decisions: Decisions) -> tuple[float, float]:
         """Of updates: those that passes wait for, and those that are done under the rest."""
-        problem = self.problem
+        problem, cut = self.problem, self.memory.cut(decisions)
         if problem.policy is UpdatePolicy.ON_DEVICE:
             return 0.0, 0.0
-        cut = self.memory.cut(decisions)
-        streamed, tail = cut.streamed, cut.tail
-        shared = decisions.shared_layers(len(problem.layers))
-        back = tail[: len(tail) - decisions.num_device_states]
+        shared = self._shared(decisions)
+        back = cut.tail[: len(cut.tail) - decisions.num_device_states]
         outer = [] if decisions.outer_state else [size for _, size in problem.outer]
-        whole = self._whole(decisions, streamed, shared)
-        in_two = cut.num_trained - sum(streamed[index].num_trained for index in shared) - whole
+        whole = self._whole(decisions)
+        in_two = cut.num_trained - sum(unit.num_trained for unit in shared) - whole
         in_two += sum(unit.num_trained for unit in [*back, *outer])
         at_once = self.update_seconds(whole)
         if problem.policy is UpdatePolicy.JUST_IN_TIME:
-            num_on_host = len(streamed) - len(shared)
-            beside = num_on_host * self.beside_forward(decisions, rows)
+            beside = (len(cut.streamed) - len(shared)) * self.beside_forward(decisions)
             half = "weights" if decisions.halves else None
             later = self.update_seconds(in_two, half="moments") if half else 0.0
             return at_once + self.update_seconds(in_two, half=half, beside=beside), later
-        beside = 2.0 * sum(streamed[index].lent_bytes for index in shared)
+        beside = 2.0 * sum(unit.lent_bytes for unit in shared)
         if not decisions.halves:
             return at_once + self.update_seconds(in_two, beside=beside), 0.0
-        late = min(1.0, decisions.num_late / max(1, len(streamed)))  # only these are done in two
-        weights, moments = (
-            self.update_seconds(late * in_two, half=half) for half in ("weights", "moments")
-        )
-        number = self.problem.num_microbatches(rows)
-        middle = number * self.epilogue_seconds(decisions, problem.num_rows / number)
+        late = min(1.0, decisions.num_late / max(1, len(cut.streamed)))  # only these are in two
+        weights = self.update_seconds(late * in_two, half="weights")
+        moments = self.update_seconds(late * in_two, half="moments")
+        middle = decisions.num_microbatches(problem) * self.epilogue_seconds(decisions)
         moments = max(0.0, moments - middle)  # there the host has nothing else to do
         rest = self.update_seconds((1 - late) * in_two, beside=beside)
         return at_once + weights + moments + rest, 0.0
 
-    @staticmethod
-    def _whole(decisions: Decisions, streamed: Sequence[UnitSize], shared: frozenset[int]) -> int:
+    def _whole(self, decisions: Decisions) -> int:
         """Parameters of layers that are updated at once where others are updated in two."""
         if not decisions.halves or not decisions.num_whole:
             return 0
-        on_host = [unit for index, unit in enumerate(streamed) if index not in shared]
-        number = min(decisions.num_whole, len(on_host))
-        return sum(unit.num_trained for unit in on_host[len(on_host) - number :])
-
-    def _rows_seconds(self, *, half: str | None) -> float:
-        """What the host does before the first microbatch can begin: rows of tables."""
-        if half not in self._rows:
-            self._rows[half] = self._find_rows_seconds(half=half)
-        return self._rows[half]
-
-    def _find_rows_seconds(self, *, half: str | None) -> float:
-        problem = self.problem
-        total = 0.0
-        for unit, size in problem.outer:
-            if unit.looked_up:
-                share = min(1.0, problem.num_rows * problem.looked_up_bytes / size.weight_bytes)
-                total += self.update_seconds(size.num_trained * share * 0.8, half=half)
-        return total + 2 * problem.num_rows * problem.looked_up_bytes / HOST_COPY_RATE
-
-    def with_late(self, decisions: Decisions, rows: int) -> Decisions:
-        """The same, with as many updates left to the next step as the host cannot do in its own."""
-        problem = self.problem
-        if problem.policy is not UpdatePolicy.EAGER:
-            return decisions
+        shared = decisions.shared_layers(len(self.problem.layers))
         streamed = self.memory.cut(decisions).streamed
-        if not streamed:
+        on_host = [unit.num_trained for i, unit in enumerate(streamed) if i not in shared]
+        return sum(on_host[-decisions.num_whole :])
+
+    def with_late(self, decisions: Decisions) -> Decisions:
+        """Choices that leave no updates, with as many left as the host cannot do in their step."""
+        problem, streamed = self.problem, self.memory.cut(decisions).streamed
+        if problem.policy is not UpdatePolicy.EAGER or not streamed:
             return decisions
-        number = self.problem.num_microbatches(rows)
-        mean = problem.num_rows / number
         host = self.update_seconds(streamed[0].num_trained)
-        device = number * self.backward_seconds(0, decisions, mean)
+        mean = decisions.mean_rows(problem)
+        backward = self.backward_seconds(0, decisions.kept_share, mean)
+        device = decisions.num_microbatches(problem) * backward
         done = len(streamed) if host <= device else int(len(streamed) * device / host)
-        none_late = self.memory.host_bytes(replace(decisions, num_late=0), rows)
-        room = problem.host_limit_bytes - none_late
+        room = problem.host_limit_bytes - self.memory.host_bytes(decisions)
         most = max(0, room) // max(1, self.memory.largest_staged)
         late = min(len(streamed) - done, most)
-        num_late = late + self.memory.num_before if late else 0
-        return (
-            decisions if num_late == decisions.num_late else replace(decisions, num_late=num_late)
+        return replace(decisions, num_late=late + self.memory.num_before) if late else decisions
+
+    def simulate(self, decisions: Decisions) -> Simulation:
+        """A step, line by line, in the middle of a run."""
+        problem, hardware = self.problem, self.hardware
+        number = decisions.num_microbatches(problem)
+        lines = len(problem.layers) * 6  # for each microbatch
+        fewer = max(2, MAX_LINES // lines) if number * lines > MAX_LINES else number
+        shape = decisions.shape(
+            num_microbatches=fewer,
+            layers=problem.layers,
+            outer=[unit for unit, _ in problem.outer],
+            update=problem.policy,
+            has_halves=problem.has_halves,
+            parallel=problem.parallel or problem.together.num_ranks > 1,
         )
+        return simulate(
+            _schedule_of(shape),
+            _LineCosts(self, decisions, scale=number / fewer),
+            fetch_rate=hardware.fetch_rate * self.busy_link,
+            drain_rate=hardware.drain_rate * self.busy_link,
+            both_ways_rate=hardware.both_ways_rate * self.busy_link,
+        )
+
+
+@lru_cache(maxsize=NUM_REMEMBERED)
+def _schedule_of(shape: Shape) -> Schedule:
+    """Many choices are not in the shape, and plans for other budgets meet the same shapes."""
+    return make_schedule(shape)
+
+
+class _LineCosts:
+    """What a line costs."""
+
+    def __init__(self, model: CostModel, decisions: Decisions, *, scale: float) -> None:
+        problem = model.problem
+        self._model, self._problem, self._decisions = model, problem, decisions
+        self._scale = scale  # microbatches that one line stands for
+        self._mean = mean = decisions.mean_rows(problem)
+        self._beside = model.beside_forward(decisions)
+        self._streamed = {f"L{i}" for i in model.memory.cut(decisions).indices}
+        self._sizes = {f"L{i}": unit for i, unit in enumerate(problem.layers)}
+        self._sizes |= {unit.name: size for unit, size in problem.outer}
+        rows = problem.looked_up_bytes * mean
+        kept = model.memory.kept_bytes(decisions)
+        self._value_bytes = {"k": kept, "r": problem.recorded_bytes * mean, "e": rows, "x": rows}
+        looked_up = scale * mean * problem.looked_up_bytes / HOST_COPY_RATE
+        loss = scale * model.epilogue_seconds(decisions)
+        self._seconds = {"loss": loss, "lookup": looked_up, "collect": 2 * looked_up}
+
+    def __call__(self, action: Action) -> Cost:
+        """The cost of one line."""
+        if action.lane in (Lane.STASH, Lane.UNSTASH):
+            hidden = self._problem.hidden_bytes * self._mean
+            nbytes = int(self._scale * self._value_bytes.get(action.value[:1], hidden))
+            return Cost(link="out" if action.lane is Lane.STASH else "in", nbytes=nbytes)
+        size = self._sizes.get(action.unit)
+        num_pieces = 1 if action.piece is None else self._decisions.num_pieces
+        if size is not None and action.kind in COPIED:
+            way, parts = COPIED[action.kind]
+            nbytes = sum(getattr(size, f"{part}_bytes") for part in parts)
+            return Cost(link=way, nbytes=nbytes // self._problem.together.num_shares // num_pieces)
+        seconds = self._seconds.get(action.verb, 0.0)
+        if action.lane in (Lane.GATHER, Lane.REDUCE):
+            seconds = self._collective_seconds(action, size)
+        elif action.verb in ("forward", "backward"):
+            seconds = self._scale * self._pass_seconds(action, size)
+        elif action.verb == "update" and size is not None:
+            seconds = self._update_seconds(action, size) / num_pieces
+        return Cost(seconds)
+
+    def _collective_seconds(self, action: Action, size: UnitSize | None) -> float:
+        world = self._problem.together
+        if size is None:  # a few numbers
+            return world.reduce_seconds(0.0)
+        if action.lane is Lane.GATHER:
+            return world.gather_seconds(size.weight_bytes)
+        return world.reduce_seconds(size.gradient_bytes)
+
+    def _pass_seconds(self, action: Action, size: UnitSize | None) -> float:
+        if size is None:
+            return PROLOGUE_SECONDS
+        if action.verb == "forward":
+            return self._model.pass_seconds(action.layer, "forward", self._mean)
+        keep = self._decisions.kept_share
+        return self._model.backward_seconds(action.layer, keep, self._mean)
+
+    def _update_seconds(self, action: Action, size: UnitSize) -> float:
+        model = self._model
+        if action.lane is not Lane.UPDATE:  # on the device
+            each = REVISE_BYTES if action.kind == "update U device" else DEVICE_UPDATE_BYTES
+            return size.num_trained * each / model.hardware.memory_rate
+        half = next((half for half in HALVES if action.kind.endswith(half)), None)
+        if action.microbatch is not None:  # the rows that it looks up
+            whole = model.looked_up_seconds(size, half)
+            return self._scale * whole / self._decisions.num_microbatches(self._problem)
+        is_before_forward = "late" in action.kind and half != "moments"
+        beside = self._beside if is_before_forward and action.unit in self._streamed else 0.0
+        return model.update_seconds(size.num_trained, half=half, beside=beside)

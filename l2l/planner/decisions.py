@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from l2l.device import format_bytes
 from l2l.parameter_server import NUM_STAGING, UpdatePolicy
-from l2l.planner.problem import UnitSize
+from l2l.planner.problem import Problem, UnitSize
 from l2l.schedule import OuterUnit, Shape
 
 ALWAYS = "always"
@@ -24,37 +24,49 @@ class Decisions:
     num_slots: int = 2
     num_cells: int = 6
     num_gradient_slots: int = 2
-    num_tail: int = 0
-    """Layers, the last of them, that stay on the device for the whole step."""
-    num_device_states: int = 0
-    """Of these, how many have their optimizer state on the device."""
+    num_tail: int = 0  # layers, the last of them, that stay on the device for the whole step
+    num_device_states: int = 0  # of these, how many have their optimizer state on the device
+    # Positions that pass the epilogue at once; None: all of a microbatch.
     piece_tokens: int | None = None
-    """Positions that pass the epilogue at once; None: all of a microbatch."""
+    # Share of its intermediate results that a streamed layer keeps instead of recomputing.
     keep: float = 0.0
-    """Share of its intermediate results that a streamed layer keeps instead of recomputing."""
     num_kept_cells: int = 0
+    # Units whose update is left to the next step although it could be done in its own.
     num_late: int = 0
-    """Units whose update is left to the next step although it could be done in its own."""
+    # Streamed layers whose updates the device does, with state brought over the link.
     num_shared: int = 0
-    """Streamed layers whose updates the device does, with state brought over the link."""
-    num_pieces: int = 16
-    """In which the state of such a layer is lent."""
+    num_pieces: int = 16  # in which the state of such a layer is lent
+    # Whether late updates do weights before they are needed and moments afterwards.
     halves: bool = False
-    """Whether late updates do weights before they are needed and moments afterwards."""
+    # Layers, of those needed last, whose late update is done at once nevertheless.
     num_whole: int = 0
-    """Layers, of those needed last, whose late update is done at once nevertheless."""
-    whole_tables: bool = False
-    """Whether those of tables that are looked up are, too."""
-    shares_memory: bool = False
-    """Whether head and layers' gradients take turns in the same memory."""
+    whole_tables: bool = False  # whether those of tables that are looked up are, too
+    shares_memory: bool = False  # whether head and layers' gradients take turns in the same memory
+    # Whether what is around the layers stays on the device with its optimizer state.
     outer_state: bool = False
-    """Whether what is around the layers stays on the device with its optimizer state."""
+
+    def rows(self, problem: Problem) -> int:
+        """Of a microbatch."""
+        return max(1, self.microbatch_tokens // problem.length)
+
+    def num_microbatches(self, problem: Problem) -> int:
+        """Of a step."""
+        return -(-problem.num_rows // self.rows(problem))
+
+    def mean_rows(self, problem: Problem) -> float:
+        """Of the microbatches of a step."""
+        return problem.num_rows / self.num_microbatches(problem)
 
     def shared_layers(self, num_layers: int) -> frozenset[int]:
         """Which layers these are: spread evenly over those that are streamed."""
         streamed = num_layers - self.num_tail
         number = min(self.num_shared, streamed)
         return frozenset(int((i + 0.5) * streamed / number) for i in range(number))
+
+    @property
+    def kept_share(self) -> float:
+        """Of its intermediate results, what a streamed layer keeps: none without cells for it."""
+        return self.keep if self.num_kept_cells else 0.0
 
     @property
     def part_tokens(self) -> int | None:
@@ -148,13 +160,45 @@ class Decisions:
             )
         return replace(self, **choices)
 
+    def describe(self, num_layers: int, policy: UpdatePolicy) -> tuple[tuple[str, str], ...]:
+        """Choices for people."""
+        tail = "none: all layers are streamed"
+        if self.num_tail:
+            tail = f"the last {self.num_tail} of {num_layers} layers stay on the device"
+            if self.num_device_states:
+                tail += f", {self.num_device_states} of them with their optimizer state"
+        piece = f"in pieces of {self.piece_tokens:,} tokens" if self.piece_tokens else None
+        kept = f"{self.keep:.0%} of what a layer makes" if self.num_kept_cells else "nothing"
+        late = f"{self.num_late} units in the next step" if self.num_late else "none"
+        if policy is UpdatePolicy.JUST_IN_TIME:
+            late = "all to the next step"
+        updates = "by the host alone"
+        if self.num_shared:
+            updates = f"by the host; of {self.num_shared} layers by the device, state lent"
+        if self.halves:
+            updates += ", weights first and moments afterwards"
+            number = "layer" if self.num_whole == 1 else f"{self.num_whole} layers"
+            whole = [f"the last {number}"] if self.num_whole else []
+            whole += ["tables"] if self.whole_tables else []
+            updates += f" but for {' and '.join(whole)}" if whole else ""
+        around = "stays on the device with its state" if self.outer_state else "comes when needed"
+        return (
+            ("tail", tail),
+            ("epilogue", piece or "a microbatch at once"),
+            ("kept, not recomputed", kept),
+            ("updates left", late),
+            ("late updates", updates),
+            ("around the layers", around),
+            ("memory of the head", "shared with gradients" if self.shares_memory else "its own"),
+        )
 
+
+# Choices where all optimizer state stays in host memory: several ranks hold it together, or layers
+# may be left out of a step.
 STATE_ON_HOST: Final = {"num_device_states": 0, "num_shared": 0, "outer_state": False}
-"""Choices where all optimizer state stays in host memory: several ranks hold it together, or layers
-may be left out of a step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LedgerLine:
     """Bytes for one purpose in one place."""
 
@@ -164,7 +208,7 @@ class LedgerLine:
     phase: str = ALWAYS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ScalingPoint:
     """A step of so many devices, each with the rows of one."""
 
@@ -172,10 +216,6 @@ class ScalingPoint:
     seconds: float
     bound: str
     host_bytes: int  # of the parameter server, for each rank
-
-    def efficiency(self, alone: ScalingPoint) -> float:
-        """The speed of each device, beside that of one alone."""
-        return alone.seconds / self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,59 +235,47 @@ class Plan:
         """Device bytes in each phase of a step, with what is there always."""
         own = [line for line in self.ledger if line.place == "device"]
         always = sum(line.nbytes for line in own if line.phase == ALWAYS)
-        found = {ALWAYS: always}
+        found: dict[str, int] = {}
         for line in own:
             if line.phase != ALWAYS:
-                found.pop(ALWAYS, None)
                 found[line.phase] = found.get(line.phase, always) + line.nbytes
-        return found
+        return found or {ALWAYS: always}
 
     def total_bytes(self, place: str) -> int:
         """Bytes of a place; of the device those of the phase that takes most."""
         if place == "device":
-            return max(self.phases().values(), default=0)
+            return max(self.phases().values())
         return sum(line.nbytes for line in self.ledger if line.place == place)
 
     def __str__(self) -> str:
         labels = [line.purpose for line in self.ledger] + [name for name, _ in self.choices]
         width = max(map(len, labels), default=0) + 2
-        rows: list[str] = []
-        limit = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
-        rows.append(f"device: {format_bytes(self.total_bytes('device'))}{limit}")
-        phases = self.phases()
-        for phase in (ALWAYS, *(name for name in phases if name != ALWAYS)):
-            own = [one for one in self.ledger if one.place == "device" and one.phase == phase]
-            if phase != ALWAYS:
-                rows.append(f"  {phase}: {format_bytes(phases[phase])} with the above")
-            indent = "  " if phase == ALWAYS else "    "
-            rows += [f"{indent}{one.purpose:<{width}}{format_bytes(one.nbytes):>12}" for one in own]
-        rows.append(f"host: {format_bytes(self.total_bytes('host'))}")
-        rows += [
-            f"  {line.purpose:<{width}}{format_bytes(line.nbytes):>12}"
-            for line in self.ledger
-            if line.place == "host"
-        ]
-        rows.append("choices:")
-        rows += [f"  {name + ':':<{width}}{value}" for name, value in self.choices]
-        if self.predicted_seconds is not None:
-            speed = ""
-            if self.num_tokens:
-                speed = f", {self.num_tokens / self.predicted_seconds:,.0f} tokens/s"
-            rows.append(
-                f"expected: {self.predicted_seconds:.3f} s a step{speed}; {self.bound} bound"
-            )
-        rows += self.measured
-        rows += self._scaling_rows()
-        return "\n".join(rows)
 
-    def _scaling_rows(self) -> list[str]:
-        if not self.scaling:
-            return []
-        rows = ["devices  tokens/s       of linear  s a step  bound    parameter server, a rank"]
+        def lines(place: str, phase: str, indent: str = "  ") -> list[str]:
+            own = [one for one in self.ledger if (one.place, one.phase) == (place, phase)]
+            return [f"{indent}{one.purpose:<{width}}{format_bytes(one.nbytes):>12}" for one in own]
+
+        limit = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
+        rows = [f"device: {format_bytes(self.total_bytes('device'))}{limit}"]
+        rows += lines("device", ALWAYS)
+        for phase, nbytes in self.phases().items():
+            if phase != ALWAYS:
+                rows.append(f"  {phase}: {format_bytes(nbytes)} with the above")
+                rows += lines("device", phase, "    ")
+        rows += [f"host: {format_bytes(self.total_bytes('host'))}", *lines("host", ALWAYS)]
+        rows += ["choices:", *(f"  {name + ':':<{width}}{value}" for name, value in self.choices)]
+        step, number = self.predicted_seconds, self.num_tokens or 0
+        if step is not None:
+            speed = f", {number / step:,.0f} tokens/s" if number else ""
+            rows.append(f"expected: {step:.3f} s a step{speed}; {self.bound} bound")
+        rows += self.measured
+        if self.scaling:
+            rows += [
+                "devices  tokens/s       of linear  s a step  bound    parameter server, a rank"
+            ]
         for one in self.scaling:
-            speed = one.num_ranks * (self.num_tokens or 0) / one.seconds
-            rows.append(
-                f"{one.num_ranks:>7,}  {speed:>13,.0f}  {one.efficiency(self.scaling[0]):>8.0%}  "
-                f"{one.seconds:>8.3f}  {one.bound:<7}  {format_bytes(one.host_bytes):>12}"
-            )
-        return rows
+            speed = f"{one.num_ranks * number / one.seconds:>13,.0f}"
+            speed += f"  {self.scaling[0].seconds / one.seconds:>8.0%}  {one.seconds:>8.3f}"
+            taken = format_bytes(one.host_bytes)
+            rows.append(f"{one.num_ranks:>7,}  {speed}  {one.bound:<7}  {taken:>12}")
+        return "\n".join(rows)

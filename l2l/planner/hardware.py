@@ -14,14 +14,16 @@ measured in small, to take no time. The figures are honest and of little use.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,30 +46,24 @@ class Hardware:
     device_name: str
     device_bytes: int
     num_threads: int
-    fetch_rate: float
-    """Bytes from the host, while nothing goes there."""
-    drain_rate: float
-    """Bytes to the host, while nothing comes from there."""
-    both_ways_rate: float
-    """Bytes in each direction while both are busy."""
-    matrix_rate: float
-    """Floating-point operations of large 16-bit matrix products."""
-    single_rate: float
-    """Of float32 ones, in the precision that torch is set to."""
-    memory_rate: float
-    """Bytes read and written by a large elementwise operation on the device."""
-    launch_seconds: float
-    """That the host needs to submit a small operation."""
-    host_rate: float
-    """Bytes read and written by exact AdamW on the host."""
-    eight_bit_rate: float
-    """Parameters updated on the host with 8-bit moments."""
+    fetch_rate: float  # bytes from the host, while nothing goes there
+    drain_rate: float  # bytes to the host, while nothing comes from there
+    both_ways_rate: float  # bytes in each direction while both are busy
+    matrix_rate: float  # floating-point operations of large 16-bit matrix products
+    single_rate: float  # of float32 ones, in the precision that torch is set to
+    memory_rate: float  # bytes read and written by a large elementwise operation on the device
+    launch_seconds: float  # that the host needs to submit a small operation
+    host_rate: float  # bytes read and written by exact AdamW on the host
+    eight_bit_rate: float  # parameters updated on the host with 8-bit moments
 
     def __post_init__(self) -> None:
+        kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float)}
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
-            if not isinstance(value, str) and not value > 0:
-                raise ValueError(f"{entry.name} must be more than 0, found {value}")
+            is_number = entry.type != "str"
+            if not isinstance(value, kinds[str(entry.type)]) or (is_number and not value > 0):
+                expected = f"{entry.type} above 0" if is_number else "text"
+                raise ValueError(f"{entry.name} must be {expected}, found {value!r}")
 
     @classmethod
     def of_json(cls, text: str) -> Hardware:
@@ -77,13 +73,9 @@ class Hardware:
             ValueError: the text is something else.
         """
         found = json.loads(text)
-        kinds: dict[str, type] = {"str": str, "int": int, "float": float}
-        entries = {entry.name: kinds[str(entry.type)] for entry in dataclasses.fields(cls)}
-        if not isinstance(found, dict) or set(found) != set(entries):
-            raise ValueError(f"expected an object with entries {', '.join(entries)}")
-        for name, kind in entries.items():
-            if not isinstance(found[name], (int, float) if kind is float else kind):
-                raise ValueError(f"{name} must be {kind.__name__}, found {found[name]!r}")
+        names = [entry.name for entry in dataclasses.fields(cls)]
+        if not isinstance(found, dict) or set(found) != set(names):
+            raise ValueError(f"expected an object with entries {', '.join(names)}")
         return cls(**found)
 
     def to_json(self) -> str:
@@ -125,7 +117,7 @@ H200 = Hardware(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Sizes:
     """How much is copied and computed to measure a rate."""
 
@@ -149,32 +141,12 @@ class _Sizes:
         return found
 
 
-_LARGE = _Sizes(
-    piece_bytes=64 << 20,
-    num_pieces=16,
-    matrix_side=8192,
-    num_products=50,
-    elementwise_bytes=256 << 20,
-    num_passes=20,
-    num_parameters=32_000_000,
-)
-_SMALL = _Sizes(
-    piece_bytes=1 << 20,
-    num_pieces=4,
-    matrix_side=128,
-    num_products=1,
-    elementwise_bytes=1 << 20,
-    num_passes=2,
-    num_parameters=100_000,
-)
+_LARGE = _Sizes(64 << 20, 16, 8192, 50, 256 << 20, 20, 32_000_000)
+_SMALL = _Sizes(1 << 20, 4, 128, 1, 1 << 20, 2, 100_000)
 
 
 def known_hardware(
-    device: Device,
-    kernel: HostKernel | None,
-    *,
-    room: int | None = None,
-    folder: Path | None = None,
+    device: Device, kernel: HostKernel | None, *, room: int | None = None
 ) -> Hardware:
     """The facts of this machine, from a file if it was measured before.
 
@@ -182,38 +154,24 @@ def known_hardware(
         device: whose.
         kernel: the native optimizer; None measures the readable one.
         room: device memory that measuring may take.
-        folder: of the file; None is `~/.cache/l2l`.
     """
+    level = "no kernel" if kernel is None else kernel.level
+    machine = f"{device.name} torch {torch.__version__} {torch.get_num_threads()} threads {level}"
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", machine).strip("-").lower()
     try:
-        folder = Path.home() / ".cache" / "l2l" if folder is None else folder
-        path = folder / f"hardware-{_machine_name(device, kernel)}.json"
+        path = Path.home() / ".cache" / "l2l" / f"hardware-{name}.json"
     except RuntimeError:  # nobody's home
         return probe(device, kernel, room=room)
-    try:
+    with contextlib.suppress(OSError, ValueError):
         known = Hardware.of_json(path.read_text())
         if known.device_bytes == device.total_bytes():
             return known
-    except (OSError, ValueError):
-        pass
     found = probe(device, kernel, room=room)
-    if room is not None and _LARGE.within(room) != _LARGE:  # measured roughly: not to be kept
-        return found
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, found.to_json(), shared=True)
-    except OSError:
-        pass
+    if room is None or _LARGE.within(room) == _LARGE:  # else measured roughly: not to be kept
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, found.to_json(), shared=True)
     return found
-
-
-def _machine_name(device: Device, kernel: HostKernel | None) -> str:
-    words = (
-        device.name,
-        f"torch {torch.__version__}",
-        f"{torch.get_num_threads()} threads",
-        "no kernel" if kernel is None else kernel.level,
-    )
-    return re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(words)).strip("-").lower()
 
 
 def probe(device: Device, kernel: HostKernel | None, *, room: int | None = None) -> Hardware:
@@ -221,32 +179,26 @@ def probe(device: Device, kernel: HostKernel | None, *, room: int | None = None)
     sizes = _SMALL if device.torch_device.type == "cpu" else _LARGE
     sizes = sizes if room is None else sizes.within(room)
     own = open_device(device.torch_device)  # [Note: own device]
+    number = sizes.num_parameters if kernel is not None else _SMALL.num_parameters
     try:
         fetch, drain, both_ways = _link_rates(own, sizes)
-        matrix, single = (_matrix_rate(own, sizes, t) for t in (torch.bfloat16, torch.float32))
-        memory, launch = _memory_rate(own, sizes), _launch_seconds(own)
-        num_parameters = sizes.num_parameters if kernel is not None else _SMALL.num_parameters
-        exact, eight_bit = (
-            _update_rate(own, kernel, optimizer, num_parameters)
-            for optimizer in (AdamW(), AdamW(moments="8bit"))
+        return Hardware(
+            device_name=device.name,
+            device_bytes=device.total_bytes(),
+            num_threads=torch.get_num_threads(),
+            fetch_rate=fetch,
+            drain_rate=drain,
+            both_ways_rate=both_ways,
+            matrix_rate=_matrix_rate(own, sizes, torch.bfloat16),
+            single_rate=_matrix_rate(own, sizes, torch.float32),
+            memory_rate=_memory_rate(own, sizes),
+            launch_seconds=_launch_seconds(own),
+            host_rate=_update_rate(own, kernel, AdamW(), number) * BYTES_PER_PARAMETER,
+            eight_bit_rate=_update_rate(own, kernel, AdamW(moments="8bit"), number),
         )
     finally:
         own.close()
         own.give_back()
-    return Hardware(
-        device_name=device.name,
-        device_bytes=device.total_bytes(),
-        num_threads=torch.get_num_threads(),
-        fetch_rate=fetch,
-        drain_rate=drain,
-        both_ways_rate=both_ways,
-        matrix_rate=matrix,
-        single_rate=single,
-        memory_rate=memory,
-        launch_seconds=launch,
-        host_rate=exact * BYTES_PER_PARAMETER,
-        eight_bit_rate=eight_bit,
-    )
 
 
 def _best_seconds(work: Callable[[], object]) -> float:
@@ -260,47 +212,43 @@ def _best_seconds(work: Callable[[], object]) -> float:
     return max(min(seconds), 1e-9)
 
 
-def _on_lanes(device: Device, works: Sequence[tuple[Lane, Work]], times: int) -> None:
-    """Do work on lanes at the same time, again and again, and wait for all of it."""
-    for _ in range(times):
-        for lane, work in works:
-            device.submit(lane, "probe", work)
-    for event in [device.record(lane) for lane, _ in works]:
-        event.synchronize()
+def _lane_seconds(device: Device, times: int, *works: tuple[Lane, Work]) -> float:
+    """Of work on lanes at the same time, again and again."""
+
+    def work_on_lanes() -> None:
+        for _ in range(times):
+            for lane, work in works:
+                device.submit(lane, "probe", work)
+        for event in [device.record(lane) for lane, _ in works]:
+            event.synchronize()
+
+    return _best_seconds(work_on_lanes)
 
 
-def _link_rates(device: Device, sizes: _Sizes) -> tuple[float, float, float]:
-    def buffers() -> tuple[Tensor, Tensor]:
-        host = device.host_empty(sizes.piece_bytes, registered=True)
-        return host, device.empty(sizes.piece_bytes)
-
-    (fetch_host, fetch_device), (drain_host, drain_device) = buffers(), buffers()
-    fetch = (Lane.FETCH, partial(fetch_device.copy_, fetch_host, non_blocking=True))
-    drain = (Lane.DRAIN, partial(drain_host.copy_, drain_device, non_blocking=True))
-    rates = []
-    for works in ([fetch], [drain], [fetch, drain]):
-        seconds = _best_seconds(partial(_on_lanes, device, works, sizes.num_pieces))
-        rates.append(sizes.piece_bytes * sizes.num_pieces / seconds)
-    return rates[0], rates[1], rates[2]
+def _link_rates(device: Device, sizes: _Sizes) -> list[float]:
+    """Bytes to the device, to the host, and each way at once."""
+    host, other_host = (device.host_empty(sizes.piece_bytes, registered=True) for _ in range(2))
+    near, other_near = (device.empty(sizes.piece_bytes) for _ in range(2))
+    fetch = (Lane.FETCH, partial(near.copy_, host, non_blocking=True))
+    drain = (Lane.DRAIN, partial(other_host.copy_, other_near, non_blocking=True))
+    number = sizes.num_pieces
+    ways = ([fetch], [drain], [fetch, drain])
+    return [sizes.piece_bytes * number / _lane_seconds(device, number, *one) for one in ways]
 
 
 def _matrix_rate(device: Device, sizes: _Sizes, dtype: torch.dtype) -> float:
     side, where = 2 * sizes.matrix_side // dtype.itemsize, device.torch_device
     left, right = (torch.randn(side, side, dtype=dtype, device=where) for _ in range(2))
     product = partial(torch.mm, left, right, out=torch.empty_like(left))
-    seconds = _best_seconds(
-        partial(_on_lanes, device, [(Lane.COMPUTE, product)], sizes.num_products)
-    )
+    seconds = _lane_seconds(device, sizes.num_products, (Lane.COMPUTE, product))
     return 2 * side**3 * sizes.num_products / seconds
 
 
 def _memory_rate(device: Device, sizes: _Sizes) -> float:
-    source, target = (
-        torch.zeros(sizes.elementwise_bytes // 2, dtype=torch.bfloat16, device=device.torch_device)
-        for _ in range(2)
-    )
+    numel, where = sizes.elementwise_bytes // 2, device.torch_device
+    source, target = (torch.zeros(numel, dtype=torch.bfloat16, device=where) for _ in range(2))
     negate = partial(torch.neg, source, out=target)
-    seconds = _best_seconds(partial(_on_lanes, device, [(Lane.COMPUTE, negate)], sizes.num_passes))
+    seconds = _lane_seconds(device, sizes.num_passes, (Lane.COMPUTE, negate))
     return 2 * sizes.elementwise_bytes * sizes.num_passes / seconds
 
 
@@ -311,7 +259,7 @@ def _launch_seconds(device: Device) -> float:
         for _ in range(NUM_LAUNCHES):
             torch.neg(number, out=number)
 
-    return _best_seconds(partial(_on_lanes, device, [(Lane.COMPUTE, launch)], 1)) / NUM_LAUNCHES
+    return _lane_seconds(device, 1, (Lane.COMPUTE, launch)) / NUM_LAUNCHES
 
 
 def _update_rate(

@@ -11,22 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from l2l.device import num_devices, open_device
-from l2l.distributed import World
-from l2l.model import (
-    FakeWeights,
-    Microbatch,
-    Partition,
-    Readers,
-    Recording,
-    fake_weight,
-    trial_batch,
-)
+from l2l.model import FakeWeights, Partition, Readers, Recording, fake_weight, trial_batch
 from l2l.parameter_server import (
     NUM_STAGING,
     HostBudget,
@@ -41,12 +33,12 @@ from l2l.parameter_server import (
     host_bytes,
     load_kernel,
 )
-from l2l.planner.decisions import Plan
+from l2l.planner.decisions import STATE_ON_HOST, Plan
 from l2l.planner.hardware import H200, Hardware, known_hardware
-from l2l.planner.planning import FREE_SHARE, Planning, parse_budget
+from l2l.planner.planning import FREE_SHARE, Findings, Planning, parse_budget
 from l2l.planner.problem import Together
 from l2l.planner.search import DoesNotFitError
-from l2l.run import Facts, Usage
+from l2l.run import Facts
 from l2l.trial import usage_of
 
 UNLIMITED = 2**62
@@ -98,12 +90,10 @@ def plan(
     """
     if microbatch_size is not None and microbatch_size < 1:
         raise ValueError(f"microbatch_size={microbatch_size}; expected at least 1 row, or None.")
-    policy_of = PrecisionPolicy.for_model(model, precision=precision)
+    types = PrecisionPolicy.for_model(model, precision=precision)
     partition = Partition(model, layers=layers)
     description, groups = groups_of(optimizer, model)
-    policy = UpdatePolicy.choose(
-        None, optimizer=description, clip_norm=clip_norm, link=policy_of.link
-    )
+    policy = UpdatePolicy.choose(None, optimizer=description, clip_norm=clip_norm, link=types.link)
     names = {parameter: name for name, parameter in model.named_parameters()}
     settings = ServerOptimizer(groups, description.defaults, names=names).settings()
 
@@ -111,58 +101,53 @@ def plan(
         own = settings
         if optimizer.defaults.keys() != description.defaults.keys():
             own = dict.fromkeys(settings, optimizer.defaults)
-        return forms_of(partition, optimizer=optimizer, settings=own, precision=policy_of)
+        return forms_of(partition, optimizer=optimizer, settings=own, precision=types)
 
-    host = _host_budget(host_memory, model, is_elsewhere=hardware is not None)
-    found = forms_with(description)
-    needed = host_bytes(found, policy)
+    host = HostBudget(limit_bytes=UNLIMITED, rule="not limited")
+    if host_memory is not None or (hardware is None and num_devices()):
+        own = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+        host = HostBudget.of(host_memory, model_bytes=own)
+    forms = forms_with(description)
+    needed = host_bytes(forms, policy)
     if needed > host.limit_bytes:
         try:
-            host.check(needed, alternatives=alternatives(forms_with, policy, policy_of.link))
+            host.check(needed, alternatives=alternatives(forms_with, policy, types.link))
         except ValueError as error:
             raise DoesNotFitError(str(error)) from None
-    forms = {form.name: form for form in found}
     hardware = hardware or measured_hardware() or H200
     if batch is None:
         ids = torch.empty((num_rows, length), dtype=torch.int64, device="meta")
         batch = {"input_ids": ids, "labels": ids}
     planning = Planning(
         partition=partition,
-        forms=forms,
-        device=None,
+        forms={form.name: form for form in forms},
         optimizer=description,
         policy=policy,
-        kernel=None,
-        budget=parse_budget(device_memory) or int(FREE_SHARE * hardware.device_bytes),
+        given_budget=parse_budget(device_memory) or int(FREE_SHARE * hardware.device_bytes),
         host=host,
-        world=World(),
         compiled=compile,
         overrides=overrides or {},
         hardware=hardware,
     )
-    _make(planning, _Preview(partition, forms, batch), batch, rows=microbatch_size)
+    planning.make(batch, _look_at(planning, batch), rows=microbatch_size)
     result = planning.plan(
         arena={},
         reserved={},
         choices=(
             ("layers", f"{partition.list_name}, {partition.num_layers} of them"),
             ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),
-            ("precision", str(policy_of.link).removeprefix("torch.")),
+            ("precision", str(types.link).removeprefix("torch.")),
             ("microbatch", planning.microbatch(microbatch_size)),
             ("update", policy.value),
             ("for", hardware.device_name),
         ),
         peak_bytes=0,
     )
-    if world is not None:
-        result = replace(result, scaling=planning.scaling(_smaller_worlds(world)))
-    return result
-
-
-def _smaller_worlds(world: Together) -> list[Together]:
-    """One device, then twice as many each time, and all of them."""
-    numbers = [2**power for power in range(world.num_ranks.bit_length())]
-    return [replace(world, num_ranks=one) for one in dict.fromkeys([*numbers, world.num_ranks])]
+    if world is None:
+        return result
+    numbers = {world.num_ranks, *(2**power for power in range(world.num_ranks.bit_length()))}
+    worlds = [replace(world, num_ranks=number) for number in sorted(numbers)]
+    return replace(result, scaling=planning.scaling(worlds))
 
 
 def measured_hardware() -> Hardware | None:
@@ -170,105 +155,59 @@ def measured_hardware() -> Hardware | None:
     return known_hardware(open_device(None), load_kernel()) if num_devices() else None
 
 
-def _host_budget(
-    host_memory: int | str | None, model: nn.Module, *, is_elsewhere: bool
-) -> HostBudget:
-    if host_memory is None and (is_elsewhere or not num_devices()):
-        return HostBudget(limit_bytes=UNLIMITED, rule="not limited")
-    own = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
-    return HostBudget.of(host_memory, model_bytes=own)
+def _look_at(planning: Planning, batch: Mapping[str, Any]) -> Findings:
+    """What a preview can know: code around the layers runs with weights that take no memory."""
+    partition, forms = planning.partition, planning.forms
+    outer = [form for name, form in forms.items() if not name.startswith("L")]
+    weights = {name: tensor for form in outer for name, tensor in _tensors(form).items()}
+    partition.set_training(True)
+    partition.skeleton.bind(weights)
+    buffers = partition.outer_tensors.buffers
+    buffer_bytes = sum(buffer.nbytes for buffer in buffers.values())
+    partition.skeleton.bind(_with_values(buffers))
 
+    def run_layer(index: int, args: Any, kwargs: Any) -> Any:
+        part = partition.layers[index]
+        part.bind(_tensors(forms[f"L{index}"]))
+        return part.module(*args, **kwargs)
 
-def _make(
-    planning: Planning,
-    preview: _Preview,
-    batch: Mapping[str, Any],
-    *,
-    rows: int | None,
-) -> None:
-    """Let the choices be made, from what a preview can know."""
+    def record(microbatch: dict[str, Any]) -> Recording:
+        with torch.no_grad(), FakeWeights():
+            return partition.prologue(_with_values(microbatch), learn=run_layer)
+
+    trial = _with_values(trial_batch(batch, cut=True))
+    record(trial)
+    before, after = Readers(weights), Readers(weights)
+    after.watching = False
+    with torch.no_grad(), FakeWeights():
+        with before:
+            hidden = partition.prologue(trial).hidden
+        assert hidden is not None
+        with after:
+            start = partial(setattr, after, "watching", True)
+            partition.epilogue(trial, hidden, on_delivery=start)
+    usage = usage_of(forms, trial, before, after)
     labels = batch.get("labels")
     tokens = isinstance(labels, Tensor) and labels.dim() == 2
-    facts = Facts(usage=preview.usage(), alone=True, within_rows=tokens, puts_off=tokens)
-    planning.make(
-        batch,
-        rows=rows,
-        facts=facts,
-        record=preview.record,
-        buffer_bytes=preview.buffer_bytes,
-        draws_random_numbers=preview.draws_random_numbers,
+    modules = [module for part in partition.layers for module in part.module.modules()]
+    dropouts = [one for one in modules if isinstance(one, nn.modules.dropout._DropoutNd)]
+    return Findings(
+        facts=Facts(usage=usage, alone=True, within_rows=tokens, puts_off=tokens),
+        record=record,
+        buffer_bytes=buffer_bytes,
+        draws_random_numbers=any(one.training and one.p > 0 for one in dropouts),
     )
 
 
-class _Preview:
-    """Runs the code around the layers on the CPU, with weights that take no memory."""
+def _with_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with tensors on the CPU; zeros for one that has no values."""
 
-    def __init__(
-        self, partition: Partition, forms: Mapping[str, UnitForm], batch: Mapping[str, Any]
-    ) -> None:
-        self.forms = forms
-        self._partition = partition
-        self._batch = batch
-        self._weights = {
-            name: tensor
-            for unit, form in forms.items()
-            if not unit.startswith("L")
-            for name, tensor in _tensors(form).items()
-        }
-        partition.set_training(True)
-        partition.skeleton.bind(self._weights)
-        buffers = partition.outer_tensors.buffers
-        self.buffer_bytes = sum(buffer.nbytes for buffer in buffers.values())
-        partition.skeleton.bind({name: _with_values(buffer) for name, buffer in buffers.items()})
+    def with_values(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.zeros_like(value, device="cpu") if value.is_meta else value.detach().cpu()
 
-    @property
-    def draws_random_numbers(self) -> bool:
-        """Whether layers do, as far as one can see without running them."""
-        return any(
-            isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
-            for part in self._partition.layers
-            for module in part.module.modules()
-        )
-
-    def _run_layer(self, index: int, args: Any, kwargs: Any) -> Any:
-        part = self._partition.layers[index]
-        part.bind(_tensors(self.forms[f"L{index}"]))
-        return part.module(*args, **kwargs)
-
-    def record(self, microbatch: Mapping[str, Any]) -> Recording:
-        """What a prologue run yields for rows of this shape."""
-        with torch.no_grad(), FakeWeights():
-            return self._partition.prologue(_with_all_values(microbatch), learn=self._run_layer)
-
-    def usage(self) -> dict[str, Usage]:
-        """Which units are read before the layers, and which after."""
-        trial = _with_all_values(trial_batch(self._batch, cut=True))
-        before, after = Readers(self._weights), Readers(self._weights)
-        with torch.no_grad(), FakeWeights():
-            self._partition.prologue(trial, learn=self._run_layer)
-            with before:
-                hidden = self._partition.prologue(trial).hidden
-            assert hidden is not None
-            after.watching = False
-
-            def start() -> None:
-                after.watching = True
-
-            with after:
-                self._partition.epilogue(trial, hidden, on_delivery=start)
-        return usage_of(self.forms, trial, before, after)
-
-
-def _with_all_values(batch: Mapping[str, Any]) -> Microbatch:
-    return {
-        name: _with_values(value) if isinstance(value, Tensor) else value
-        for name, value in batch.items()
-    }
-
-
-def _with_values(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU; zeros for one that has no values."""
-    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
+    return {name: with_values(value) for name, value in values.items()}
 
 
 def _tensors(form: UnitForm) -> dict[str, Tensor]:
@@ -280,17 +219,9 @@ def _tensors(form: UnitForm) -> dict[str, Tensor]:
     }
 
 
-STREAMED = {
-    "num_tail": 0,
-    "num_device_states": 0,
-    "num_shared": 0,
-    "num_late": 0,
-    "keep": 0.0,
-    "num_kept_cells": 0,
-    "outer_state": False,
-}
-"""What takes least memory: on the host a straight line in the number of layers, constant on the
-device."""
+# What takes least memory: on the host a straight line in the number of layers, constant on the
+# device.
+STREAMED = {**STATE_ON_HOST, "num_tail": 0, "num_late": 0, "keep": 0.0, "num_kept_cells": 0}
 
 
 def largest_model(

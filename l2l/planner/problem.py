@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
-from l2l.parameter_server import UpdatePolicy
-from l2l.planner.layer_cost import PassCost
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from l2l.model import LayerInputs, Partition, Recording
+from l2l.parameter_server import HostOptimizer, Optimizer, UnitForm, UpdatePolicy
+from l2l.planner.layer_cost import PassCost, count_kept_pass, count_pass
 from l2l.schedule import OuterUnit
 
 COLLECTIVE_SECONDS = 30e-6  # that ranks need to begin to talk
+MANY_TOKENS = 8192  # enough for activations to outweigh gradients of weights
+MEMORY = ("working_bytes", "output_bytes", "kept_bytes")  # of a `PassCost`
+ROUGH = ((1, 12, 0), (3, 34, 0), (1, 24, 24), (2, 34, 0))  # passes; hidden states at work; kept
+Passes = tuple[PassCost, ...]  # as the fields of `LayerCosts`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +43,9 @@ class UnitSize:
         return self.state_bytes + self.staging_bytes + self.weight_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class CostCurve:
-    """The cost of a pass for any number of rows, from those for some.
+    """The cost of a pass for any number of rows, from those for some; only equal to itself.
 
     Arithmetic and traffic grow by a line. Memory is that of the worst moment, and each moment's
     grows by a line of its own: for few rows the worst is the end, when all gradients of weights are
@@ -45,31 +57,28 @@ class CostCurve:
 
     def at(self, rows: float) -> PassCost:
         """The cost for so many rows."""
-        one, two = self.counted[0][1], self.counted[1][1]
-        return replace(
-            one,
+        (_, one), (_, two), *_ = self.counted
+        return PassCost(
             matrix_flops=_line(one.matrix_flops, two.matrix_flops, rows - 1),
             moved_bytes=_line(one.moved_bytes, two.moved_bytes, rows - 1),
             num_kernels=max(one.num_kernels, two.num_kernels),
-            working_bytes=self._most(rows, lambda cost: cost.working_bytes),
-            output_bytes=self._most(rows, lambda cost: cost.output_bytes),
-            kept_bytes=self._most(rows, lambda cost: cost.kept_bytes),
+            **{name: self._memory(name, rows) for name in MEMORY},
         )
 
-    def _most(self, rows: float, memory: Callable[[PassCost], int]) -> int:
-        (last, most), is_line = self.counted[-1], len(self.counted) == 2
-        if rows > last and not is_line:
-            return int(memory(most) * rows / last)
+    def _memory(self, name: str, rows: float) -> int:
+        last, most = self.counted[-1]
+        if rows > last and len(self.counted) > 2:
+            return int(getattr(most, name) * rows / last)
         pairs = list(pairwise(self.counted))
         (low, few), (high, many) = next((p for p in pairs if rows <= p[1][0]), pairs[-1])
-        return int(_line(memory(few), memory(many), (rows - low) / (high - low)))
+        return int(_line(getattr(few, name), getattr(many, name), (rows - low) / (high - low)))
 
 
 def _line(first: float, second: float, share: float) -> float:
     return max(0.0, first + (second - first) * share)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LayerCosts:
     """The passes of one layer."""
 
@@ -91,8 +100,8 @@ class Together:
     per_host: int = 1  # at most
     near_rate: float = math.inf  # bytes/s in and out of a device, from and to others of its host
     far_rate: float = math.inf  # the same across hosts
+    # Of a host, beside that of one device as it was measured. None: as many times as devices.
     host_speed: float | None = None
-    """Of a host, beside that of one device as it was measured. None: as many times as devices."""
 
     @property
     def num_shares(self) -> int:
@@ -153,11 +162,145 @@ class Problem:
     together: Together = Together()
     parallel: bool = False  # whether ranks talk to each other, whatever joins them
 
-    def num_microbatches(self, rows: int) -> int:
-        """Microbatches of a step, each of so many rows."""
-        return -(-self.num_rows // rows)
 
-    @property
-    def num_tokens(self) -> int:
-        """Positions of a batch."""
-        return self.num_rows * self.length
+# --------------------------------------------------------------------------------------------------
+# Counted without running anything. Layers are counted on the meta device with the arguments that a
+# prologue run has recorded, one layer of each structure, for some numbers of rows: costs are
+# straight lines in between and beyond.
+
+
+def unit_size(form: UnitForm) -> UnitSize:
+    """Bytes of a unit."""
+    weight_bytes = form.weight_layout.nbytes
+    return UnitSize(
+        weight_bytes=weight_bytes,
+        gradient_bytes=form.gradient_layout.nbytes,
+        staging_bytes=form.staging_layout.nbytes,
+        state_bytes=sum(form.bytes_by_kind().values()) - weight_bytes,
+        num_trained=form.trained.numel,
+        is_one_run=form.is_one_run,
+    )
+
+
+def layer_costs(
+    partition: Partition,
+    forms: Sequence[UnitForm],
+    recordings: Sequence[Recording],
+    *,
+    fused: bool,
+) -> tuple[LayerCosts, ...]:
+    """The costs of every layer, from recordings of one row and of two."""
+    known: dict[str, LayerCosts] = {}
+    for index, (structure, form) in enumerate(zip(partition.structures, forms, strict=True)):
+        if structure not in known:
+            count = partial(_count_passes, partition, index, form, fused=fused)
+            known[structure] = _costs(count, form, recordings)
+    return tuple(known[structure] for structure in partition.structures)
+
+
+def _costs(
+    count: Callable[[Recording], Passes], form: UnitForm, recordings: Sequence[Recording]
+) -> LayerCosts:
+    """Costs from those for one row, for two, and where that can be told for many."""
+    assert recordings[0].hidden is not None
+    counted: dict[int, Passes] = {}
+    for rows, recording in enumerate(recordings, start=1):
+        try:
+            counted[rows] = count(recording)
+        except Exception:  # a layer whose code looks at values cannot be counted without any
+            counted[rows] = _rough_passes(form, recording)
+    many = -(-MANY_TOKENS // math.prod(recordings[0].hidden.shape[:-1]))
+    if many > len(counted):
+        # Not if the layer looks at values, or is told how many rows there are.
+        with contextlib.suppress(Exception):
+            counted[many] = count(_with_rows(recordings, many))
+    kinds = zip(*counted.values(), strict=True)
+    return LayerCosts(*(CostCurve(tuple(zip(counted, kind, strict=True))) for kind in kinds))
+
+
+def _with_rows(recordings: Sequence[Recording], number: int) -> Recording:
+    """A recording of so many rows, without data, from those of one row and of two."""
+
+    def grown(one: Tensor, two: Tensor) -> Tensor:
+        sizes = [a if a == b else a * number for a, b in zip(one.shape, two.shape, strict=True)]
+        return torch.empty(sizes, dtype=one.dtype, device="meta")
+
+    first, second = recordings
+    assert first.hidden is not None
+    assert second.hidden is not None
+    return Recording(
+        hidden=grown(first.hidden, second.hidden),
+        tensors=[grown(a, b) for a, b in zip(first.tensors, second.tensors, strict=True)],
+        calls=first.calls,
+    )
+
+
+def _count_passes(
+    partition: Partition, index: int, form: UnitForm, recording: Recording, *, fused: bool
+) -> Passes:
+    assert recording.hidden is not None
+    hidden, layout = recording.hidden.detach().to("meta"), form.weight_layout
+    inputs = LayerInputs(
+        part=partition.layers[index],
+        tensors={
+            name: torch.empty(shape, dtype=layout.dtype_of(name), device="meta")
+            for name, shape in layout.shapes().items()
+        },
+        trained=form.trained.names,
+        call=recording.calls[index],
+        hidden=hidden,
+        hidden_requires_gradient=True,
+        recorded=[tensor.detach().to("meta") for tensor in recording.tensors],
+        through=(),
+        changes_input=partition.structures[index] in partition.changing_input,
+    )
+    gradient = torch.empty_like(hidden)
+    wanted: list[Tensor] = []
+
+    def walk() -> Tensor:
+        walked = inputs.walk()
+        wanted[:] = walked.wanted.values()
+        return walked.output
+
+    def unwind(end: Tensor | GradientEdge) -> Any:
+        return torch.autograd.grad(end, wanted, [gradient], allow_unused=True)
+
+    plain = count_pass(inputs.forward, fused=fused)
+    again = count_pass(lambda: unwind(walk()), fused=fused)
+    return plain, again, *count_kept_pass(walk, unwind, fused=fused)
+
+
+def _rough_passes(form: UnitForm, recording: Recording) -> Passes:
+    """Costs as of a transformer layer of this size."""
+    assert recording.hidden is not None
+    hidden, gradients = recording.hidden.nbytes, form.gradient_layout.nbytes
+    flops = 2.0 * form.weight_layout.numel * math.prod(recording.hidden.shape[:-1])
+    return tuple(
+        PassCost(
+            matrix_flops=passes * flops,
+            moved_bytes=passes * 12 * hidden,
+            num_kernels=passes * 20,
+            working_bytes=working * hidden + (gradients if passes > 1 else 0),
+            output_bytes=hidden,
+            kept_bytes=kept * hidden,
+        )
+        for passes, working, kept in ROUGH
+    )
+
+
+def head_of(forms: Sequence[UnitForm]) -> tuple[int, int]:
+    """Parameters in matrices of these units, and the widest output among them."""
+    layouts = [form.weight_layout for form in forms]
+    shapes = [shape for layout in layouts for shape in layout.shapes().values()]
+    shapes = [shape for shape in shapes if len(shape) == 2]
+    return sum(map(math.prod, shapes)), max((shape[0] for shape in shapes), default=1)
+
+
+def update_bytes(optimizer: Optimizer, form: UnitForm) -> float:
+    """Host memory traffic of an update, for each parameter."""
+    numel = form.trained.padded_numel
+    if not isinstance(optimizer, HostOptimizer) or not numel:
+        return 0.0
+    changed = sum(form.bytes_by_kind().values()) - form.weight_layout.nbytes
+    changed += form.trained.nbytes
+    return (form.staging_layout.nbytes + 2.0 * changed) / numel

@@ -12,22 +12,23 @@ refused with what would.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, takewhile
+from typing import Any
 
 from l2l.device import format_bytes
 from l2l.parameter_server import UpdatePolicy
 from l2l.planner.cost_model import CostModel
 from l2l.planner.decisions import Decisions, LedgerLine
 from l2l.planner.hardware import Hardware
-from l2l.planner.line_costs import simulate_step
 from l2l.planner.problem import Problem
-from l2l.schedule import NUM_LENT, Simulation
+from l2l.schedule import NUM_LENT
 
 MAX_TOKENS = 16384  # of a microbatch: more gain nothing
 PIECES = (8192, 4096, 2048, 1024, 768, 512, 384, 256, 128)  # matrix products like 128s
-KEEPS = (0.0, 0.08, 0.16, 0.3)
+KEEPS = (0.08, 0.16, 0.3)  # of what a layer makes
 KEPT_CELLS = (2, 3)
 NUM_RANKED = 60  # candidates that are looked at more closely
 NUM_SIMULATED = 2  # of each kind
@@ -46,7 +47,8 @@ AT_ONCE_PIECES = (NUM_LENT, *LENT_PIECES)  # of all layers: all pieces of one ar
 MAX_CLIMBED = 40  # simulations
 STEPS = (1, -1, 3, -3)
 MIN_GAIN = 0.002
-SHARES = (0.0, 0.2, 0.35, 0.5)  # of streamed layers that the device updates
+EVEN = 1 + 1e-9  # of the seconds of another: as good
+SHARES = (0.2, 0.35, 0.5)  # of streamed layers that the device updates
 
 
 class DoesNotFitError(ValueError):
@@ -70,8 +72,7 @@ def find_plan(
     *,
     budget_bytes: int,
     rows: int | None,
-    overrides: Decisions | None = None,
-    fixed: frozenset[str] = frozenset(),
+    chosen: Mapping[str, Any] | None = None,
 ) -> Candidate:
     """The fastest choices that fit.
 
@@ -80,336 +81,270 @@ def find_plan(
         hardware: where.
         budget_bytes: of device memory.
         rows: of a microbatch; None: to be chosen.
-        overrides: choices that are made already, those named in `fixed`.
-        fixed: names of choices.
+        chosen: choices that are made already, but for the size of microbatches, by name.
 
     Raises:
         DoesNotFitError: nothing fits; says what the least is.
     """
-    model = CostModel(problem, hardware)
-    limit = budget_bytes * (1 - SLACK)
-    chosen = {name: getattr(overrides, name) for name in fixed}
-    fitting: dict[tuple[Decisions, int], float] = {}
-    overfull: dict[tuple[Decisions, int], float] = {}  # the host has no room: will be refused
-    least: tuple[int, Decisions, int] | None = None
-    for candidate, number in _candidates(model, budget_bytes, rows):
-        decisions = replace(candidate, **chosen) if chosen else candidate
-        if decisions.num_device_states > decisions.num_tail:
-            continue  # chosen by the user for a longer tail
-        taken = model.memory.peak_bytes(decisions, number)
-        if least is None or taken < least[0]:
-            least = (taken, decisions, number)
-        found = fitting if model.memory.fits_host(decisions, number) else overfull
-        if taken <= limit and (decisions, number) not in found:
-            found[decisions, number] = model.estimate(decisions, number)
-    fitting = fitting or overfull
-    if not fitting:
-        assert least is not None
-        raise DoesNotFitError(_refusal(model, budget_bytes, least))
-    ranked = sorted(fitting, key=fitting.__getitem__)[:NUM_RANKED]
-    if "num_shared" not in fixed:
-        shared = ((replace(one, **chosen), number) for one, number in _shared(model, ranked))
-        ranked = [one for one in shared if model.memory.fits(*one, limit)]
-    if "num_late" not in fixed:
-        ranked = list(_late(model, ranked))
-    if "halves" not in fixed:
-        ranked = list(_halved(model, ranked))
-    ranked.sort(key=lambda one: model.estimate(*one))
-    best = _simulated(model, ranked)
-    if "num_tail" not in fixed:
-        best = _shorter(model, best, limit, fixed)
-    best = _refined(model, best, fixed)
-    best = _climbed(model, best, limit, fixed)
-    simulation, decisions, number = _roomier(model, best, limit, fixed)
-    return Candidate(
-        decisions=decisions,
-        rows=number,
-        ledger=tuple(model.memory.ledger(decisions, number)),
-        seconds=simulation.seconds,
-        bound=simulation.bound,
-    )
+    return _Search(CostModel(problem, hardware), budget_bytes, chosen or {}).run(rows)
 
 
-def _simulated(
-    model: CostModel, ranked: list[tuple[Decisions, int]]
-) -> tuple[Simulation, Decisions, int]:
-    """The best of candidates, by simulation; those that can hardly be it are not simulated."""
-    best: tuple[float, Simulation, Decisions, int] | None = None
-    num_simulated = num_in_vain = 0
-    for decisions, number in _distinct(ranked):
-        least = _rated(CERTAIN * model.estimate(decisions, number), decisions)
-        if num_simulated == MAX_SIMULATED or (best is not None and least > best[0]):
-            continue
-        if best is not None and best[1].bound == "compute" and num_in_vain == MAX_IN_VAIN:
-            break  # how updates are done hardly matters then
-        found = simulate_step(model, decisions, number)
-        num_simulated += 1
-        num_in_vain += 1
-        rated = _rated(found.seconds, decisions)
-        if best is None or rated < best[0]:
-            if best is None or rated < (1 - MIN_GAIN) * best[0]:
-                num_in_vain = 0
-            best = (rated, found, decisions, number)
-    assert best is not None
-    return best[1:]
+class _Search:
+    """Looks for the best choices."""
 
+    def __init__(self, model: CostModel, budget_bytes: int, chosen: Mapping[str, Any]) -> None:
+        self._model, self._memory, self._problem = model, model.memory, model.problem
+        self._budget_bytes, self._limit = budget_bytes, budget_bytes * (1 - SLACK)
+        self._chosen = {k: v for k, v in chosen.items() if k != "microbatch_tokens"}
+        self._has_tables = any(one.looked_up and one.trained for one, _ in model.problem.outer)
+        self._num_simulated = 0
 
-def _shorter(
-    model: CostModel,
-    best: tuple[Simulation, Decisions, int],
-    limit: float,
-    fixed: frozenset[str],
-) -> tuple[Simulation, Decisions, int]:
-    """The best, with a shorter tail where that is better still.
+    def run(self, rows: int | None) -> Candidate:
+        """The best, and what is better still with single choices made otherwise."""
+        ranked = [other for one in self._fitting(rows) for other in self._updated(one)]
+        best = self._simulated(sorted(ranked, key=self._model.estimate))
+        best = self._better(best, self._shorter(best.decisions))
+        for name in ("num_late", "num_whole"):
+            best = self._better(best, self._fewer(best.decisions, name))
+        climbed, most = None, self._num_simulated + MAX_CLIMBED
+        while best.bound == "host" and best is not climbed:
+            # A step is as long as the host's work and its pauses then; which updates fill the
+            # pauses is a matter of single layers.
+            climbed, near = best, self._neighbours(best.decisions)
+            near = takewhile(lambda _: self._num_simulated < most, near)
+            best = self._better(best, near, 1 - MIN_GAIN)
+        # Simulated, copies that nothing waits for are free. But the host has to submit them, and
+        # they take a share of its memory's rate.
+        return self._better(best, self._roomier(best.decisions), EVEN)
 
-    What a tail saves is certain; what its weights and gradients hold up in the middle of a step is
-    not in the formula.
-    """
-    (_, decisions, rows), memory = best, model.memory
-    for share in TAILS if "num_device_states" not in fixed else ():
-        number = int(share * decisions.num_tail)
-        other = replace(
-            decisions, num_tail=number, num_device_states=min(number, decisions.num_device_states)
+    def _fits(self, decisions: Decisions) -> bool:
+        return self._memory.peak_bytes(decisions) <= self._limit
+
+    def _simulate(self, decisions: Decisions) -> Candidate:
+        self._num_simulated += 1
+        simulation = self._model.simulate(decisions)
+        return Candidate(
+            decisions=decisions,
+            rows=decisions.rows(self._problem),
+            ledger=self._memory.ledger(decisions),
+            seconds=simulation.seconds,
+            bound=simulation.bound,
         )
-        if number in (0, decisions.num_tail) or other.outer_state:
-            continue
-        keeps = other.num_kept_cells > 0
-        if not memory.fits(other, rows, limit) or (keeps and not memory.may_keep(other, rows)):
-            continue
-        simulation = simulate_step(model, other, rows)
-        if _rated(simulation.seconds, other) < _rated(best[0].seconds, best[1]):
-            best = (simulation, other, rows)
-    return best
 
-
-def _refined(
-    model: CostModel, best: tuple[Simulation, Decisions, int], fixed: frozenset[str]
-) -> tuple[Simulation, Decisions, int]:
-    """The best, with other numbers of late and of whole updates where these are better still.
-
-    How many updates are best left depends on when the host would be idle, which no formula knows.
-    """
-    for name in ("num_late", "num_whole"):
-        _, decisions, rows = best
-        present = decisions.num_late
-        streamed = len(model.problem.layers) - decisions.num_tail
-        if name == "num_whole":
-            present = streamed if decisions.halves and decisions.num_whole else 0
-        numbers = {int(share * present) for share in REFINED} - {getattr(decisions, name), 0}
-        for number in sorted(numbers if name not in fixed else (), reverse=True):
-            other = decisions.override({name: number})
-            simulation = simulate_step(model, other, rows)
-            if simulation.seconds < best[0].seconds:
-                best = (simulation, other, rows)
-    return best
-
-
-def _climbed(
-    model: CostModel,
-    best: tuple[Simulation, Decisions, int],
-    limit: float,
-    fixed: frozenset[str],
-) -> tuple[Simulation, Decisions, int]:
-    """The best where the host is what is slow, with one choice after another a little different.
-
-    There a step is as long as the host's work and its pauses; which updates fill the pauses is a
-    matter of single layers.
-    """
-    num_simulated, last = 0, None
-    while best[0].bound == "host" and best[1] is not last:
-        _, last, rows = best
-        for other in _neighbours(model, last, fixed):
-            fits = model.memory.fits(other, rows, limit) and model.memory.fits_host(other, rows)
-            if num_simulated == MAX_CLIMBED or not fits:
-                continue
-            num_simulated += 1
-            simulation = simulate_step(model, other, rows)
-            if simulation.seconds < (1 - MIN_GAIN) * best[0].seconds:
-                best = (simulation, other, rows)
-    return best
-
-
-def _roomier(
-    model: CostModel,
-    best: tuple[Simulation, Decisions, int],
-    limit: float,
-    fixed: frozenset[str],
-) -> tuple[Simulation, Decisions, int]:
-    """The best, with hidden states that stay between layers where there is room left for them.
-
-    Simulated, copies that nothing waits for are free. But the host has to submit them, and they
-    take a share of its memory's rate.
-    """
-    simulation, decisions, rows = best
-    other = replace(decisions, num_cells=_many_cells(model, rows))
-    more = decisions.num_cells < other.num_cells <= MAX_CELLS
-    streams = decisions.num_tail < len(model.problem.layers)
-    if "num_cells" in fixed or not (more and streams) or not model.memory.fits(other, rows, limit):
+    def _better(
+        self, best: Candidate, others: Iterable[Decisions], enough: float = 1.0
+    ) -> Candidate:
+        """The best so far, or one of others that takes less than enough of its time."""
+        for other in others:
+            if self._fits(other) and self._memory.fits_host(other):
+                found = self._simulate(other)
+                best = found if found.seconds < enough * best.seconds else best
         return best
-    found = simulate_step(model, other, rows)
-    return (found, other, rows) if found.seconds <= simulation.seconds else best
 
+    # ----------------------------------------------------------------------------------------------
+    # Candidates
 
-def _many_cells(model: CostModel, rows: int) -> int:
-    """Cells in which the hidden states of all microbatches stay for a while."""
-    return model.problem.num_microbatches(rows) + 2
+    def _fitting(self, rows: int | None) -> list[Decisions]:
+        """Candidates that fit, the best of them by the formula."""
+        fitting: dict[Decisions, float] = {}
+        overfull: dict[Decisions, float] = {}  # the host has no room: will be refused
+        least: tuple[int, Decisions] | None = None
+        for candidate in self._candidates(rows):
+            decisions = replace(self._model.with_late(candidate), **self._chosen)
+            if decisions.num_device_states > decisions.num_tail:
+                continue  # chosen by the user for a longer tail
+            taken = self._memory.peak_bytes(decisions)
+            if least is None or taken < least[0]:
+                least = (taken, decisions)
+            found = fitting if self._memory.fits_host(decisions) else overfull
+            if taken <= self._limit and decisions not in found:
+                found[decisions] = self._model.estimate(decisions)
+        fitting = fitting or overfull
+        if not fitting:
+            assert least is not None
+            raise DoesNotFitError(self._refusal(*least))
+        return sorted(fitting, key=fitting.__getitem__)[:NUM_RANKED]
 
+    def _candidates(self, rows: int | None) -> Iterator[Decisions]:
+        problem, default = self._problem, Decisions().num_cells
+        most = max(1, min(problem.num_rows, MAX_TOKENS // problem.length))
+        numbers = [rows] if rows else sorted({1, most, *(2**i for i in range(12) if 2**i <= most)})
+        for number in numbers:
+            start = Decisions(microbatch_tokens=number * problem.length)
+            pieces: list[int | None] = [None]
+            if problem.may_cut_rows:
+                smallest = 1 if problem.may_cut_positions else problem.length
+                pieces += [one for one in PIECES if smallest <= one < start.microbatch_tokens]
+            many = self._many_cells(start)
+            cells = sorted({default, many}) if many <= MAX_CELLS else [default]
+            cells = [max(default, number) for number in cells]
+            num_fitting = 0
+            for piece in pieces:
+                if num_fitting >= MAX_PIECES:
+                    break  # smaller ones are only slower
+                for shares, cell in product((False, True), cells):
+                    one = replace(start, piece_tokens=piece, shares_memory=shares, num_cells=cell)
+                    num_fitting += self._fits(one)
+                    yield from self._tails(one)
 
-def _neighbours(
-    model: CostModel, decisions: Decisions, fixed: frozenset[str]
-) -> Iterator[Decisions]:
-    """Choices that differ from others in one, as far as that makes sense."""
-    problem = model.problem
-    streamed = len(problem.layers) - decisions.num_tail
-    if problem.has_halves and not fixed & {"halves", "num_whole"}:  # of tables alone, or of none
-        yield replace(decisions, halves=not decisions.halves, num_whole=streamed)
-    tables = any(unit.looked_up and unit.trained for unit, _ in problem.outer)
-    if decisions.halves and tables and "whole_tables" not in fixed:
-        yield replace(decisions, whole_tables=not decisions.whole_tables)
-    least = {"num_late": 1, "num_shared": 1} | ({"num_whole": 0} if decisions.halves else {})
-    for name, lowest in least.items():
-        number = getattr(decisions, name)
-        for step in STEPS if number >= lowest and name not in fixed else ():
-            if lowest <= number + step <= streamed:
-                yield replace(decisions, **{name: number + step})
+    def _many_cells(self, decisions: Decisions) -> int:
+        """Cells in which the hidden states of all microbatches stay for a while."""
+        return decisions.num_microbatches(self._problem) + 2
 
+    def _tails(self, start: Decisions) -> Iterator[Decisions]:
+        """The same with tails of any length, and with kept results."""
+        yield start
+        yield from self._keeping(start, product(KEEPS, KEPT_CELLS))
+        num_layers = len(self._problem.layers)
+        for tail in range(1, num_layers + 1, max(1, num_layers // 32)):
+            one = replace(start, num_tail=tail)
+            if not self._fits(one):
+                return
+            states = {0}
+            if self._problem.may_update_on_device:
+                most = self._memory.most_states(one, self._limit)
+                states |= {most, most // 2, most // 4}
+            for number in sorted(states):
+                two = replace(one, num_device_states=number)
+                yield two
+                whole = replace(two, outer_state=True)
+                if number == tail == num_layers and self._fits(whole):
+                    yield whole
+                if tail < num_layers:
+                    yield from self._keeping(two, [(KEEPS[0], KEPT_CELLS[-1])])
 
-def _rated(seconds: float, decisions: Decisions) -> float:
-    """Seconds, with a handicap for what is hard to foresee."""
-    return seconds * (1 + LENDING_GAIN if decisions.num_shared else 1)
+    def _keeping(
+        self, start: Decisions, choices: Iterable[tuple[float, int]]
+    ) -> Iterator[Decisions]:
+        """The same with kept results, where device and host have room for them."""
+        for keep, number in choices if self._problem.may_keep else ():
+            kept = replace(start, keep=keep, num_kept_cells=number)
+            if self._memory.fits_host(kept) and self._fits(kept):
+                yield kept
 
+    def _updated(self, start: Decisions) -> Iterator[Decisions]:
+        """The same with other ways to update."""
+        for shared in self._shared(start):
+            for late in self._late(shared):
+                yield from self._halved(late)
 
-def _shared(
-    model: CostModel, candidates: Iterable[tuple[Decisions, int]]
-) -> Iterator[tuple[Decisions, int]]:
-    """Candidates, with and without the device's help in updating."""
-    problem = model.problem
-    for decisions, rows in candidates:
-        yield decisions, rows
-        if not problem.may_update_on_device or problem.policy is UpdatePolicy.ON_DEVICE:
-            continue
-        streamed = len(problem.layers) - decisions.num_tail
-        every = LENT_PIECES if problem.policy is UpdatePolicy.JUST_IN_TIME else AT_ONCE_PIECES
-        for share in SHARES[1:]:
-            number = int(share * streamed)
-            for pieces in every if number else ():
-                yield replace(decisions, num_shared=number, num_pieces=pieces), rows
+    def _shared(self, start: Decisions) -> Iterator[Decisions]:
+        """The same, with and without the device's help in updating."""
+        yield start
+        problem = self._problem
+        helps = problem.may_update_on_device and problem.policy is not UpdatePolicy.ON_DEVICE
+        pieces = LENT_PIECES if problem.policy is UpdatePolicy.JUST_IN_TIME else AT_ONCE_PIECES
+        for share in SHARES if helps and "num_shared" not in self._chosen else ():
+            number = int(share * (len(problem.layers) - start.num_tail))
+            for num_pieces in pieces if number else ():
+                other = replace(start, num_shared=number, num_pieces=num_pieces)
+                other = replace(other, **self._chosen)
+                if self._fits(other):
+                    yield other
 
+    def _late(self, start: Decisions) -> Iterator[Decisions]:
+        """The same; also with all updates left to the next step, if some are."""
+        yield start
+        every = len(self._problem.layers) + len(self._problem.outer)
+        all_late = replace(start, num_late=every)
+        if start.num_late and "num_late" not in self._chosen and self._memory.fits_host(all_late):
+            yield all_late
 
-def _late(
-    model: CostModel, candidates: Iterable[tuple[Decisions, int]]
-) -> Iterator[tuple[Decisions, int]]:
-    """Candidates that leave some updates to the next step, also with all of them left."""
-    every = len(model.problem.layers) + len(model.problem.outer)
-    for decisions, rows in candidates:
-        yield decisions, rows
-        all_late = replace(decisions, num_late=every)
-        if decisions.num_late and model.memory.fits_host(all_late, rows):
-            yield all_late, rows
-
-
-def _halved(
-    model: CostModel, candidates: Iterable[tuple[Decisions, int]]
-) -> Iterator[tuple[Decisions, int]]:
-    """Candidates, with late updates at once and in two."""
-    problem = model.problem
-    tables = any(unit.looked_up and unit.trained for unit, _ in problem.outer)
-    for decisions, rows in candidates:
-        yield decisions, rows
-        late = problem.policy is UpdatePolicy.JUST_IN_TIME or decisions.num_late
-        if problem.has_halves and (late or (tables and not decisions.outer_state)):
-            streamed = len(problem.layers) - decisions.num_tail if late else 0
-            for number in sorted({int(share * streamed) for share in WHOLE}):
-                yield replace(decisions, halves=True, num_whole=number), rows
-
-
-def _distinct(ranked: list[tuple[Decisions, int]]) -> Iterator[tuple[Decisions, int]]:
-    """The best candidates, a few of each kind: the formula that ranks them is rough."""
-    seen: dict[tuple[float, ...], int] = {}
-    for decisions, rows in ranked:
-        kind = (
-            rows,
-            decisions.num_kept_cells,
-            min(decisions.num_shared, 1),
-            decisions.halves,
-            decisions.num_whole,
-            decisions.num_late,
-        )
-        seen[kind] = seen.get(kind, 0) + 1
-        if seen[kind] <= NUM_SIMULATED:
-            yield decisions, rows
-
-
-def _candidates(
-    model: CostModel, budget_bytes: int, rows: int | None
-) -> Iterator[tuple[Decisions, int]]:
-    problem = model.problem
-    most = max(1, min(problem.num_rows, MAX_TOKENS // problem.length))
-    choices = [rows] if rows else sorted({1, most, *(2**i for i in range(12) if 2**i <= most)})
-    for number in choices:
-        tokens = number * problem.length
-        pieces: list[int | None] = [None]
-        if problem.may_cut_rows:
-            smallest = 1 if problem.may_cut_positions else problem.length
-            pieces += [size for size in PIECES if smallest <= size < tokens]
-        many = _many_cells(model, number)
-        cells = sorted({Decisions().num_cells, many if many <= MAX_CELLS else 0} - {0})
-        num_fitting, start_piece = 0, pieces[0]
-        for piece, shares, num_cells in product(pieces, (False, True), cells):
-            start = Decisions(
-                microbatch_tokens=tokens,
-                piece_tokens=piece,
-                shares_memory=shares,
-                num_cells=max(num_cells, Decisions().num_cells),
-            )
-            if num_fitting >= MAX_PIECES and piece != start_piece:
-                break  # smaller ones are only slower
-            start_piece = piece
-            num_fitting += model.memory.peak_bytes(start, number) <= budget_bytes * (1 - SLACK)
-            yield from _tails(model, start, number, budget_bytes)
-
-
-def _tails(
-    model: CostModel, start: Decisions, rows: int, budget_bytes: int
-) -> Iterator[tuple[Decisions, int]]:
-    problem, limit = model.problem, budget_bytes * (1 - SLACK)
-    yield model.with_late(start, rows), rows
-    for keep, number in product(KEEPS[1:], KEPT_CELLS):
-        kept = replace(start, keep=keep, num_kept_cells=number)
-        if model.memory.may_keep(kept, rows) and model.memory.fits(kept, rows, limit):
-            yield model.with_late(kept, rows), rows
-    num_layers = len(problem.layers)
-    for tail in range(1, num_layers + 1, max(1, num_layers // 32)):
-        one = replace(start, num_tail=tail)
-        if not model.memory.fits(one, rows, limit):
+    def _halved(self, start: Decisions) -> Iterator[Decisions]:
+        """The same, with late updates at once and in two."""
+        yield start
+        problem = self._problem
+        if "halves" in self._chosen or not problem.has_halves:
             return
-        states = [0]
-        if problem.may_update_on_device:
-            most = model.memory.most_states(one, rows, limit)
-            states = sorted({0, most, most // 2, most // 4})
-        for number in states:
-            two = replace(one, num_device_states=number)
-            yield model.with_late(two, rows), rows
-            whole = replace(two, outer_state=True)
-            if number == tail == num_layers and model.memory.fits(whole, rows, limit):
-                yield model.with_late(whole, rows), rows
-            if tail < num_layers:
-                kept = replace(two, keep=KEEPS[1], num_kept_cells=KEPT_CELLS[-1])
-                if model.memory.may_keep(kept, rows) and model.memory.fits(kept, rows, limit):
-                    yield model.with_late(kept, rows), rows
+        late = problem.policy is UpdatePolicy.JUST_IN_TIME or start.num_late
+        if late or (self._has_tables and not start.outer_state):
+            streamed = len(problem.layers) - start.num_tail if late else 0
+            for number in sorted({int(share * streamed) for share in WHOLE}):
+                yield replace(start, halves=True, num_whole=number)
 
+    def _simulated(self, ranked: list[Decisions]) -> Candidate:
+        """The best of candidates, by simulation; those that can hardly be it are not simulated.
 
-def _refusal(model: CostModel, budget_bytes: int, least: tuple[int, Decisions, int]) -> str:
-    taken, decisions, rows = least
-    lines = sorted(
-        (line for line in model.memory.ledger(decisions, rows) if line.place == "device"),
-        key=lambda line: -line.nbytes,
-    )
-    largest = ", ".join(f"{line.purpose} {format_bytes(line.nbytes)}" for line in lines[:4])
-    needed = int(taken / (1 - SLACK)) + 1
-    return (
-        f"the step needs {format_bytes(needed)} of device memory, found a budget of "
-        f"{format_bytes(budget_bytes)}. The least was found with microbatches of {rows} row(s) of "
-        f"{model.problem.length} positions; most of it: {largest}. Give device_memory="
-        f"'{math.ceil(needed / 2**20)}MiB' or more, or shorter rows."
-    )
+        A few of each kind: the formula that ranks them is rough.
+        """
+        best, least, num_in_vain = None, math.inf, 0
+        seen: Counter[tuple[float, ...]] = Counter()
+        for one in ranked:
+            shares = one.num_shared > 0
+            updates = (shares, one.halves, one.num_whole, one.num_late)
+            kind = (one.microbatch_tokens, one.num_kept_cells, *updates)
+            seen[kind] += 1
+            is_known = seen[kind] > NUM_SIMULATED or self._num_simulated == MAX_SIMULATED
+            handicap = 1 + LENDING_GAIN if shares else 1  # for what is hard to foresee
+            if is_known or CERTAIN * self._model.estimate(one) * handicap > least:
+                continue
+            if best is not None and best.bound == "compute" and num_in_vain == MAX_IN_VAIN:
+                break  # how updates are done hardly matters then
+            found = self._simulate(one)
+            rated = found.seconds * handicap
+            num_in_vain = 0 if rated < (1 - MIN_GAIN) * least else num_in_vain + 1
+            if rated < least:
+                best, least = found, rated
+        assert best is not None
+        return best
+
+    # ----------------------------------------------------------------------------------------------
+    # What may be better still
+
+    def _shorter(self, start: Decisions) -> Iterator[Decisions]:
+        """Shorter tails.
+
+        What a tail saves is certain; what its weights and gradients hold up in the middle of a step
+        is not in the formula.
+        """
+        fixed = start.outer_state or {"num_tail", "num_device_states"} & self._chosen.keys()
+        for number in () if fixed else (int(share * start.num_tail) for share in TAILS):
+            if number not in (0, start.num_tail):
+                states = min(number, start.num_device_states)
+                yield replace(start, num_tail=number, num_device_states=states)
+
+    def _fewer(self, start: Decisions, name: str) -> Iterator[Decisions]:
+        """Other numbers of late or of whole updates.
+
+        How many are best depends on when the host would be idle, which no formula knows.
+        """
+        most = start.num_late
+        if name == "num_whole":
+            is_some = start.halves and start.num_whole
+            most = len(self._problem.layers) - start.num_tail if is_some else 0
+        numbers = {int(share * most) for share in REFINED} - {getattr(start, name), 0}
+        for number in sorted(numbers if name not in self._chosen else (), reverse=True):
+            yield start.override({name: number})
+
+    def _neighbours(self, start: Decisions) -> Iterator[Decisions]:
+        """Choices that differ from others in one, as far as that makes sense."""
+        fixed, streamed = self._chosen.keys(), len(self._problem.layers) - start.num_tail
+        if self._problem.has_halves and not fixed & {"halves", "num_whole"}:  # of tables, or none
+            yield replace(start, halves=not start.halves, num_whole=streamed)
+        if start.halves and self._has_tables and "whole_tables" not in fixed:
+            yield replace(start, whole_tables=not start.whole_tables)
+        least = {"num_late": 1, "num_shared": 1} | ({"num_whole": 0} if start.halves else {})
+        for name, lowest in least.items():
+            number = getattr(start, name)
+            for step in STEPS if number >= lowest and name not in fixed else ():
+                if lowest <= number + step <= streamed:
+                    yield start.override({name: number + step})
+
+    def _roomier(self, start: Decisions) -> Iterator[Decisions]:
+        """Hidden states that stay between layers, where there is room left for them."""
+        number, streams = self._many_cells(start), start.num_tail < len(self._problem.layers)
+        if "num_cells" not in self._chosen and streams and start.num_cells < number <= MAX_CELLS:
+            yield replace(start, num_cells=number)
+
+    def _refusal(self, taken: int, least: Decisions) -> str:
+        lines = [line for line in self._memory.ledger(least) if line.place == "device"]
+        lines.sort(key=lambda line: -line.nbytes)
+        largest = ", ".join(f"{line.purpose} {format_bytes(line.nbytes)}" for line in lines[:4])
+        needed = int(taken / (1 - SLACK)) + 1
+        return (
+            f"the step needs {format_bytes(needed)} of device memory, found a budget of "
+            f"{format_bytes(self._budget_bytes)}. The least was found with microbatches of "
+            f"{least.rows(self._problem)} row(s) of {self._problem.length} positions; most of it: "
+            f"{largest}. Give device_memory='{math.ceil(needed / 2**20)}MiB' or more, or shorter "
+            "rows."
+        )
