@@ -890,7 +890,7 @@ def test_rows_of_whole_blocks_are_updated_apart(
     refresh = WaitingUpdate.refresh
 
     def watched(waiting: WaitingUpdate, server: Any, ids: Any, **more: Any) -> None:
-        rows.append(len(ids))
+        rows.append(len(ids.rows))
         refresh(waiting, server, ids, **more)
 
     def watch(engine: l2l.Engine, family: Family, number: int) -> None:

@@ -27,6 +27,7 @@ WHOLE_ELEMENTS = 1 << 16  # of a gradient that is kept as it is
 WIDTH = 2048
 NUM_SIGNS = 2
 CHUNK_ROWS = 8192  # that are added up at once
+MAX_DEVICE_BYTES = 4 << 20  # of evidence on the device, whatever the depth
 ODD_FACTOR = 1.37  # no power of two
 NOISE_MARGIN = 16.0  # times what rounding alone was seen to make out
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.005, torch.bfloat16: 0.02}
@@ -51,7 +52,12 @@ class Evidence:
         """Add a microbatch's gradient, or all of them, of a parameter or a piece of it."""
         found = _sketch(gradient, self.place)
         known = self.gradients.get(owner)
-        self.gradients[owner] = found if known is None else known + found
+        if known is not None:
+            self.gradients[owner] = known + found.to(known.device)
+            return
+        kept = [one.nbytes for one in list(self.gradients.values()) if one.device.type != "cpu"]
+        room = sum(kept) + found.nbytes <= MAX_DEVICE_BYTES
+        self.gradients[owner] = found if room else found.cpu()  # which waits for the device
 
     def scaled(self, factor: float) -> Evidence:
         """The same with gradients times a factor."""
@@ -132,14 +138,14 @@ def check(
 
 
 def _norm(one: Tensor | None) -> float:
-    return 0.0 if one is None else float(torch.linalg.vector_norm(one.double()))
+    return 0.0 if one is None else float(torch.linalg.vector_norm(one.cpu().double()))
 
 
 def _distance(mine: Tensor | None, theirs: Tensor | None) -> float:
     """The norm of a difference; no gradient is one of zero, and what is not finite is far."""
     if mine is None or theirs is None:
         return _norm(mine if theirs is None else theirs)
-    found = _norm(mine.double() - theirs.double())
+    found = _norm(mine.cpu().double() - theirs.cpu().double())
     return found if math.isfinite(found) else math.inf
 
 
