@@ -4,9 +4,11 @@ That a step equals plain PyTorch in float32 is in test_parity.py; here are the o
 training in bfloat16 against a reference that is written out.
 """
 
+import gc
 import math
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -1058,3 +1060,20 @@ def test_the_callers_random_numbers_are_left_alone() -> None:
         engine.step(family.batch(ROWS))
         engine.evaluate(family.batch(ROWS))
         assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_closed_engine_holds_no_memory_even_before_cycles_are_collected():
+    """Else the next engine of a process finds a device that is full."""
+    family = FAMILIES["llama_tied"]
+    engine = inside.engine(family.build(), overrides={"num_tail": 1, "num_device_states": 1})
+    engine.step(family.batch(4))
+    units = inside.server(engine).units.values()
+    tensors = [one for unit in units for one in (unit.weights, *unit.kept().values())]
+    storages = [weakref.ref(one.untyped_storage()) for one in tensors]
+    del tensors, units
+    gc.disable()
+    try:
+        engine.close()
+        assert not any(storage() is not None for storage in storages)
+    finally:
+        gc.enable()

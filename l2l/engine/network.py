@@ -244,6 +244,5 @@ class Network:
     def close(self) -> None:
         """Let go of everything, the device too."""
         has = self._has
-        for part in (self.partition, has.transfer, has.stash, self.relay, has.device):
+        for part in (self.partition, has.transfer, has.stash, self.relay, has.device, self._server):
             part.close()
-        self._server.spare.close()

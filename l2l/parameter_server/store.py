@@ -79,6 +79,13 @@ class ParameterServer:
         self.waiting.clear()
         self.unfinished.clear()
 
+    def close(self) -> None:
+        """Let go of all memory at once, not only when Python collects cycles."""
+        self.spare.close()
+        self.forget_updates()
+        for unit in self.units.values():
+            unit.let_go()
+
     def reseed(self, seed: int) -> None:
         """Round by the random numbers of another seed."""
         self.seed = seed & 0xFFFFFFFF
@@ -138,7 +145,7 @@ class ParameterServer:
             own = weight.to(device=parameter.device, dtype=parameter.dtype)
             exchange(parameter, own.clone() if own.data_ptr() == weight.data_ptr() else own)
             del self._unit_of[owner]
-        del self.units[name]
+        self.units.pop(name).let_go()
 
     def whole(self, name: str) -> Unit:
         """A unit with all of its weights, without its state; its ranks must ask together."""

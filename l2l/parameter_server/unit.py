@@ -59,6 +59,10 @@ class Unit:
         companion = {} if self.companion is None else {self.form.companion_name: self.companion}
         return {**companion, **self.state}
 
+    def let_go(self) -> None:
+        """Hold no memory any more, whoever holds the unit."""
+        self.weights, self.companion, self.state = self.weights.new_empty(0), None, {}
+
     def addresses(self) -> tuple[int, ...]:
         """Where the unit's memory lies: what was prepared for other memory is of no use."""
         return tuple(one.data_ptr() for one in (self.weights, *self.kept().values()))

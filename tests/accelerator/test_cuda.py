@@ -153,7 +153,8 @@ def peak(num_layers: int, rows: int) -> int:
     torch.cuda.empty_cache()
     model = build_bert(num_hidden_layers=num_layers, hidden_size=256, intermediate_size=1024)
     batch = FAMILIES["bert_classification"].batch(rows)
-    with make_engine(model, device="cuda", microbatch_size=2) as engine:
+    # The proof holds as many layers as there is room for, and no budget is named here.
+    with make_engine(model, device="cuda", microbatch_size=2, prove=False) as engine:
         engine.device.reset_peak()
         for _ in range(2):
             engine.step(batch)
