@@ -48,10 +48,10 @@ ROWS = {
     "8GiB-8k-8bit-clipped": Row("8GiB", 8_192, clip_norm=1.0, moments="8bit"),
 }
 WITHOUT: dict[str, dict[str, Any]] = {  # choices of a plan, made otherwise
-    "halves": {"halves": False, "num_whole": 0, "whole_tables": False},
+    "halves": {"halves": False, "num_whole": 0},
     "lending": {"num_shared": 0},
     "keep": {"keep": 0.0, "num_kept_cells": 0},
-    "whole": {"num_whole": 0, "whole_tables": False},
+    "whole": {"num_whole": 0},
     "sharing memory": {"shares_memory": False},
 }
 LENGTH = 1024

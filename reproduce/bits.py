@@ -652,7 +652,6 @@ OVERRIDES: dict[str, Settings] = {
     "halves": {"halves": True},
     "halves, some late": {"halves": True, "num_late": 2},
     "halves but one": {"halves": True, "num_whole": 1},
-    "halves but tables": {"halves": True, "whole_tables": True},
     "halves, tail": {"halves": True, "num_tail": 1},
     "halves, shared": {"halves": True, "num_shared": 1},
     "memory shared": {"shares_memory": True},

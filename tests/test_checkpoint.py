@@ -156,7 +156,7 @@ KINDS: dict[str, Kind] = {
         {"update U:m host late weights"},
     ),
     "layers in halves": Kind(
-        {**CLIP, "embedding": "host", "overrides": {"halves": True, "whole_tables": True}},
+        {**CLIP, "embedding": "host", "overrides": {"halves": True, "num_whole": 1}},
         {"tied": True},
         {"update U:m host late", "update U host late", "update U host late weights"},
     ),

@@ -443,18 +443,6 @@ def test_hidden_states_stay_between_layers_where_there_is_room() -> None:
     assert 0.99 * fewer.seconds < found.seconds <= fewer.seconds
 
 
-def test_a_table_is_updated_at_once_where_its_moments_would_follow_its_weights() -> None:
-    """Nothing waits for weights then that two halves would bring sooner, and they take longer."""
-    model = CostModel(replace(problem_of("exact"), num_rows=8), H200)
-    in_two = Decisions(microbatch_tokens=4096, halves=True, num_late=4, num_whole=1)
-    at_once = replace(in_two, whole_tables=True)
-    assert model.simulate(at_once).seconds < model.simulate(in_two).seconds
-    problem, machine = problem_of("large"), replace(H200, host_rate=1.3 * H200.host_rate)
-    made = find_plan(replace(problem, num_rows=8), machine, budget_bytes=8 * GIB, rows=None)
-    assert made.decisions.halves
-    assert made.decisions.whole_tables
-
-
 def test_what_has_no_halves_is_updated_at_once() -> None:
     assert problem_of("clipped").has_halves
     assert problem_of("8-bit").has_halves

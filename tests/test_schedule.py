@@ -94,7 +94,6 @@ GOLDEN = {
     ),
     "tied_table_on_the_host_clipped": dataclasses.replace(IN_HALVES, halves=False),
     "tied_table_on_the_host_in_halves": IN_HALVES,
-    "layers_in_halves_and_the_table_at_once": dataclasses.replace(IN_HALVES, whole_tables=True),
     "untied_table_on_the_host": Shape(
         layers=first_layers(3), num_microbatches=2, outer=UNTIED, pending=("T0",)
     ),
@@ -225,7 +224,6 @@ MODES_WITH_MANY_CELLS = (
     {"num_late": 1},
     {"num_late": 9, "shared": frozenset({1}), "num_pieces": 2},
     {"num_late": 1, "halves": True},
-    {"num_late": 9, "halves": True, "whole_tables": True},
     {"num_late": 9, "shared": frozenset({1}), "num_pieces": 2, "halves": True},
     {"training": False, "num_late": 9, "halves": True},
     {"training": False, "num_late": 9, "shared": frozenset({0, 1}), "num_pieces": 2},
@@ -552,8 +550,7 @@ def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> No
         pending, looked_up = set(shape.pending), {u.name for u in shape.outer if u.looked_up}
         renewed, reworked = pending & units_with_state(shape), pending & borrowing_units(shape)
         settled = pending - renewed - reworked
-        in_two = settled - looked_up if shape.whole_tables else settled
-        halved = in_two if shape.halves and shape.training else set()
+        halved = settled if shape.halves and shape.training else set()
         for kind in ("update U device late", "drain U"):
             assert units_of(schedule, kind) == renewed, shape
         assert units_of(schedule, "order U late") == renewed | reworked, shape

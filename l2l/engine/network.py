@@ -21,7 +21,7 @@ from l2l.model import Partition
 from l2l.parameter_server import units_of
 from l2l.planner import Plan
 from l2l.proof import Proof, ProofMemory
-from l2l.run import Facts, OuterPass, Program, Relay, TableLookup, Updates
+from l2l.run import Facts, OuterPass, Parts, Program, Relay, TableLookup
 from l2l.schedule import Schedule, Shape, make_schedule
 from l2l.trial import Trial
 
@@ -37,24 +37,19 @@ class Network:
         """Nothing is known of the layers yet, whose weights are in the server."""
         has, device, server = resources, resources.device, resources.server
         self._has, self._server, self.partition = has, server, partition
-        self.outer = OuterPass(partition, device, server, has.transfer, has.loss)
-        self.relay = Relay(
+        parts = Parts(
             partition=partition,
-            server=server,
             device=device,
+            server=server,
             transfer=has.transfer,
             stash=has.stash,
-            outer=self.outer,
-            updates=Updates(
-                server=server,
-                device=device,
-                transfer=has.transfer,
-                rows=has.rows,
-                compiled=has.compiler.is_on,
-            ),
+            rows=has.rows,
             compiler=has.compiler,
-            scale_of=None if has.scaler is None else has.scaler.scale_of,
+            loss_function=has.loss,
         )
+        self.outer = OuterPass(parts)
+        scale_of = None if has.scaler is None else has.scaler.scale_of
+        self.relay = Relay(parts, self.outer, scale_of)
         self.trial = Trial(partition, server, device, self.outer, has.compiler)
         self.persistence = Persistence(
             server=server,

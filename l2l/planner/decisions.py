@@ -40,7 +40,6 @@ class Decisions:
     halves: bool = False
     # Layers, of those needed last, whose late update is done at once nevertheless.
     num_whole: int = 0
-    whole_tables: bool = False  # whether those of tables that are looked up are, too
     shares_memory: bool = False  # whether head and layers' gradients take turns in the same memory
     # Whether what is around the layers stays on the device with its optimizer state.
     outer_state: bool = False
@@ -138,7 +137,6 @@ class Decisions:
             num_pieces=self.num_pieces,
             halves=self.halves and has_halves,
             num_whole=self.num_whole,
-            whole_tables=self.whole_tables,
             shares_memory=self.shares_memory,
             training=training,
             parallel=parallel,
@@ -178,9 +176,7 @@ class Decisions:
         if self.halves:
             updates += ", weights first and moments afterwards"
             number = "layer" if self.num_whole == 1 else f"{self.num_whole} layers"
-            whole = [f"the last {number}"] if self.num_whole else []
-            whole += ["tables"] if self.whole_tables else []
-            updates += f" but for {' and '.join(whole)}" if whole else ""
+            updates += f" but for the last {number}" if self.num_whole else ""
         around = "stays on the device with its state" if self.outer_state else "comes when needed"
         return (
             ("tail", tail),

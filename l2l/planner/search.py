@@ -321,8 +321,6 @@ class _Search:
         fixed, streamed = self._chosen.keys(), len(self._problem.layers) - start.num_tail
         if self._problem.has_halves and not fixed & {"halves", "num_whole"}:  # of tables, or none
             yield replace(start, halves=not start.halves, num_whole=streamed)
-        if start.halves and self._has_tables and "whole_tables" not in fixed:
-            yield replace(start, whole_tables=not start.whole_tables)
         least = {"num_late": 1, "num_shared": 1} | ({"num_whole": 0} if start.halves else {})
         for name, lowest in least.items():
             number = getattr(start, name)

@@ -2,6 +2,7 @@
 
 from l2l.run.lookup import HostRows, TableLookup
 from l2l.run.outer_pass import OuterPass, Piece, with_shifted_labels
+from l2l.run.parts import Parts
 from l2l.run.program import Facts, Program, Usage
 from l2l.run.relay import Relay
 from l2l.run.report import StepReport
@@ -11,4 +12,3 @@ from l2l.run.skips import Skips
 from l2l.run.stash import Stash, parse_policy
 from l2l.run.step import Step
 from l2l.run.transfer import Transfer
-from l2l.run.updates import Updates

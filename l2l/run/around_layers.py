@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from l2l.device import Device
-from l2l.model import Microbatch, Partition, Recording, take_gradients
+from l2l.model import Microbatch, Recording, take_gradients
 from l2l.run.buffers import ChangingBuffers
 from l2l.run.layer_passes import LayerPasses
 from l2l.run.outer_pass import OuterPass
+from l2l.run.parts import Parts
 from l2l.run.seeds import PROLOGUE_SEED, mix_seed
-from l2l.run.stash import Stash
 from l2l.run.step import Step
 from l2l.run.updates import Updates
 from l2l.schedule import NOTHING, Action
@@ -28,24 +27,16 @@ class AroundLayers:
 
     def __init__(
         self,
-        *,
-        partition: Partition,
-        device: Device,
-        stash: Stash,
+        parts: Parts,
         outer: OuterPass,
-        updates: Updates,
         layers: LayerPasses,
+        updates: Updates,
         buffers: ChangingBuffers,
         scale_of: Callable[[Step], float] | None,
     ) -> None:
-        self._partition = partition
-        self._device = device
-        self._stash = stash
-        self._outer = outer
-        self._updates = updates
-        self._layers = layers
-        self._buffers = buffers
-        self._scale_of = scale_of  # the loss scale of a float16 step
+        self._partition, self._device, self._stash = parts.partition, parts.device, parts.stash
+        self._outer, self._layers, self._updates, self._buffers = outer, layers, updates, buffers
+        self._scale_of = scale_of
 
     def prologue(self, step: Step, action: Action) -> None:
         """A microbatch becomes a hidden state and recorded arguments of the layers."""

@@ -13,11 +13,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from l2l.device import Device, Work
+from l2l.device import Work
 from l2l.parameter_server import (
     Adafactor,
     HostOptimizer,
-    ParameterServer,
     Progress,
     UpdateOrder,
     WaitingUpdate,
@@ -25,9 +24,9 @@ from l2l.parameter_server import (
     state_name,
 )
 from l2l.run.gradients import Gradients
+from l2l.run.parts import Parts
 from l2l.run.seeds import DEVICE_UPDATE_SEED, mix_seed, position
 from l2l.run.step import Step
-from l2l.run.transfer import Transfer
 from l2l.schedule import Action, Lane
 
 
@@ -35,20 +34,10 @@ from l2l.schedule import Action, Lane
 class DeviceUpdates:
     """Performs the lines of a schedule that concern updates on the device."""
 
-    def __init__(
-        self,
-        *,
-        server: ParameterServer,
-        device: Device,
-        transfer: Transfer,
-        gradients: Gradients,
-        compiled: bool,
-    ) -> None:
-        self._server = server
-        self._device = device
-        self._transfer = transfer
-        self._gradients = gradients
-        self._compiled = compiled
+    def __init__(self, parts: Parts, gradients: Gradients) -> None:
+        self._server, self._device = parts.server, parts.device
+        self._transfer, self._gradients = parts.transfer, gradients
+        self._compiled = parts.compiler.is_on
         self.lines: dict[str, Callable[[Step, Action], None]] = {
             # at once
             "update U device": self.update_in_slot,

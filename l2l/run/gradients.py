@@ -7,9 +7,9 @@ from typing import final
 
 from torch import Tensor
 
-from l2l.parameter_server import Adafactor, ParameterServer
+from l2l.parameter_server import Adafactor
+from l2l.run.parts import Parts
 from l2l.run.step import Step
-from l2l.run.transfer import Transfer
 from l2l.schedule import Action
 
 
@@ -17,9 +17,8 @@ from l2l.schedule import Action
 class Gradients:
     """Performs the lines of a schedule that concern gradients."""
 
-    def __init__(self, *, server: ParameterServer, transfer: Transfer) -> None:
-        self._server = server
-        self._transfer = transfer
+    def __init__(self, parts: Parts) -> None:
+        self._server, self._transfer = parts.server, parts.transfer
         self.lines: dict[str, Callable[[Step, Action], None]] = {
             "reduce U": self.reduce,
             "reduce loss": self.reduce_losses,

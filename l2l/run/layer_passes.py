@@ -13,24 +13,19 @@ from typing import final
 import torch
 from torch import Tensor
 
-from l2l.device import Device
 from l2l.model import (
     EVERYTHING,
     BackwardResult,
-    Compiler,
     Handed,
     LayerInputs,
-    Partition,
     Program,
     RecordedTensor,
     Walked,
 )
-from l2l.parameter_server import ParameterServer
 from l2l.run.buffers import ChangingBuffers
+from l2l.run.parts import Parts
 from l2l.run.seeds import mix_seed
-from l2l.run.stash import Stash
 from l2l.run.step import Step
-from l2l.run.transfer import Transfer
 from l2l.run.updates import Updates
 from l2l.schedule import NOTHING, Action
 
@@ -39,26 +34,10 @@ from l2l.schedule import NOTHING, Action
 class LayerPasses:
     """Runs a microbatch through a layer."""
 
-    def __init__(
-        self,
-        *,
-        partition: Partition,
-        server: ParameterServer,
-        device: Device,
-        transfer: Transfer,
-        stash: Stash,
-        updates: Updates,
-        compiler: Compiler,
-        buffers: ChangingBuffers,
-    ) -> None:
-        self._partition = partition
-        self._server = server
-        self._device = device
-        self._transfer = transfer
-        self._stash = stash
-        self._updates = updates
-        self._compiler = compiler
-        self._buffers = buffers
+    def __init__(self, parts: Parts, updates: Updates, buffers: ChangingBuffers) -> None:
+        self._partition, self._server, self._device = parts.partition, parts.server, parts.device
+        self._transfer, self._stash, self._compiler = parts.transfer, parts.stash, parts.compiler
+        self._updates, self._buffers = updates, buffers
 
     # ----------------------------------------------------------------------------------------------
     # Streamed layers

@@ -25,25 +25,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from l2l.device import Device
 from l2l.model import (
     IGNORED,
     Answers,
     Head,
     HostMirror,
     Lookup,
-    LossFunction,
     Microbatch,
-    Partition,
     Recording,
     Rule,
     leaves,
     require_loss,
     take_gradients,
 )
-from l2l.parameter_server import ParameterServer
+from l2l.run.parts import Parts
 from l2l.run.step import Step
-from l2l.run.transfer import Transfer
 from l2l.schedule import NOTHING
 
 MAX_PIECE_TOKENS = 8192
@@ -99,20 +95,12 @@ def with_shifted_labels(microbatch: Mapping[str, Any]) -> Microbatch:
 class OuterPass:
     """Runs prologue, epilogue and the prologue backward."""
 
-    def __init__(
-        self,
-        partition: Partition,
-        device: Device,
-        server: ParameterServer,
-        transfer: Transfer,
-        loss_function: LossFunction | None,
-    ) -> None:
-        self._partition = partition
-        self._device = device
-        self._server = server
-        self._transfer = transfer
-        self.loss_function = loss_function
-        self.may_put_off = device.torch_device.type != "cpu"  # elsewhere bits come first
+    def __init__(self, parts: Parts) -> None:
+        self._partition, self._device = parts.partition, parts.device
+        self._server, self._transfer = parts.server, parts.transfer
+        self.loss_function = parts.loss_function
+        # Elsewhere bits come first.
+        self.may_put_off = parts.device.torch_device.type != "cpu"
         self._placeholders: dict[str, Tensor] = {}
 
     def bind(self, slots: str) -> dict[str, Tensor]:

@@ -14,16 +14,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import final
 
-from l2l.device import Device, Event, Work
-from l2l.model import Compiler, Partition
-from l2l.parameter_server import ParameterServer
+from l2l.device import Event, Work
 from l2l.run.around_layers import AroundLayers
 from l2l.run.buffers import ChangingBuffers
 from l2l.run.layer_passes import LayerPasses
 from l2l.run.outer_pass import OuterPass
-from l2l.run.stash import Stash
+from l2l.run.parts import Parts
 from l2l.run.step import Step
-from l2l.run.transfer import Transfer
 from l2l.run.updates import Updates
 from l2l.schedule import Action, Lane, Wait, WaitLast
 
@@ -37,45 +34,15 @@ class Relay:
     """Walks schedules over the partition."""
 
     def __init__(
-        self,
-        *,
-        partition: Partition,
-        server: ParameterServer,
-        device: Device,
-        transfer: Transfer,
-        stash: Stash,
-        outer: OuterPass,
-        updates: Updates,
-        compiler: Compiler,
-        scale_of: Callable[[Step], float] | None,
+        self, parts: Parts, outer: OuterPass, scale_of: Callable[[Step], float] | None
     ) -> None:
-        self._server = server
-        self._device = device
-        self._transfer = transfer
-        self._stash = stash
-        self._outer = outer
-        self._updates = updates
-        self.buffers = ChangingBuffers(partition)
-        layers = LayerPasses(
-            partition=partition,
-            server=server,
-            device=device,
-            transfer=transfer,
-            stash=stash,
-            updates=updates,
-            compiler=compiler,
-            buffers=self.buffers,
-        )
-        self._around = AroundLayers(
-            partition=partition,
-            device=device,
-            stash=stash,
-            outer=outer,
-            updates=updates,
-            layers=layers,
-            buffers=self.buffers,
-            scale_of=scale_of,
-        )
+        """Make all that performs lines; `scale_of` gives the loss scale of a float16 step."""
+        self._server, self._device, self._outer = parts.server, parts.device, outer
+        self._transfer, self._stash = transfer, stash = parts.transfer, parts.stash
+        self._updates = updates = Updates(parts)
+        self.buffers = ChangingBuffers(parts.partition)
+        layers = LayerPasses(parts, updates, self.buffers)
+        self._around = AroundLayers(parts, outer, layers, updates, self.buffers, scale_of)
         self._drained: Event | None = None  # of the last step that had gradients
         self._readers: dict[str, Event] = {}  # staging -> the last update that reads it
         self._perform: dict[str, Performed] = {

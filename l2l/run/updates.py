@@ -11,13 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import final
 
-from l2l.device import Device, Work
-from l2l.parameter_server import ParameterServer, Progress, WaitingUpdate
+from l2l.device import Work
+from l2l.parameter_server import Progress, WaitingUpdate
 from l2l.run.device_updates import DeviceUpdates
 from l2l.run.gradients import Gradients
-from l2l.run.lookup import HostRows, RowSet
+from l2l.run.lookup import RowSet
+from l2l.run.parts import Parts
 from l2l.run.step import Step
-from l2l.run.transfer import Transfer
 from l2l.schedule import Action, Schedule, late_staging
 
 
@@ -25,27 +25,11 @@ from l2l.schedule import Action, Schedule, late_staging
 class Updates:
     """Performs the lines of a schedule that concern updates, and owns what performs the rest."""
 
-    def __init__(
-        self,
-        *,
-        server: ParameterServer,
-        device: Device,
-        transfer: Transfer,
-        rows: HostRows,
-        compiled: bool,
-    ) -> None:
-        self._server = server
-        self._device = device
-        self._transfer = transfer
-        self._rows = rows
-        self._gradients = Gradients(server=server, transfer=transfer)
-        self._on_device = DeviceUpdates(
-            server=server,
-            device=device,
-            transfer=transfer,
-            gradients=self._gradients,
-            compiled=compiled,
-        )
+    def __init__(self, parts: Parts) -> None:
+        self._server, self._device = parts.server, parts.device
+        self._transfer, self._rows = parts.transfer, parts.rows
+        self._gradients = Gradients(parts)
+        self._on_device = DeviceUpdates(parts, self._gradients)
         self.accumulate = self._gradients.accumulate
         self.taken: list[WaitingUpdate] = []  # of the step before, by the step that runs
         self.lines: dict[str, Callable[[Step, Action], None]] = {

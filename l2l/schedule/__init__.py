@@ -50,7 +50,6 @@ changes the moments, from the same gradient, under the loss and the backward pas
 has nothing else to do. The gradient is overwritten only then: a drain to `HL0` waits. In two an
 update moves more bytes, so where backward passes are too short for all moments, layers that are
 needed last are updated at once (`num_whole`): their gradients are the first to be overwritten.
-Tables are, too (`whole_tables`), where nothing would come between the two.
 
 [Note: shared updates] Where the host is slower than the forward pass under which it must update all
 layers, the device does some of these updates (`shared`), over the link that is idle then: `fetch

@@ -77,8 +77,6 @@ class Shape:
     """Whether late updates are done in two: weights before they are needed, moments afterwards."""
     num_whole: int = 0
     """Layers, of those needed last, whose late update is done at once nevertheless."""
-    whole_tables: bool = False
-    """Whether those of tables that are looked up are, too."""
     shares_memory: bool = False
     """Whether units of the epilogue and the gradients of layers take turns in the same memory."""
     parallel: bool = False

@@ -300,7 +300,7 @@ def _host_lines(draft: Draft, shape: Shape) -> list[Action]:
     drained = {unit: index for index, unit in enumerate(shape.drained_units)}
     own.sort(key=lambda unit: drained.get(unit, -1))  # tables leave first: with the epilogue
     completed = [action(_late(unit, "moments")) for unit in own if unit in halved]
-    rows = "weights" if shape.halves and shape.training and not shape.whole_tables else ""
+    rows = "weights" if shape.halves and shape.training else ""
     for m in range(shape.num_microbatches if looked_up else 0):
         lines += [
             action(f"update {unit}:m{m} host {late_staging(unit)} late {rows}".rstrip())
@@ -322,8 +322,7 @@ def _halved(needed: Sequence[str], shape: Shape) -> frozenset[str]:
     """Units, in the order of need, whose late update is done in two."""
     layers = [unit for unit in needed if unit.startswith("L")]
     whole = layers[max(0, len(layers) - shape.num_whole) :]
-    tables = [unit.name for unit in shape.outer if unit.looked_up] if shape.whole_tables else []
-    return frozenset(needed) - frozenset(whole) - frozenset(tables)
+    return frozenset(needed) - frozenset(whole)
 
 
 def _actions(draft: Draft) -> Iterator[Action]:
