@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from l2l.planner.simulation import Cost, Simulation, simulate
 from l2l.schedule import (
     NOTHING,
     Action,
@@ -18,7 +19,6 @@ from l2l.schedule import (
     make_schedule,
     parse_line,
 )
-from l2l.schedule.simulation import Cost, Simulation, simulate
 
 GIGABYTE = 10**9
 RATES = {"fetch_rate": 1e9, "drain_rate": 1e9, "both_ways_rate": 1e9}

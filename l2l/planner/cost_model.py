@@ -19,7 +19,8 @@ from l2l.planner.decisions import Decisions
 from l2l.planner.hardware import Hardware
 from l2l.planner.memory import Memory
 from l2l.planner.problem import Problem, UnitSize
-from l2l.schedule import Action, Cost, Lane, Schedule, Shape, Simulation, make_schedule, simulate
+from l2l.planner.simulation import Cost, Simulation, simulate
+from l2l.schedule import Action, Lane, Schedule, Shape, make_schedule
 
 HEAD_EFFICIENCY = 0.95
 HEAD_SUM_BYTES = 9.0  # a parameter, to add a piece's gradient to that of the head

@@ -110,6 +110,5 @@ from l2l.schedule.lines import (
 )
 from l2l.schedule.schedule import Schedule, make_schedule, validate
 from l2l.schedule.shape import OuterUnit, Shape, late_staging
-from l2l.schedule.simulation import Cost, Simulation, simulate
 from l2l.schedule.trace import Span, Trace
 from l2l.schedule.transfers import NUM_LENT

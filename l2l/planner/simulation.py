@@ -30,9 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from l2l.schedule.lines import Action, Lane, Line, Wait, WaitLast
-from l2l.schedule.schedule import Schedule
-from l2l.schedule.trace import Span, Trace
+from l2l.schedule import Action, Lane, Line, Schedule, Span, Trace, Wait, WaitLast
 
 Direction = Literal["in", "out"]
 BOUNDS: Final = ("compute", "link", "host")
