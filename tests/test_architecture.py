@@ -5,8 +5,10 @@ its front door. docs/architecture.md shows the same table to readers.
 """
 
 import ast
+import io
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -265,6 +267,37 @@ def test_modules_and_classes_stay_small(source: Path) -> None:
     kinds = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
     long = {one.name for one in kinds if (one.end_lineno or 0) - one.lineno >= 400}
     assert not long
+
+
+def num_code_lines(source: Path) -> int:
+    """Lines that are not blank, a comment or a docstring."""
+    text = source.read_text()
+    without = (
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    )
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in without:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(lines)
+
+
+def test_the_house_stays_small() -> None:
+    """Whoever adds a room says so here."""
+    by_room = dict.fromkeys(map(module_of, SOURCES), 0)
+    for source in SOURCES:
+        by_room[module_of(source)] += num_code_lines(source)
+    assert by_room["schedule"] + by_room["run"] <= 3_500  # what a newcomer reads first
+    assert sum(by_room.values()) <= 21_500
 
 
 @every_source
