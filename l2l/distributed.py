@@ -201,8 +201,8 @@ def open_world(*, group_size: int | None = None) -> World:
             return Ranks(group_size=group_size)
     elif group_size not in (None, 1):
         raise ValueError(
-            f"group_size={group_size}, but there is one process only. Start several with torchrun, "
-            "and call torch.distributed.init_process_group first."
+            f"group_size={group_size}, but there is only one process. Launch several with "
+            "torchrun, and call torch.distributed.init_process_group first."
         )
     return World()
 
@@ -220,8 +220,8 @@ def refuse_different_weights(world: World, model: nn.Module) -> None:
         for name in dict.fromkeys((*found[0], *theirs)):
             if found[0].get(name) != theirs.get(name):
                 raise ValueError(
-                    f"the models of rank 0 and rank {rank} differ: {name!r} has other values. Call "
-                    "torch.manual_seed with the same number before, or load them from a folder."
+                    f"the models on rank 0 and rank {rank} differ in {name!r}. Call "
+                    "torch.manual_seed with the same seed first, or load weights from a folder."
                 )
 
 

@@ -842,9 +842,9 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "one in the last byte": ("L0.safetensors", lambda path: flip(path, -1), "is damaged"),
     "one in a buffer": ("buffers.safetensors", lambda path: flip(path, -1), "is damaged"),
     "one in the manifest": ("manifest.json", lambda path: flip(path, 200), "is damaged"),
-    "a truncated file": ("L1.safetensors", lambda p: os.truncate(p, 1000), "is not whole"),
-    "an empty file": ("L1.safetensors", lambda p: os.truncate(p, 0), "is not whole"),
-    "a longer file": ("T0.safetensors", lambda p: os.truncate(p, 99999), "is not whole"),
+    "a truncated file": ("L1.safetensors", lambda p: os.truncate(p, 1000), "has the wrong size"),
+    "an empty file": ("L1.safetensors", lambda p: os.truncate(p, 0), "has the wrong size"),
+    "a longer file": ("T0.safetensors", lambda p: os.truncate(p, 99999), "has the wrong size"),
     "a missing file": ("L2.safetensors", Path.unlink, "No such file"),
     "a missing manifest": ("manifest.json", Path.unlink, "No such file"),
     "a truncated manifest": ("manifest.json", lambda p: os.truncate(p, 300), "is damaged"),
@@ -859,7 +859,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "a newer version": (
         "manifest.json",
         lambda p: change_manifest(p, version=2),
-        "is of version 2; this l2l reads version 1",
+        "has format version 2, but this l2l reads version 1",
     ),
     "another step": ("manifest.json", lambda p: change_manifest(p, step=4), "is damaged"),
 }
@@ -933,7 +933,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda b: b["state"].update(
             loss_scale={"value": 1.0, "growth_interval": 1, "num_good_steps": 0}
         ),
-        "state.loss_scale must be there with float16, and only then",
+        "state.loss_scale must be present with float16 and null otherwise",
     ),
     "layers": (lambda b: b["state"].update(layers={}), "it has no state.layers.given"),
     "origins": (
@@ -942,7 +942,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "a path": (
         lambda b: b["files"].update({"../L0": b["files"].pop("L0")}),
-        "files has '../L0', which no file of a checkpoint is called",
+        "files contains '../L0', not a valid checkpoint file name",
     ),
     "a record": (lambda b: b["files"].update(L0=7), "files.L0 is 7"),
     "bytes": (lambda b: b["files"]["L0"].update(bytes=-4), "files.L0.bytes is -4"),
@@ -953,7 +953,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "updates of strangers": (
         lambda b: b["files"]["L0"].update(steps={"a": 1}),
-        "the numbers of updates of L0 are not those of its trained parameters",
+        "the update counts of L0 do not match its trained parameters",
     ),
 }
 
@@ -1128,7 +1128,7 @@ def test_an_engine_that_has_loaded_only_in_part_is_torn_until_it_loads_again(
         train(engine, "bfloat16", to=1)
         with monkeypatch.context() as patched:
             patched.setattr(Checkpoint, "read", fail)
-            with pytest.raises(CheckpointError, match=r"planted Some of it was loaded already"):
+            with pytest.raises(CheckpointError, match=r"planted Part of it had already been"):
                 engine.load(whole / "newer")
         with pytest.raises(RuntimeError, match="two steps"):
             engine.step(batch(0))
@@ -1253,7 +1253,7 @@ def test_what_is_not_a_checkpoint_is_not_replaced(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     with make() as engine:
         for name in ("notes", "file"):
-            message = rf"{name} is there already and is not a checkpoint"
+            message = rf"{name} already exists and is not a checkpoint"
             with pytest.raises(CheckpointError, match=message):
                 engine.save(tmp_path / name, background=True)
         engine.save(tmp_path / "empty")

@@ -260,12 +260,12 @@ class WithoutGraph(Small):
     ("build", "said"),
     [
         (ReadsWhatLayersLeave, "reads 'extra' of layer 0, which the layer writes"),
-        (GivesAList, "layer 0 adds to its arguments"),
+        (GivesAList, "layer 0 adds entries to its arguments"),
         (SetsAttributes, "sets 'mask' of layer 0"),
         (WithoutGraph, "runs layer 0 under torch.no_grad"),
         (AddsWhatLayersReturn, "uses entry 1 of what layer 0 returns"),
         (StacksWhatLayersReturn, "uses entry 1 of what layer 0 returns"),
-        (TakesApart, "takes layer 0 apart"),
+        (TakesApart, "iterates over or indexes layer 0"),
     ],
     ids=["left behind", "a list", "set", "without graph", "added", "stacked", "apart"],
 )
@@ -306,7 +306,7 @@ class TwoHeads(Small):
 
 def test_a_loss_that_is_a_little_of_something_else_is_not_miscounted():
     batch = batch_of() | {"kinds": torch.arange(6) % CLASSES}
-    with make(TwoHeads()) as engine, pytest.raises(ValueError, match="cannot be made that of"):
+    with make(TwoHeads()) as engine, pytest.raises(ValueError, match="cannot be combined into"):
         engine.step(batch)
 
 

@@ -251,8 +251,8 @@ def test_templates_that_begin_the_answer_otherwise_are_followed_as_far_as_they_a
 def test_templates_that_rewrite_the_question_are_refused() -> None:
     odd = "{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
     said = refusal({"prompt": "hi", "completion": "hello"}, task="instruct", template=odd)
-    assert said.startswith("data.jsonl, line 1: the chat template writes what is before an answer")
-    assert "Give another template." in said
+    assert said.startswith("data.jsonl, line 1: the chat template renders the prompt differently")
+    assert "Use another template." in said
 
 
 def test_what_a_template_refuses_is_named() -> None:

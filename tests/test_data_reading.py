@@ -99,7 +99,7 @@ def test_reading_streams(tmp_path) -> None:
         ("a.txt.gz", "", ": is empty, or has blank lines only."),
         ("a.txt", b"fine\ncaf\xe9\n", ", line 2: is not UTF-8: found byte 0xe9 at position 4"),
         ("a.jsonl.gz", b'{"a": "\xff"}', ", line 1: is not UTF-8: found byte 0xff at position 8"),
-        ("a.md", "text", ": files like this are not known. Expected a name that ends in .txt"),
+        ("a.md", "text", ": unsupported file type. Expected a file name ending in .txt"),
     ],
 )
 def test_errors_name_the_file_and_the_line(tmp_path, name, content, said) -> None:
@@ -135,7 +135,7 @@ def test_what_is_missing_is_said_before_anything_is_read(tmp_path, monkeypatch) 
 def test_a_folder_without_data_says_what_is_in_it(tmp_path) -> None:
     assert "has no data files; found nothing." in refusal(tmp_path)
     write(tmp_path / "README.md", "not data")
-    assert "has no data files; found README.md. Expected a name that ends in .txt" in refusal(
+    assert "has no data files; found README.md. Expected a file name ending in .txt" in refusal(
         tmp_path
     )
 
@@ -202,8 +202,8 @@ def test_what_the_datasets_library_says_is_passed_on(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (r'{"text": "a \ud800 b"}', r"has the half of a character, \\ud800"),
-        (r'{"messages": [{"role": "user", "content": "\uDFFF"}]}', "has the half of a character"),
+        (r'{"text": "a \ud800 b"}', r"contains an unpaired surrogate, \\ud800"),
+        (r'{"messages": [{"role": "user", "content": "\uDFFF"}]}', "contains an unpaired"),
         ('{"text": "a", "label": ' + "7" * 5000 + "}", "is not JSON: Exceeds the limit"),
     ],
     ids=["half", "half within", "endless number"],

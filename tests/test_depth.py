@@ -477,9 +477,9 @@ def test_layers_that_cannot_be_are_refused(layers: list[int], words: str):
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        (lambda: l2l.StochasticDepth(last=0.0), "0.0 is no probability"),
-        (lambda: l2l.StochasticDepth(survival=[1.0, 1.2]), "1.2 is no probability"),
-        (lambda: l2l.ProgressiveLayerDropping(final=-1), "-1 is no probability"),
+        (lambda: l2l.StochasticDepth(last=0.0), "0.0; expected a probability"),
+        (lambda: l2l.StochasticDepth(survival=[1.0, 1.2]), "1.2; expected a probability"),
+        (lambda: l2l.ProgressiveLayerDropping(final=-1), "-1; expected a probability"),
         (lambda: l2l.ProgressiveLayerDropping(rate=-1.0), "rate=-1.0; expected 0 or more"),
         (lambda: l2l.SampledArchitecture([]), "at least one position"),
         (lambda: l2l.SampledArchitecture([[0], []]), "at least one candidate"),

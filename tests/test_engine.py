@@ -1016,7 +1016,7 @@ def test_an_engine_that_failed_between_updates_says_so() -> None:
     model.failing.add(0)
     with pytest.raises(ArithmeticError, match="no backward pass"):
         engine.step(batch)
-    with pytest.raises(RuntimeError, match="weights are of two steps"):
+    with pytest.raises(RuntimeError, match="weights are a mix of two steps"):
         engine.step(batch)
     with pytest.warns(UserWarning, match="of two steps"):
         engine.close()

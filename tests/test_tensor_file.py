@@ -222,7 +222,7 @@ def test_another_size_is_found_without_reading(tmp_path: Path, change: int):
     written = write_tensors(path, {"one": torch.ones(30)})
     data = path.read_bytes()
     path.write_bytes(data[:change] if change < 0 else data + b" " * change)
-    message = rf"one\.safetensors is not whole: found {len(data) + change} bytes, expected"
+    message = rf"one\.safetensors has the wrong size: found {len(data) + change} bytes, expected"
     for check in (check_size, check_file):
         with pytest.raises(TensorFileError, match=message):
             check(path, written)

@@ -337,7 +337,7 @@ def test_what_convolves_over_tokens_is_not_packed(
     monkeypatch.setattr(run_module, "packing_holds", lambda *_: True)
     display = Record()
     train(write_settings(tiny, tmp_path, training={"steps": 1}), display)
-    assert "does not keep the examples of a row from each other" in display.text
+    assert "examples of one row would attend to each other" in display.text
 
 
 def test_rows_are_padded_where_packing_does_not_hold(
@@ -350,7 +350,7 @@ def test_rows_are_padded_where_packing_does_not_hold(
     assert "rows are padded instead" in display.text
     assert Settings.read(tmp_path / "run" / "run.toml").data.packing is False
     asked = write_settings(tiny, tmp_path, data={"packing": True})
-    with pytest.raises(TrainingError, match="Expected false"):
+    with pytest.raises(TrainingError, match="Set packing = false"):
         train(asked, resume=False)
 
 
@@ -654,7 +654,7 @@ def test_other_data_and_another_model_are_refused(tiny: Path, tmp_path: Path) ->
     train_until(write_settings(tiny, tmp_path), 2)
     other = tmp_path / "other.txt"
     other.write_text((tiny / "text.txt").read_text() + "\n\nand one more")
-    with pytest.raises(TrainingError, match="begun with the data") as refused:
+    with pytest.raises(TrainingError, match="started with the data") as refused:
         train(write_settings(tiny, tmp_path, data={"source": str(other)}))
     assert str(tiny / "text.txt") in str(refused.value)
     assert str(other) in str(refused.value)
@@ -666,7 +666,7 @@ def test_other_data_and_another_model_are_refused(tiny: Path, tmp_path: Path) ->
     assert train(moved)  # the same model in another place is the same model
     config = model / "config.json"
     config.write_text(config.read_text().replace('_layers": 2', '_layers": 3'))
-    with pytest.raises(TrainingError, match="begun with the model"):
+    with pytest.raises(TrainingError, match="started with the model"):
         train(moved)
 
 

@@ -40,7 +40,7 @@ Step = Callable[[], Any]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `l2l bench host` takes."""
-    words = "how many to update (default: 256e6)"
+    words = "number of parameters to update (default: 256e6)"
     parser.add_argument("--parameters", type=float, default=256e6, help=words)
     parser.add_argument("--threads", type=int, help="default: all of torch's")
     parser.add_argument("--level", help="instructions: portable, avx2, avx512")

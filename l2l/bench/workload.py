@@ -72,12 +72,12 @@ class Workload:
     """What is trained, for how long; the same for every system."""
 
     shape: str = option("--shape", "3.2b", choices=list(SHAPES))
-    num_layers: int | None = option("--layers", None, "default: those of the shape")
-    num_tokens: int = option("--tokens", 65_536, "a step")
-    length: int = option("--length", 1024, "of a row")
+    num_layers: int | None = option("--layers", None, "number of layers (default: the shape's own)")
+    num_tokens: int = option("--tokens", 65_536, "tokens per step")
+    length: int = option("--length", 1024, "tokens per row")
     clip_norm: float | None = option("--clip-norm", 1.0, "0: off")
-    num_warm_up: int = option("--warm-up", 2, "steps before those that are timed")
-    num_steps: int = option("--steps", 3, "that are timed")
+    num_warm_up: int = option("--warm-up", 2, "warm-up steps")
+    num_steps: int = option("--steps", 3, "timed steps")
 
     def __post_init__(self) -> None:
         if self.length < 2 or self.num_tokens < self.length or self.num_tokens % self.length:

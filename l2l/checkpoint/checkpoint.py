@@ -188,7 +188,7 @@ class Saving:
         if failures:
             raise failures[0]
         if self._snapshot.is_given_up:
-            raise CheckpointError("an update of its step has failed.")
+            raise CheckpointError("an optimizer update of the step being saved failed.")
         return self._files
 
     def _copy_ahead(self) -> None:
@@ -239,7 +239,7 @@ def refuse_foreign(folder: Path) -> None:
     is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if not is_free and not (folder / MANIFEST).exists():
         raise CheckpointError(
-            f"{folder} is there already and is not a checkpoint; saving would replace it."
+            f"{folder} already exists and is not a checkpoint; saving would overwrite it."
         )
 
 
@@ -313,7 +313,7 @@ class Checkpoint:
         """
         records = sorted(self.manifest.files.items())[index::number]
         expected = {self.path(name): record for name, record in records}
-        with _reading(" An older checkpoint may still be whole."):
+        with _reading(" An older checkpoint may still be intact."):
             for path, record in expected.items():
                 files.check_size(path, record)
             with ThreadPoolExecutor(NUM_WRITERS) as pool:
@@ -424,7 +424,7 @@ class SavedModel:
 
     def _refusal(self, reason: str) -> OtherCheckpointError:
         folder = self._checkpoint.folder
-        return OtherCheckpointError(f"{folder}{reason}: it is of another model.")
+        return OtherCheckpointError(f"{folder}{reason}: it belongs to a different model.")
 
     def _whole(self, name: str) -> Tensor:
         found = [self._checkpoint.read(file, [name]) for file in self._files[name].values()]

@@ -104,9 +104,9 @@ class Manifest:
             if not isinstance(body, dict) or body.get("format") != FORMAT:
                 raise CheckpointError(f"{path} is not the manifest of a checkpoint of l2l.")
             if not is_number(body.get("version"), least=VERSION, most=VERSION):
-                found = f"{path} is of version {body.get('version')!r}"
+                found = f"{path} has format version {body.get('version')!r}"
                 raise CheckpointError(
-                    f"{found}; this l2l reads version {VERSION}. Use a newer one."
+                    f"{found}, but this l2l reads version {VERSION}. Use a newer one."
                 )
             return cls._of(body)
         except CheckpointError:
@@ -137,7 +137,7 @@ class Manifest:
         if state.get("layers") is not None:
             _check_layers(state["layers"])
         if (state["link"] == "float16") != (state["loss_scale"] is not None):
-            raise ValueError("state.loss_scale must be there with float16, and only then")
+            raise ValueError("state.loss_scale must be present with float16 and null otherwise")
         _check_shares(files, int(state.get("num_shares", 1)))
         return cls(step=step, state=state, files=records, extra=body["extra"])
 
@@ -194,7 +194,7 @@ def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} is there more than once")
+        raise ValueError(f"key {twice!r} occurs more than once")
     return found
 
 
@@ -305,7 +305,7 @@ def _check(
 def _record(name: str, found: Any, step: int) -> FileRecord:
     """What it says of a file."""
     if FILE.fullmatch(name) is None:
-        raise ValueError(f"files has {name[:80]!r}, which no file of a checkpoint is called")
+        raise ValueError(f"files contains {name[:80]!r}, not a valid checkpoint file name")
     _check({name: found}, {name: _TABLE}, "files.")
     _check(found, RECORD, f"files.{name}.")
     rule = (f"at most the {step} steps", lambda value: is_number(value, least=0, most=step))

@@ -233,8 +233,8 @@ class Persistence:
         steps, first = files[file].steps, files[file_name(form.name, Share(number=share.number))]
         if set(steps) not in ({""}, set(form.trained.names)) or steps != first.steps:
             raise OtherCheckpointError(
-                f"{checkpoint.folder / MANIFEST}: the numbers of updates of {file} are not those "
-                "of its trained parameters: it is of another model."
+                f"{checkpoint.folder / MANIFEST}: the update counts of {file} do not match its "
+                "trained parameters: the checkpoint belongs to a different model."
             )
 
     def _check_groups(self, checkpoint: Checkpoint, forms: Mapping[str, UnitForm]) -> None:

@@ -66,30 +66,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     size = batch.add_mutually_exclusive_group()
     size.add_argument("--rows", type=int, help="default: 64")
     size.add_argument("--tokens", type=int, help="instead of --rows")
-    batch.add_argument("--length", type=int, default=1024, help="of a row (default: 1024)")
+    batch.add_argument("--length", type=int, default=1024, help="tokens per row (default: 1024)")
     memory = partial(parser.add_argument_group("memory").add_argument, metavar="SIZE")
     memory("--device-memory", help="for the engine, such as 8GiB (default: 90%% of the device's)")
     words = "95%% of what is free if the plan is for this machine, else not limited"
     memory("--host-memory", help=f"for the parameter server and the stash (default: {words})")
     add = parser.add_argument_group("training").add_argument
     add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="default: adamw")
-    words = "clip the gradient: updates then come under the next step's forward pass"
+    words = "clip gradients by global norm; updates then run during the next forward pass"
     add("--clip-norm", type=float, metavar="NORM", help=words)
     words = "of weights on the device and on the link (default: bfloat16)"
     add("--precision", choices=PRECISIONS, default="bfloat16", help=words)
     add("--microbatch-size", type=int, metavar="ROWS", help="default: planned")
-    add("--no-compile", action="store_true", help="layers run as they are")
+    add("--no-compile", action="store_true", help="plan for uncompiled layers")
     words = "of a model that has several, such as decoder.layers"
     add("--layer-list", metavar="NAME", help=words)
     add = parser.add_argument_group("the machine").add_argument
-    words = "plan for another one: its ~/.cache/l2l/hardware-*.json (default: this machine's "
-    words += "accelerator, measured; without one an H200)"
+    words = "plan for another machine, described by its ~/.cache/l2l/hardware-*.json (default: "
+    words += "this machine's measured accelerator, or an H200 if there is none)"
     add("--machine", type=Path, metavar="FILE", help=words)
-    add("--hardware", action="store_true", help="print what it can do")
+    add("--hardware", action="store_true", help="print the machine's measured rates")
     add = parser.add_argument_group("several devices, each with the batch above").add_argument
     add("--world", type=int, metavar="N", help="print how 1, 2, 4, .. N would scale")
     add("--per-host", type=int, default=8, help="devices of a host (default: 8)")
-    words = "in and out of a device, from and to others of its host (default: 400GB/s)"
+    words = "bandwidth per direction between devices of the same host (default: 400GB/s)"
     add("--interconnect", default="400GB/s", metavar="RATE", help=words)
     words = "the same across hosts (default: 50GB/s)"
     add("--network", default="50GB/s", metavar="RATE", help=words)

@@ -73,7 +73,7 @@ SEVERAL = ("--data", "--evaluation-data")  # may be given more than once
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `l2l train` takes."""
-    words = "a TOML file, or the folder of a run to go on with"
+    words = "a TOML file, or a run folder to resume"
     parser.add_argument("settings", nargs="?", type=Path, metavar="RUN", help=words)
     group = parser.add_argument_group("settings, which override those of the file")
     for flag, (section, name, value) in FLAGS.items():
@@ -83,7 +83,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, help=SECTIONS[section][name]["help"].replace("%", "%%"), **how)
     switches = {
         "--dry-run": "show data, a batch and the plan, and stop; nothing is written",
-        "--no-resume": "begin anew; a run that is in the folder is kept beside it",
+        "--no-resume": "start over; an existing run in the folder is moved aside and kept",
         "--help-settings": "print all settings of a TOML file, and stop",
         "--debug": "show where an error came from",
     }

@@ -40,7 +40,7 @@ def open_device(device: str | torch.device | None) -> Device:
         raise ValueError(f"device={str(wanted)!r} is not supported. Expected 'cuda' or 'cpu'.")
     if (wanted.index or 0) >= num_devices():
         raise ValueError(
-            f"device={str(wanted)!r} is not there: this process sees {num_devices()} CUDA "
+            f"device={str(wanted)!r} is not available: this process sees {num_devices()} CUDA "
             "device(s). Use device='cpu', or check the driver and CUDA_VISIBLE_DEVICES."
         )
     return CudaDevice(wanted)

@@ -30,7 +30,7 @@ def untouched_pages(nbytes: int) -> Tensor:
     try:
         return torch.frombuffer(_map_pages(max(1, nbytes)), dtype=torch.uint8)[:nbytes]
     except OSError as error:
-        raise MemoryError(f"no {nbytes} bytes of host memory: {error}") from error
+        raise MemoryError(f"cannot allocate {nbytes} bytes of host memory: {error}") from error
 
 
 def _map_pages(nbytes: int) -> mmap.mmap:

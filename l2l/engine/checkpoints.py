@@ -104,7 +104,7 @@ class Checkpoints:
             network.persistence.load_buffers(checkpoint, network.buffers())
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error} Some of it was loaded already: load this checkpoint again, or another."
+                f"{error} Part of it had already been loaded: load this or another checkpoint."
             ) from error
         state = checkpoint.manifest.state
         self._adopt(state["choices"])

@@ -74,8 +74,8 @@ class Condition:
             raise RuntimeError("the engine is closed. Make a new one from the model.")
         if or_torn and self.is_torn:
             raise RuntimeError(
-                "an earlier step failed after some layers had been updated, so the weights are of "
-                "two steps. Go on from a checkpoint with engine.load, or make a new engine."
+                "an earlier step failed after some layers had been updated, so the weights are a "
+                "mix of two steps. Restore a checkpoint with engine.load, or create a new engine."
             )
         self.clean_up()  # an interrupt may have kept it from being done
 

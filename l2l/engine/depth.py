@@ -206,4 +206,4 @@ def _random(seed: int, step: int) -> random.Random:
 
 def _check_probability(value: float, name: str) -> None:
     if not 0 < value <= 1:
-        raise ValueError(f"{name}: {value} is no probability above 0 and up to 1.")
+        raise ValueError(f"{name}={value}; expected a probability above 0 and at most 1.")

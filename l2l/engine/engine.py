@@ -76,7 +76,7 @@ class Engine:
         depth: Depth | None = None,
         execution: Execution | None = None,
     ) -> None:
-        """Cut the model and move its weights into the parameter server.
+        """Partition the model and move its weights into the parameter server.
 
         Args:
             model: any module that runs a list of layers in order, on the CPU; or on the meta
@@ -87,8 +87,8 @@ class Engine:
                 or a scalar, taken as a mean over rows.
             weights: for a model on the meta device: a Hugging Face folder or a safetensors file,
                 read tensor by tensor, or `l2l.RandomInit(seed=0)`.
-            allow_missing_weights: whether what the files lack may begin with random values even if
-                it is no new head.
+            allow_missing_weights: whether weights missing from the files are initialized randomly
+                even if they are not a new head.
             device: None is the accelerator if there is one, else the CPU.
             device_memory: how much of the device may be used: bytes, "8GiB", or None: 90% of what
                 is free. Counts all memory that torch has reserved there. What is left is used to
@@ -110,7 +110,7 @@ class Engine:
             prove: whether the first step is preceded by a comparison with the model's own code, on
                 a few tokens: see `l2l.proof`.
             depth: which layers every training step runs: `l2l.StochasticDepth()`, say. None: all.
-            execution: what few need to say, such as which choices of the plan to make otherwise:
+            execution: settings that are rarely needed, such as overrides of the plan's choices:
                 see `l2l.Execution`.
 
         Raises:
@@ -222,7 +222,7 @@ class Engine:
 
         Raises:
             ValueError: the batch or the layers are invalid; nothing has changed.
-            RuntimeError: nothing was trained so far, because nothing was finite.
+            RuntimeError: every step so far was skipped because of non-finite values.
         """
         condition, settings = self._condition, self.optimizer.settings()
         condition.refuse_if_unusable()
@@ -278,7 +278,7 @@ class Engine:
         """Write everything that is needed to go on exactly: see `l2l.checkpoint.checkpoint`.
 
         Args:
-            folder: the checkpoint; what has this name is replaced once the new one is whole.
+            folder: the checkpoint; an existing one is replaced once the new one is complete.
             extra: anything JSON can hold, for `load` to give back.
             background: return at once and write beside the steps that follow. What is written is
                 the state as it is now: units are copied into spare host memory before they change,
@@ -302,8 +302,8 @@ class Engine:
     def prepare_saving(self) -> None:
         """Take the host memory that saving in the background will copy layers into.
 
-        Returns at once: fresh memory is slow, and is made ready beside the steps that follow. Else
-        the first save in the background takes it, and the steps beside that are longer.
+        Returns immediately: the memory is touched in the background while training continues. Else
+        the first background save allocates it, which slows the steps during that save.
         """
         self._checkpoints.prepare()
 
@@ -390,7 +390,7 @@ class Engine:
         """Move the weights back into the model, which is an ordinary nn.Module again.
 
         Several ranks must do this together, and each gets all of the model. With `give_back=False`
-        the weights are let go, and the model stays hollow.
+        the weights are freed and the model's parameters stay without memory.
         """
         condition, network = self._condition, self._condition.network
         if condition.state == "closed":
@@ -406,8 +406,8 @@ class Engine:
             raise failure
         if torn and give_back:
             warnings.warn(
-                "a step failed after some layers had been updated: the weights given back are of "
-                "two steps.",
+                "a step failed after some layers had been updated: the weights returned to "
+                "the model are a mix of two steps.",
                 stacklevel=2,
             )
 

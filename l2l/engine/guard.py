@@ -94,8 +94,8 @@ class Guard:
         """
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"{name} was called in process {os.getpid()}, a copy of process {self._process}, "
-                "which has the engine's threads. Make one here, in a process of 'spawn'."
+                f"{name} was called in forked process {os.getpid()}, but the engine was created in "
+                f"process {self._process}, with its threads. Use 'spawn', and create one here."
             )
         if not self._lock.acquire(blocking=False):
             frame, where = sys._current_frames().get(self._thread), "on another thread"
@@ -104,8 +104,8 @@ class Guard:
                 where = "and this is called from inside it (a loss function, say)"
             if self._is_on(frame):
                 raise RuntimeError(
-                    f"{name} was called while {self._name} runs {where}. An engine does one thing "
-                    "at a time: wait for it, or make an engine for each thread."
+                    f"{name} was called while {self._name} is running {where}. An engine is not "
+                    "thread-safe: wait for the other call, or use one engine per thread."
                 )
         self._name, self._thread = name, threading.get_ident()
         self._modes = _torch_modes(), torch.is_grad_enabled()

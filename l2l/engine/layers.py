@@ -186,8 +186,8 @@ class Layers:
         unknown = [i for i, origin in enumerate(origins) if origin is None or origin not in present]
         if unknown:
             raise ValueError(
-                f"it has {len(origins)} layers, of which layer {unknown[0]} is no copy of one that "
-                "this engine has. Insert the same modules as before it was saved, then load."
+                f"it has {len(origins)} layers, and layer {unknown[0]} is not a copy of any layer "
+                "of this engine. Insert the same modules as before the save, then load."
             )
         sources = [present[origin] for origin in origins]
         return tuple(
@@ -285,8 +285,8 @@ def _refuse(condition: Condition, layout: Layout) -> None:
     is_shared, network = condition.has.world.share.number > 1, condition.network
     if is_shared and any(place.frozen is not None for place in layout):
         raise ValueError(
-            "several ranks hold the layers together, cut where nothing was frozen. Freeze "
-            "them before the engine is made."
+            "layers cannot be frozen or thawed now: several ranks hold shares of them, which "
+            "depend on what is frozen. Freeze them before creating the engine."
         )
     for position, place in enumerate(layout):
         if place.module is not None and network.facts.rows:  # else nothing is known of its place
@@ -333,7 +333,7 @@ def _refuse_stranger(module: nn.Module, others: list[nn.Module]) -> None:
         raise ValueError("the module is in the model already. Use copy_of= for a copy of it.")
     hollow = [name for name, p in module.named_parameters() if p.is_meta]
     if hollow:
-        raise ValueError(f"the module's {hollow[0]!r} is on the meta device. Expected weights.")
+        raise ValueError(f"parameter {hollow[0]!r} is on the meta device. Initialize its weights.")
     wanted = inspect.signature(others[0].forward).parameters
     found = inspect.signature(module.forward).parameters
     if any(one.kind is one.VAR_KEYWORD for one in found.values()):
@@ -450,7 +450,7 @@ def _entry(name: str, entries: list[Any], place: Place) -> Any:
                 return vars(child)[key]
     if any(one != entries[0] for one in entries):
         raise ValueError(
-            f"config.{name} differs from layer to layer, and it is not known what it is for "
-            f"{type(place.module).__name__}. Expected a copy of a layer: copy_of=."
+            f"config.{name} has one value per layer, and there is no value for a new "
+            f"{type(place.module).__name__}. Insert a copy of an existing layer instead (copy_of=)."
         )
     return entries[0]

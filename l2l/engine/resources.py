@@ -49,10 +49,10 @@ class Execution:
     kernel: str = "native"
     """"native", or "readable" for the slow PyTorch version with the same arithmetic."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Choices of the plan to be made otherwise, by name: see `l2l.planner`."""
+    """Overrides of the plan's choices, by name: see `l2l.planner`."""
     group_size: int | None = None
-    """Where torch.distributed is initialised, all its ranks train together, each with rows of its
-    own; so many of them hold one copy of the model. None: those of a node if there are several
+    """Number of ranks that share one copy of the model, if torch.distributed is initialised (all
+    ranks train together, each on its own rows). None: those of a node if there are several
     nodes, else all."""
 
 
@@ -135,8 +135,8 @@ def find_kernel(word: str, optimizer: Optimizer) -> HostKernel | None:
     found = load_kernel()
     if found is None:
         warnings.warn(
-            "the native host kernel was not built, so updates take the slow path. Build it with "
-            "'make kernel' (needs g++), or say kernel='readable' to silence this.",
+            "the native host kernel is not built, so updates are slow. Build it with 'make kernel' "
+            "(needs g++), or silence this with execution=l2l.Execution(kernel='readable').",
             stacklevel=3,  # whoever makes the engine
         )
     return found

@@ -79,8 +79,8 @@ class Stepping:
         first, network = batch if isinstance(batch, Mapping) else batch[0], self._condition.network
         if (word := network.partition.collected(first)) is not None:
             raise ValueError(
-                f"{word} asks for what single layers return, which the relay does not keep. Turn "
-                "it off, in the batch or in the model's config."
+                f"{word} requests outputs of individual layers, which are not kept. Turn it off "
+                "in the batch or in the model's config."
             )
         has_labels = "labels" in first
         step, own = self.perform(batch, choice, needs_loss=has_labels, keep_outputs=True)

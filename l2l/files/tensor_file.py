@@ -141,7 +141,7 @@ def check_size(path: Path, expected: Written) -> None:
         found = os.fstat(file.fileno()).st_size
     if found != expected.nbytes:
         raise TensorFileError(
-            f"{path} is not whole: found {found:,} bytes, expected {expected.nbytes:,}."
+            f"{path} has the wrong size: found {found:,} bytes, expected {expected.nbytes:,}."
         )
 
 

@@ -112,8 +112,8 @@ def refuse_foreign(folder: Path) -> None:
     if strange:
         shown = ", ".join(strange[:5]) + (" and others" if len(strange) > 5 else "")
         raise ValueError(
-            f"{folder} is not empty, and what is in it is not all of an earlier export: {shown}. "
-            "Expected a new folder, an empty one, or an export. Choose another name, or remove it."
+            f"{folder} contains files that are not from an earlier export: {shown}. Expected a "
+            "new or empty folder, or an earlier export. Choose another folder, or remove it."
         )
 
 

@@ -70,8 +70,8 @@ def fillings(tree: nn.Module) -> Mapping[str, list[Filling]]:
 def _reset_adapter(path: str, module: Any, adapter: str, config: Any) -> None:
     if config.init_lora_weights not in PLAIN_ADAPTER:
         raise ValueError(
-            f"the adapter of {path!r} begins with init_lora_weights={config.init_lora_weights!r}, "
-            "which needs the model's weights. On the meta device True, False or 'gaussian' do not."
+            f"the adapter of {path!r} uses init_lora_weights={config.init_lora_weights!r}, which "
+            "needs the base weights. For a model on the meta device, use True, False or 'gaussian'."
         )
     module.reset_lora_parameters(adapter, config.init_lora_weights)
 

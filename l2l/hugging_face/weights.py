@@ -128,7 +128,7 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
     lost = [file.name for file in files if not file.is_file()]
     if lost:
         raise TensorFileError(
-            f"{index.parent} is not whole: {INDEX} names {_listed(lost)}, not found. Get it again."
+            f"{index.parent} is incomplete: {_listed(lost)} of {INDEX} not found. Get it again."
         )
     return dict(files)
 
@@ -166,8 +166,8 @@ class Incoming:
         if present:
             number = f"{len(present)} of {len(self._tensors.parameters)} parameters"
             raise ValueError(
-                f"weights= was given, but {number} have values already, the first {present[0]!r}. "
-                "Expected a model on the meta device (l2l.hugging_face.empty_model), or no weights="
+                f"weights= was given, but {number} already have values (first: {present[0]!r}). "
+                "Build it on the meta device (l2l.hugging_face.empty_model), or leave out weights="
             )
         self._deliveries: list[tuple[Recipe, dict[str, str]]] = []
         """Recipes, and which of their results are wanted: the recipe's name -> the model's."""
@@ -338,10 +338,10 @@ class Incoming:
         if damage and not allow_missing:
             files = sorted({file.name for file in self._files.place_of.values()})
             raise ValueError(
-                f"{path} does not have {len(damage)} tensors of {kind}, which are no new head: "
-                f"{_listed(damage)}. Expected all that config.json asks for in the safetensors "
-                f"files ({_joined(files)}): get the folder again. To begin with random values "
-                "instead, say allow_missing_weights=True (l2l train: --allow-missing-weights)."
+                f"{path} is missing {len(damage)} tensors of {kind} that do not belong to a new "
+                f"head: {_listed(damage)}. The safetensors files ({_joined(files)}) should contain "
+                "all that config.json needs: download the folder again. To initialize randomly, "
+                "pass allow_missing_weights=True (l2l train: --allow-missing-weights)."
             )
         if lost:
             found = f"{path} does not have {len(lost)} tensors of {kind}, which begin with random "

@@ -234,8 +234,8 @@ class Rule(enum.Enum):
         advice = "pass loss=(outputs, batch) -> (sum, weight), or let one microbatch hold all rows."
         if self is Rule.UNKNOWN and num_microbatches > 1:
             raise ValueError(
-                f"the model's loss over {num_microbatches} microbatches cannot be made that of the "
-                "whole batch: it is not a mean over rows or over labels that are not ignored; "
+                f"the losses of {num_microbatches} microbatches cannot be combined into that of "
+                "the whole batch: it is neither a mean over rows nor over non-ignored labels; "
                 f"{advice}"
             )
         if ignored is not None and num_microbatches > 1:

@@ -162,7 +162,7 @@ class Reader:
             raise RuntimeError(f"{owner!r} was removed from the engine, and its weights with it.")
         if self.lost is not None or read is None:
             reason = self.lost or "the engine that held them is gone"
-            raise RuntimeError(f"there are no weights for {owner!r}: {reason}. {ANEW}")
+            raise RuntimeError(f"{owner!r} has no weights: {reason}. {ANEW}")
         if prepare is not None and not self._is_prepared:
             prepare()
             self._is_prepared = True
@@ -185,7 +185,7 @@ class Reader:
         return made
 
 
-ANEW = "Make the model anew, from a checkpoint or an export."
+ANEW = "Build the model again and load it from a checkpoint or an export."
 
 
 @final
@@ -429,10 +429,10 @@ def _refuse_pass(name: str, parameter: Any, others: list[Tensor]) -> None:
     about_weights = all(isinstance(one, WeightCopy) or not one.dim() for one in others)
     if not about_weights and not place.reader.num_running:  # in a step there is more to say
         raise RuntimeError(
-            f"the model's weights are in an engine ('{name}' was given {place.owner!r}), so it, or "
-            "a part of it, cannot be called by itself. Use engine.step, engine.evaluate or "
-            "engine.predict. For anything else, such as model.generate, close the engine first, or "
-            "load what engine.export writes; weights alone are read with .detach()."
+            f"the model's weights are held by an engine ('{name}' was called with {place.owner!r}),"
+            " so it and its submodules cannot be called directly. Use engine.step, engine.evaluate "
+            "or engine.predict. For anything else, such as model.generate, close the engine first, "
+            "or load what engine.export writes; weights alone are read with .detach()."
         )
 
 
@@ -451,9 +451,9 @@ def _refuse_write(name: str, tensor: Any, *, elsewhere: bool = False) -> NoRetur
             "be given for weights that are in an engine. Do it inside torch.no_grad()."
         )
     raise RuntimeError(
-        f"'{name}' writes to {owner!r}, whose weights are in an engine: it would be lost. {CLOSE}; "
-        "or go on from a checkpoint with engine.load. What was read from a parameter may be "
-        "changed in a copy of it: .clone()."
+        f"'{name}' writes to {owner!r}, whose weights are held by an engine: the write would be "
+        f"lost. {CLOSE}; or restore a checkpoint with engine.load. To change a value that you "
+        "read, change a .clone() of it."
     )
 
 

@@ -247,9 +247,9 @@ class Answers(TorchFunctionMode):
                 self._refuse(one)
             elif id(one) in self.absent:
                 raise RuntimeError(
-                    f"the model reads {self.absent[id(one)]!r} where it did not for the first "
-                    "batch, so it is not on the device. With execution=l2l.Execution("
-                    "embedding='device') all parameters around the layers stay there."
+                    f"the model reads {self.absent[id(one)]!r} in a phase in which it did not for "
+                    "the first batch, so it is not on the device. Pass execution=l2l.Execution("
+                    "embedding='device') to keep all parameters outside the layers there."
                 )
 
 

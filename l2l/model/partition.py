@@ -177,7 +177,7 @@ class Partition:
                 )
             if states is not None and self.stubs[index].layer_state() != states[index]:
                 raise CutError(
-                    f"the model changes layer {index} before it calls it, or calls it with other "
+                    f"the model modifies layer {index} before calling it, or calls it with other "
                     f"weights than its own (torch.func.functional_call). {APART}, as they were and "
                     "with their own parameters: pass them what they need as an argument."
                 )
@@ -331,8 +331,8 @@ class Stub(nn.Module):
 
     def _refuse_parts(self, *_: object) -> NoReturn:
         raise CutError(
-            f"the model takes layer {self._index} apart. Expected layers that are called as a "
-            "whole: put what belongs together into one module with a forward method."
+            f"the model iterates over or indexes layer {self._index}. Each layer must be called as "
+            "a whole: combine its parts into one module with a forward method."
         )
 
     __iter__ = __getitem__ = _refuse_parts

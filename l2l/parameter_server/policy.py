@@ -54,7 +54,7 @@ class UpdatePolicy(enum.Enum):
             f"{whole} cannot be used with Adafactor: it updates each layer on the device right "
             "after its backward, before the gradients of the others are known, and then they are "
             "gone. It clips every tensor's update by itself (its argument d).": on_device and whole,
-            f"update='eager' and {whole} exclude each other: the whole gradient must be known "
+            f"update='eager' cannot be combined with {whole}, which needs the whole gradient "
             "before the first update. Leave update=None.": word == "eager" and whole,
         }
         for problem, is_there in problems.items():

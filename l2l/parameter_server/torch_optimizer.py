@@ -42,9 +42,9 @@ def adopt(optimizer: torch.optim.Optimizer) -> tuple[Optimizer, Groups]:
     problems = {
         "cannot run in the parameter server. Expected one of l2l's optimizers, torch.optim.AdamW "
         "or torch.optim.SGD": kind not in _TORCH_OPTIMIZERS,
-        "is held by a learning-rate scheduler, which would drive nothing. Make the scheduler on "
+        "has a learning-rate scheduler, which would have no effect. Create the scheduler on "
         "engine.optimizer instead": any("initial_lr" in group for group in groups),
-        "has already stepped; its state would be lost. Hand over a fresh one": optimizer.state,
+        "has already taken steps; its state would be lost. Pass a fresh one": optimizer.state,
         f"has the options {odd}, which are not implemented in the parameter server. Leave them at "
         "torch's defaults": odd,
     }
@@ -176,8 +176,8 @@ class ServerOptimizer(torch.optim.Optimizer):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise RuntimeError(
-            "the optimizer's state belongs to the engine's parameter server and is not loaded "
-            "through engine.optimizer."
+            "optimizer state is held by the engine and cannot be loaded through "
+            "engine.optimizer. Use engine.load."
         )
 
 

@@ -384,7 +384,7 @@ def refuse_without_weights(model: nn.Module) -> None:
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta:
         raise ValueError(
-            f"{len(on_meta)} parameters are on the meta device, the first {on_meta[0]!r}. Expected "
-            "a model with weights, on the CPU; or say where they come from: weights=, a folder "
-            "with safetensors, or weights=l2l.RandomInit(seed=0)."
+            f"{len(on_meta)} parameters are on the meta device (first: {on_meta[0]!r}). Pass a "
+            "model with weights on the CPU, or pass weights=: a folder with safetensors, or "
+            "l2l.RandomInit(seed=0)."
         )

@@ -153,8 +153,8 @@ class Decisions:
         unknown = set(choices) - set(self.__slots__)
         if unknown:
             raise ValueError(
-                f"overrides has {sorted(unknown)}, which the plan does not decide. Expected names "
-                f"among {', '.join(self.__slots__)}."
+                f"overrides contains unknown choices {sorted(unknown)}. Expected names "
+                f"from {', '.join(self.__slots__)}."
             )
         return replace(self, **choices)
 

@@ -153,10 +153,10 @@ def _check_losses(mine: list[float], theirs: list[float], tolerance: float) -> N
     for number, (found, expected) in enumerate(zip(mine, theirs, strict=True)):
         if not abs(found - expected) <= tolerance * max(abs(expected), 1e-3):
             raise ProofError(
-                f"the engine finds a loss of {found:.6g} where the model's own code has "
-                f"{expected:.6g} (two rows, microbatch {number}). That usually means that the code "
-                "runs its layers inside a context manager, with other weights than their own or "
-                f"with an object that they share, or looks at more than its rows. {_ADVICE}"
+                f"the engine computes a loss of {found:.6g} where the model's own forward gives "
+                f"{expected:.6g} (two rows, microbatch {number}). Usually the model runs its "
+                "layers inside a context manager, with weights other than their own, with a shared "
+                f"object, or with code that depends on more of the batch than its rows. {_ADVICE}"
             )
 
 

@@ -434,8 +434,8 @@ class Proof(Subject):
             raise
         except Exception as error:
             raise ProofError(
-                f"the engine fails where the model's own code does not: {type(error).__name__}: "
-                f"{error}. Nothing has been changed; please report the model."
+                "the engine raised an error on a model whose own forward and backward run: "
+                f"{type(error).__name__}: {error}. Nothing has changed. Please report this model."
             ) from error
         finally:
             for owner, buffer in buffers().items():

@@ -150,10 +150,10 @@ class OuterPass:
                         del waiting[index]
                         return leaf.view(*lookup.ids.shape, leaf.shape[-1])
                 raise RuntimeError(
-                    f"the model looks rows up in {owner!r} that were not expected: by a tensor of "
-                    f"shape {tuple(lookup.ids.shape)} that is not in the batch. Expected the same "
-                    "lookups as in the first batch. Say embedding='device' to keep the table on "
-                    "the device."
+                    f"the model looks up rows of {owner!r} with a tensor of shape "
+                    f"{tuple(lookup.ids.shape)} that is not in the batch, which it did not do for "
+                    "the first batch. Pass execution=l2l.Execution(embedding='device') to keep the "
+                    "table on the device."
                 )
 
             return found

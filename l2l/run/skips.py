@@ -82,7 +82,7 @@ class Skips:
             f"the first {number} steps were all skipped, the last because {self._reason}. Nothing "
             "was trained, and nothing has changed. Look for NaN in the weights and in the data, "
             "for labels that are out of range, for a learning rate that is too large, and for "
-            "a layer or loss that reads weights which are not there (of another layer, say)."
+            "a layer or loss that reads weights not on the device (for instance another layer's)."
         )
 
     def _count(self, step: Step) -> None:

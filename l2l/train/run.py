@@ -232,11 +232,11 @@ class Training:
         kind = type(self._prepared.model).__name__
         if self._prepared.packing_is_asked:
             raise TrainingError(
-                f"[data] packing = true, but {kind} does not keep the examples of a row from each "
-                "other. Expected false."
+                f"[data] packing = true, but in {kind} examples packed into one row would attend "
+                "to each other. Set packing = false."
             )
         self._display.say(
-            f"{kind} does not keep the examples of a row from each other: rows are padded instead"
+            f"in {kind} examples of one row would attend to each other: rows are padded instead"
         )
         self._prepared.make_batches(packing=False)
         self._display.say(self._prepared.described_rows())
@@ -276,9 +276,9 @@ class Training:
                 source = extra.get(f"{name}_source", "of somebody else")
                 told = "\n  ".join([" Settings that differ:", *changes] if changes else [""])
                 raise TrainingError(
-                    f"the run in {self._folder.root} was begun with the {name} {source}, which "
-                    f"differs from {identity[f'{name}_source']} as it is now. Expected the same: "
-                    f"name another folder with --output, or begin anew with --no-resume.{told}"
+                    f"the run in {self._folder.root} was started with the {name} {source}, which "
+                    f"differs from the current {identity[f'{name}_source']}. Use the same, choose "
+                    f"another folder with --output, or start over with --no-resume.{told}"
                 )
         return manifest.step, changes
 

@@ -73,8 +73,8 @@ class LayerTrial:
         value = self._try_layer(index, args, kwargs)
         if pytree.tree_structure((args, kwargs)) != form:
             raise CutError(
-                f"layer {index} adds to its arguments, and what it adds there is lost: return what "
-                "the model needs as part of the hidden state."
+                f"layer {index} adds entries to its arguments (such as a list or dict), which "
+                "would be lost: return what the model needs as part of the hidden state."
             )
         self._note_written(index, attributes)
         part.take_over(buffers)

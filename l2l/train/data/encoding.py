@@ -205,9 +205,9 @@ class Conversations(Encoder):
         prompt = _common_beginning(asked, whole)
         if prompt != asked and not prompt.startswith(self._render(record, before, ask=False)):
             raise record.error(
-                "the chat template writes what is before an answer in another way once the answer "
-                f"is there: {shown(asked[len(prompt) :])} becomes {shown(whole[len(prompt) :])}. "
-                "So it cannot be told what the answer is. Give another template."
+                "the chat template renders the prompt differently once the answer follows: "
+                f"{shown(asked[len(prompt) :])} becomes {shown(whole[len(prompt) :])}, so the "
+                "answer's tokens cannot be located. Use another template."
             )
         return [prompt, max(whole.rstrip(), prompt, key=len)]
 

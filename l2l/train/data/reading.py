@@ -32,7 +32,7 @@ from typing import Any, Literal
 DocumentsEnd = Literal["blank lines", "line", "file"]
 HUB_NAME = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@([\w.-]+))?(?::(.+))?")
 SUFFIXES = (".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".json", ".arrow")
-EXPECTED = f"Expected a name that ends in {', '.join(SUFFIXES)}, or in one of these and .gz."
+EXPECTED = f"Expected a file name ending in {', '.join(SUFFIXES)}, optionally followed by .gz."
 SHOWN = 60  # characters of a value in an error
 LISTED = 12
 LONE = re.compile(r"\\u[dD][89a-fA-F]")  # what may be the half of a character
@@ -134,7 +134,7 @@ def _files(source: str | Path, documents: DocumentsEnd) -> list[File]:
 def _file(path: Path, documents: DocumentsEnd) -> File:
     kind = _kind(path)
     if kind is None:
-        raise DataError(f"{path}: files like this are not known. {EXPECTED}")
+        raise DataError(f"{path}: unsupported file type. {EXPECTED}")
     if kind == ".jsonl":
         return str(path), _objects(path)
     if kind == ".txt":
@@ -208,7 +208,7 @@ def _objects(path: Path) -> Iterator[Record]:
             problem = None if isinstance(value, dict) else f"found {shown(line)}"
         except UnicodeEncodeError as error:
             lone = ord(error.object[error.start])
-            problem = f"has the half of a character, \\u{lone:04x}, in {shown(line)}"
+            problem = f"contains an unpaired surrogate, \\u{lone:04x}, in {shown(line)}"
         except json.JSONDecodeError as error:
             problem = f"is not JSON: {error.msg} at position {error.colno} of {shown(line)}"
         except (ValueError, RecursionError) as error:  # a number that is too long, or brackets

@@ -145,9 +145,9 @@ class Settings(Section):
         for section, (one, other) in EXCLUSIVE.items():
             values = getattr(self, section)
             if None not in (getattr(values, one), getattr(values, other)):
-                yield f"{where(section, one)} and {other} are both set. Expected one of them."
+                yield f"{where(section, one)} and {other} are both set. Set only one of them."
         if data.packing and data.task not in LANGUAGE_TASKS:
-            yield f"{where('data', 'packing')}: {data.task} has one label a row. Expected false."
+            yield f"{where('data', 'packing')}: {data.task} has one label per row. Set it to false."
         if data.template is not None and data.task != "instruct":
             yield f"{where('data', 'template')} is set, but only instruct uses it, not {data.task}."
         asked = [key for key, value in self.evaluation if value is not None]

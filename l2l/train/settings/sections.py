@@ -84,7 +84,7 @@ class DataSettings(Section):
     """Put several examples into a row; they do not see each other. Default: for language models,
     where the model keeps them apart."""
     documents: DocumentsEnd = "blank lines"
-    """What parts the documents of a .txt file."""
+    """What separates the documents of a .txt file."""
     template: str | None = None
     """A chat template, of instruct. Default: the tokenizer's own."""
 
@@ -114,7 +114,7 @@ class TrainingSettings(Section):
     steps: Positive | None = None
     """Optimizer steps of the run. Default: as many as epochs has."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Times the data is gone through, instead of steps. Default: 1."""
+    """Passes over the data, instead of steps. Default: 1."""
     rows: Positive = 8
     """Rows of a step."""
     length: Annotated[int, Field(ge=2)] = 1024
@@ -124,14 +124,14 @@ class TrainingSettings(Section):
     clip_norm: Amount = 1.0
     """Clip the gradient by its global norm; 0: do not. Adafactor cannot."""
     max_bad_steps: Annotated[Natural, SAME_RESULT] = 10
-    """Give up after so many steps in a row, or half of the run if that is less, without a finite
-    loss or gradient; 0: never. The search for float16's loss scale does not count."""
+    """Stop after this many consecutive skipped steps (non-finite loss or gradient), or half of the
+    run if that is less; 0: never. The search for float16's loss scale does not count."""
     seed: Natural = 0
     """Of random weights, shuffling and dropout."""
     survival: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """How probable it is that the last layer runs in a step, the others linear in depth."""
+    """Stochastic depth: probability that the last layer runs; it falls linearly with depth."""
     survival_decay: Amount = 0.0
-    """How fast that falls from 1, for each step; 0: it is so from the first."""
+    """Progressive layer dropping: rate per step at which it decays from 1; 0: constant."""
     microbatch_size: Positive | None = None
     """Rows that pass a layer at once. Default: planned."""
     compile: bool | None = None
@@ -195,7 +195,7 @@ class ScheduleSettings(Section):
     """The learning rate over the run: a pure function of the step."""
 
     shape: Literal["constant", "linear", "cosine"] = "cosine"
-    """How it goes on after the warm-up."""
+    """Shape of the learning-rate schedule after the warm-up."""
     warm_up_steps: Natural | None = None
     """Steps in which it rises evenly to its top, instead of warm_up_share."""
     warm_up_share: Share | None = None
@@ -233,7 +233,7 @@ class EvaluationSettings(Section):
     rows: Annotated[Positive | None, SAME_RESULT] = None
     """Rows of a batch. Default: as in training."""
     most_batches: Annotated[Positive | None, SAME_RESULT] = None
-    """Evaluate on so many batches only, the first ones. Default: on all."""
+    """Evaluate only on the first so many batches. Default: on all."""
 
 
 class CheckpointSettings(Section):
