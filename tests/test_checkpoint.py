@@ -158,7 +158,7 @@ KINDS: dict[str, Kind] = {
     "layers in halves": Kind(
         {**CLIP, "embedding": "host", "overrides": {"halves": True, "num_whole": 1}},
         {"tied": True},
-        {"update U:m host late", "update U host late", "update U host late weights"},
+        {"update U:m host late weights", "update U host late", "update U host late weights"},
     ),
     "device state": Kind({**CLIP, "overrides": TAIL}, kinds={"update U device late", "drain U"}),
     "all state on the device": Kind(
