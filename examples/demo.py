@@ -175,6 +175,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="for the results")
     parser.add_argument("--device", default=None, help="default: the accelerator, else the CPU")
     arguments = parser.parse_args()
+    if arguments.steps < 10:  # the schedule of the learning rate has a rise and a fall
+        parser.error(f"--steps {arguments.steps}: expected at least 10")
     arguments.folder.mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(0)
