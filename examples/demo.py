@@ -168,15 +168,22 @@ class Display:
             print(f"step {step}/{self._num_steps}  {numbers}", flush=True)
 
 
+def at_least_ten(text: str) -> int:
+    """A number of steps: the schedule of the learning rate has a rise and a fall."""
+    if int(text) < 10:
+        raise argparse.ArgumentTypeError(f"found {text}, expected at least 10")
+    return int(text)
+
+
 def main() -> None:
     """Train, compare, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps (default: 150)")
+    parser.add_argument(
+        "--steps", type=at_least_ten, default=150, help="optimizer steps (default: 150)"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="for the results")
     parser.add_argument("--device", default=None, help="default: the accelerator, else the CPU")
     arguments = parser.parse_args()
-    if arguments.steps < 10:  # the schedule of the learning rate has a rise and a fall
-        parser.error(f"--steps {arguments.steps}: expected at least 10")
     arguments.folder.mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(0)
