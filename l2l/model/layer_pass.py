@@ -8,7 +8,7 @@ returns tensors. Two cares make a recomputed pass equal to its forward pass:
 - buffers: what a layer changes in its own buffers (BatchNorm's statistics) it changes once per
   microbatch. The forward pass works on the real buffers and keeps a copy of what they were before;
   the recomputed pass works on that copy, which is then dropped. A buffer that the layer's code
-  replaces by assignment is taken over after a forward pass (`Relay._take_over`).
+  replaces by assignment is taken over after a forward pass (`ChangingBuffers.leave_layer`).
 
 [Note: flags] A pass without graph still marks its inputs as requiring gradients where plain PyTorch
 would have them so: matrix products fold their operands differently for a tensor that requires one,

@@ -47,6 +47,7 @@ class Evidence:
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # by owner, those that got one
     buffers: dict[str, Tensor] = field(default_factory=dict)  # those that have changed
+    _device_bytes: int = 0  # of gradients, those that no longer had room included
 
     def add(self, owner: str, gradient: Tensor) -> None:
         """Add a microbatch's gradient, or all of them, of a parameter or a piece of it."""
@@ -55,9 +56,9 @@ class Evidence:
         if known is not None:
             self.gradients[owner] = known + found.to(known.device)
             return
-        kept = [one.nbytes for one in list(self.gradients.values()) if one.device.type != "cpu"]
-        room = sum(kept) + found.nbytes <= MAX_DEVICE_BYTES
-        self.gradients[owner] = found if room else found.cpu()  # which waits for the device
+        self._device_bytes += found.nbytes if found.device.type != "cpu" else 0
+        has_room = self._device_bytes <= MAX_DEVICE_BYTES
+        self.gradients[owner] = found if has_room else found.cpu()  # which waits for the device
 
     def scaled(self, factor: float) -> Evidence:
         """The same with gradients times a factor."""
@@ -73,7 +74,7 @@ class Evidence:
 
 
 def _sketch(gradient: Tensor, place: torch.device) -> Tensor:
-    """See [Note: sketches]; nobody waits for it."""
+    """See [Note: sketches]; never waits for the device."""
     flat = gradient.detach().reshape(-1)
     if flat.numel() <= WHOLE_ELEMENTS:
         return flat.to(place, torch.float32, copy=True)
