@@ -68,7 +68,7 @@ class Checkpoints:
             },
             buffers=network.buffers(),
             order=self._order_of_change(),
-            at_once=frozenset([*shape.on_device, *(f"L{layer}" for layer in shape.shared)]),
+            at_once=frozenset([*shape.on_device, *shape.units_of(shape.shared)]),
             extra=extra,
             then=then,
             step_seconds=has.planning.step_seconds(),

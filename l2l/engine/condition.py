@@ -131,6 +131,7 @@ class Condition:
         seed: int,
         settings: Settings | None,
         rule: Rule,
+        joint: bool = False,
         **more: Any,
     ) -> Step:
         """Everything that one run of a schedule works on; without `settings` it does not train.
@@ -141,10 +142,11 @@ class Condition:
             seed: of random numbers.
             settings: of the optimizer.
             rule: what the loss averages over.
+            joint: whether one loss is taken over all microbatches.
             more: as of `Step`.
         """
         has, trains, number = self.has, settings is not None, len(microbatches)
-        program = self.network.program(number, choice, training=trains, seed=seed)
+        program = self.network.program(number, choice, training=trains, seed=seed, joint=joint)
         names = {name: unit.form.trained.names for name, unit in has.server.units.items()}
         lookups = program.lookups
         return Step(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -33,7 +33,7 @@ from l2l.checkpoint import Expected
 from l2l.engine.condition import Condition
 from l2l.engine.guard import Guard, guarded
 from l2l.engine.resources import expect, server_bytes
-from l2l.model import Partition, UnitTensors, own_numbers
+from l2l.model import LayerList, Partition, UnitTensors, own_numbers
 from l2l.parameter_server import Members, Move, PrecisionPolicy, UnitForm, nothing_like
 
 COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "decoder_layers")
@@ -68,8 +68,8 @@ class Layers:
         self._given = [len(self), list(self.frozen)]
 
     def _modules(self) -> list[nn.Module]:
-        name = self._condition.network.partition.list_name
-        return list(self._condition.has.model.get_submodule(name).children())
+        paths = self._condition.network.partition.layer_paths
+        return [self._condition.has.model.get_submodule(path) for path in paths]
 
     def __len__(self) -> int:
         return len(self._modules())
@@ -243,7 +243,7 @@ def change(condition: Condition, layout: Layout) -> None:
     condition.finish_step()
     network.leave()
     network.give_back_buffers()
-    with changed_model(has.model, old.list_name, layout):
+    with changed_model(has.model, old.lists, layout):
         partition, members, forms = _with_layers(condition, layout, has.precision)
         has.host_budget.check(server_bytes(forms, has.policy, has.world), alternatives={})
         has.transfer.let_go_of_staging()
@@ -266,7 +266,7 @@ def expected_with(condition: Condition, layout: Layout | None, *, link: str) -> 
     precision = PrecisionPolicy.for_model(has.model, precision=link)
     if layout is not None:
         _refuse(condition, layout)
-        with changed_model(has.model, partition.list_name, layout, keep=False):
+        with changed_model(has.model, partition.lists, layout, keep=False):
             partition, _, forms = _with_layers(condition, layout, precision)
     elif precision != has.precision:
         kinds = {form.name: form.state_kinds for form in forms}
@@ -298,7 +298,7 @@ def _with_layers(
 ) -> tuple[Partition, Members, list[UnitForm]]:
     """What the model, which has these layers now, is made of."""
     has, old = condition.has, condition.network.partition
-    new = Partition(has.model, layers=old.list_name, like=old)
+    new = Partition(has.model, layers=[one.name for one in old.lists], like=old)
     # For the parameters of the new layers, those that they are alike, if any.
     like: dict[nn.Parameter, nn.Parameter | None] = {}
     for place, tensors in zip(layout, new.layer_tensors, strict=True):
@@ -354,18 +354,20 @@ def _refuse_stranger(module: nn.Module, others: list[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def changed_model(
-    model: nn.Module, list_name: str, layout: Layout, *, keep: bool = True
+    model: nn.Module, lists: Sequence[LayerList], layout: Layout, *, keep: bool = True
 ) -> Iterator[None]:
     """The model with other layers: inside the block, and after it if it is kept and has not failed.
 
     Raises:
         ValueError: it cannot have them.
     """
-    container = model.get_submodule(list_name)
-    modules = list(container.children())
+    modules = [model.get_submodule(path) for one in lists for path in one.paths]
     numbering, made = own_numbers(modules), [_module_for(place, modules) for place in layout]
-    changes = _config_changes(model, len(modules), layout)
-    changes.append((container, "_modules", {str(i): module for i, module in enumerate(made)}))
+    changes: list[tuple[Any, str, Any]] = []
+    if made != modules:
+        container = _container(model, lists)
+        changes = _config_changes(model, len(modules), layout)
+        changes.append((container, "_modules", {str(i): module for i, module in enumerate(made)}))
     with contextlib.ExitStack() as undo:
         for owner, name, value in changes:
             undo.callback(setattr, owner, name, getattr(owner, name))
@@ -379,6 +381,18 @@ def changed_model(
         yield
         if keep:
             undo.pop_all()
+
+
+def _container(model: nn.Module, lists: Sequence[LayerList]) -> nn.Module:
+    """The list that layers come into and go from."""
+    if len(lists) == 1:
+        found = model.get_submodule(lists[0].name)
+        if isinstance(found, nn.ModuleList | nn.Sequential):
+            return found
+    raise ValueError(
+        "layers can be inserted and removed where the model has one list of them; this one has "
+        f"{', '.join(one.name for one in lists)}. Change the model, then make a new engine."
+    )
 
 
 def _set_flag(parameter: nn.Parameter, requires_grad: bool) -> None:  # noqa: FBT001

@@ -6,7 +6,7 @@ Decide, then do: a trial finds `Facts`, the plan decides by them, and every step
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -17,7 +17,7 @@ from l2l.checkpoint import Persistence
 from l2l.engine.depth import Choice
 from l2l.engine.resources import Resources
 from l2l.hugging_face import export_model
-from l2l.model import Partition
+from l2l.model import Partition, Route
 from l2l.parameter_server import units_of
 from l2l.planner import Plan
 from l2l.proof import Proof, ProofMemory
@@ -79,6 +79,11 @@ class Network:
             {name: one.detach().to(device.torch_device, copy=True) for name, one in buffers}
         )
 
+    @property
+    def route(self) -> Route:
+        """How the model's code runs its layers; straight until something else is known."""
+        return self.facts.route or self.partition.straight
+
     def running(self) -> AbstractContextManager[None]:
         """While the block runs, nobody reads the model's own parameters; it has those it had."""
         return self._server.reader.running()
@@ -108,8 +113,8 @@ class Network:
     def enter(self) -> None:
         """Let everything follow the choices."""
         shape, device = self.shape(1, training=True), self._has.device
-        for layer in shape.shared:
-            self._server.register(f"L{layer}", device)
+        for unit in shape.units_of(shape.shared):
+            self._server.register(unit, device)
         for name in shape.on_device:
             self._server.place_state(name, device.torch_device)
         self.is_placed = True
@@ -118,25 +123,32 @@ class Network:
         """A program has run, and has left on the device what it says."""
         self._held = frozenset(program.shape.on_device)
 
-    def shape(self, num_microbatches: int, *, training: bool) -> Shape:
+    def shape(self, num_microbatches: int, *, training: bool, joint: bool = False) -> Shape:
         """The shape of the next step if it runs all layers."""
         return self._has.planning.shape(
             self.facts,
             num_microbatches,
             training=training,
+            joint=joint,
             before=(self._held, tuple(self._server.waiting)),
         )
 
     def program(
-        self, num_microbatches: int, choice: Choice, *, training: bool, seed: int
+        self,
+        num_microbatches: int,
+        choice: Choice,
+        *,
+        training: bool,
+        seed: int,
+        joint: bool = False,
     ) -> Program:
         """What the next step runs by; its schedule is kept for steps of the same shape."""
         shape, decisions = (
-            self.shape(num_microbatches, training=training),
+            self.shape(num_microbatches, training=training, joint=joint),
             self._has.planning.decisions,
         )
-        if choice.layers != shape.layers:
-            shape = shape.only(choice.layers)
+        if len(choice.layers) < self.partition.num_layers:
+            shape = shape.only(self._calls_of(choice.layers))
         if shape not in self.schedules:
             if len(self.schedules) == MAX_SCHEDULES:
                 del self.schedules[next(iter(self.schedules))]  # the oldest
@@ -151,6 +163,16 @@ class Network:
             part_tokens=decisions.part_tokens,
             compiles_loss=self._has.compiler.is_on,
         )
+
+    def _calls_of(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """The calls of some layers, where the others may be left out."""
+        route = self.route
+        if not route.may_leave_out:
+            raise ValueError(
+                "layers cannot be left out of this model: they hand on more than a hidden state, "
+                "or are called several times. Run all of them."
+            )
+        return tuple(call for call, layer in enumerate(route.layers) if layer in layers)
 
     def lookups(self, shape: Shape) -> tuple[TableLookup, ...]:
         """Those that the host answers."""

@@ -32,6 +32,7 @@ class Proving:
         network.proof.see(
             batch,
             network.facts.rule or Rule.ROWS,
+            network.route,
             cut=network.facts.cut,
             buffers=network.buffers(),
             seed_of=self._seed_of,
@@ -92,6 +93,7 @@ class Proving:
             has.stash.policy,
             has.world.share.number,
             network.facts.rule,
+            repr(network.facts.route),
             repr(sorted(unit.name for unit in outer if unit.looked_up)),
             *((name, bool(getattr(decisions, name))) for name in decisions.__slots__),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -21,6 +22,7 @@ from l2l.engine.proving import Batches, Proving
 from l2l.model import (
     Microbatch,
     Rule,
+    can_join,
     join_outputs,
     move_batch,
     no_rows,
@@ -140,15 +142,19 @@ class Stepping:
         rows = self._rows_of(batch)
         # All ranks need as many microbatches as the one with most: their lanes meet line by line.
         own = split_batch(batch, microbatch_size=rows) if batch is given else []
-        ignored, counts, numbers, tokens = self._ranks(own, rule, choice, counts=not keep_outputs)
+        reasons, ignored, counts, numbers, tokens = self._ranks(
+            own, rule, choice, counts=not keep_outputs
+        )
+        joint = not keep_outputs and self._is_joint(rule, reasons, own, sum(numbers))
         if training and sum(numbers) > 1:
             self._warn_of_batch_statistics()
         total = 1 if keep_outputs else sum(counts)
-        if not keep_outputs:
+        if not keep_outputs and not joint:
             left_out = next(filter(None, ignored), None)
             rule.refuse_uncountable(num_microbatches=sum(numbers), total=total, ignored=left_out)
         microbatches, num_own = split_into(batch, max(1, *numbers), microbatch_size=rows)
-        has.transfer.reserve(network.shape(len(microbatches), training=training))
+        shape = network.shape(len(microbatches), training=training, joint=joint)
+        has.transfer.reserve(shape)
         if proves and not self._proving.is_done(batch):
             self._proving.check(rule)
         if settings is not None:
@@ -160,6 +166,7 @@ class Stepping:
             seed=self._condition.seed + has.world.rank * RANK_SEED,
             settings=settings,
             rule=rule,
+            joint=joint,
             total=total,
             num_own=num_own if batch is given else 0,
             num_tokens_elsewhere=sum(tokens) - num_tokens(own),
@@ -196,21 +203,37 @@ class Stepping:
         Raises:
             ValueError: they do not run the same layers, or of rows that may not be cut.
         """
-        trial = self._condition.network.trial
+        network = self._condition.network
+        trial = network.trial
         mine = (
             choice.layers,
-            trial.why_not_cut(rule, own) if counts else None,
+            trial.why_not_cut(rule, own, network.route) if counts else None,
             rule.ignored_targets(own) if counts else None,
             rule.total(own) if own and counts else 0,
             len(own),
             num_tokens(own),
         )
-        layers, reasons, *ranks = zip(*self._has.world.gather_facts(mine), strict=True)
+        layers, *ranks = zip(*self._has.world.gather_facts(mine), strict=True)
         if len(set(layers)) > 1:
             raise ValueError(f"ranks run layers {layers}. Expected the same on all ranks.")
-        for reason in filter(None, reasons):
-            raise ValueError(reason)
         return ranks
+
+    def _is_joint(
+        self, rule: Rule, reasons: Sequence[str | None], own: list[Microbatch], number: int
+    ) -> bool:
+        """Whether one loss is taken over all microbatches, as it is not that of their parts.
+
+        Raises:
+            ValueError: it should be, but several ranks have rows, or they do not go together.
+        """
+        reason = next(filter(None, reasons), None)
+        if number < 2 or (reason is None and rule is not Rule.UNKNOWN):
+            return False
+        if not self._has.world.is_parallel and can_join(own):
+            return True
+        if reason is not None:
+            raise ValueError(reason)
+        return False
 
     def _pinned(self, microbatch: Microbatch) -> Microbatch:
         pinned = self._has.device.pinned
@@ -256,7 +279,7 @@ class Stepping:
         has, network = self._has, self._condition.network
         found = Findings(
             facts=network.facts,
-            record=network.trial.record,
+            record=partial(network.trial.record, route=network.route),
             buffer_bytes=network.buffer_bytes(),
             draws_random_numbers=bool(has.compiler.random),
         )

@@ -5,8 +5,10 @@ from l2l.model.batch import (
     LossFunction,
     Microbatch,
     Rule,
+    can_join,
     compare_cut_loss,
     find_rule,
+    join_batches,
     join_outputs,
     map_batch,
     move_batch,
@@ -20,6 +22,7 @@ from l2l.model.batch import (
     token_length,
     trial_batch,
 )
+from l2l.model.captures import emit, open_lists
 from l2l.model.fake_weights import FakeWeights, fake_weight
 from l2l.model.held import Reader, hold, is_held, lent, reason_for, release
 from l2l.model.interception import Answers, Head, HostMirror, Lookup, Readers, Reading, Sum
@@ -27,6 +30,7 @@ from l2l.model.layer_pass import (
     EVERYTHING,
     BackwardResult,
     Compiler,
+    Gradients,
     Handed,
     LayerInputs,
     Program,
@@ -37,6 +41,7 @@ from l2l.model.layer_pass import (
 )
 from l2l.model.modules import (
     CutError,
+    LayerList,
     attributes_of,
     copy_tree,
     is_plain,
@@ -45,6 +50,7 @@ from l2l.model.modules import (
 )
 from l2l.model.partition import Part, Partition, UnitTensors
 from l2l.model.passing import (
+    METADATA,
     Call,
     RecordedTensor,
     Recording,
@@ -53,5 +59,7 @@ from l2l.model.passing import (
     first_argument,
     named_arguments,
     objects_in,
+    run_layer,
     states_of,
 )
+from l2l.model.route import Key, Route

@@ -120,6 +120,24 @@ def split_into(batch: Any, number: int, *, microbatch_size: int) -> tuple[list[M
     return [*found, *(dict(found[-1]) for _ in range(number - len(found)))], len(found)
 
 
+def can_join(microbatches: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the rows of microbatches are of one length, as in one batch."""
+    shapes = [
+        {name: value.shape[1:] for name, value in one.items() if has_rows(value)}
+        for one in microbatches
+    ]
+    return all(shape == shapes[0] for shape in shapes)
+
+
+def join_batches(microbatches: Sequence[Mapping[str, Any]]) -> Microbatch:
+    """The rows of microbatches in one batch."""
+    first = microbatches[0]
+    return {
+        name: torch.cat([one[name] for one in microbatches]) if has_rows(value) else value
+        for name, value in first.items()
+    }
+
+
 def no_rows(outputs: Any) -> Any:
     """Outputs without their rows; scalars are zero."""
     return pytree.tree_map_only(
@@ -184,7 +202,7 @@ def _same_tensor(first: Any, second: Any) -> bool:
 IGNORED = -100
 TRIAL_TOKENS = 16
 MAX_TRIAL_ROWS = 16
-SINGLE_TOLERANCE = 2e-5
+SINGLE_TOLERANCE = 2e-6
 HALF_TOLERANCE = 2e-2
 
 LossFunction = Callable[[Any, Mapping[str, Any]], Tensor | tuple[Tensor, Any]]

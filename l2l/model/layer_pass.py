@@ -52,7 +52,7 @@ import math
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -66,6 +66,10 @@ from l2l.model.modules import Template
 from l2l.model.partition import Part
 from l2l.model.passing import HIDDEN, Call, Returns
 
+Gradients = Sequence[Tensor | None]
+"""Of the outputs of a pass; None: nothing has used that one."""
+NO_SUMS: Mapping[Any, Tensor] = types.MappingProxyType({})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardResult:
@@ -74,6 +78,7 @@ class BackwardResult:
     hidden: Tensor | None
     parameters: dict[str, Tensor]  # those that took part
     recorded: dict[int, Tensor]  # by index of the recorded tensor; those that took part
+    beside: dict[int, Tensor] = field(default_factory=dict)  # by place; those that took part
 
 
 def leaves(tensors: Mapping[str, Tensor], trained: Sequence[str]) -> dict[str, Tensor]:
@@ -87,6 +92,7 @@ class Leaves:
     """What a pass works on, as leaves of a new graph."""
 
     hidden: Tensor
+    beside: list[Tensor]
     recorded: list[Tensor]
     parameters: dict[str, Tensor]
     wanted: dict[Any, Tensor]  # those whose gradients are asked for
@@ -96,7 +102,7 @@ class Leaves:
 class Walked:
     """A layer's pass with its graph, waiting for its backward pass."""
 
-    output: Tensor
+    outputs: list[Tensor]
     wanted: dict[Any, Tensor]
 
 
@@ -109,15 +115,24 @@ class LayerInputs:
     trained: Sequence[str]
     call: Call
     hidden: Tensor
+    beside: Sequence[Tensor] = ()  # what else the layer before it has handed on
+    entries: Sequence[int] = (0,)  # of its return value, that are asked for
+    constant: Collection[int] = ()  # of what is handed on, what has no gradient: places
     hidden_requires_gradient: bool
     recorded: list[Tensor]
     through: Sequence[int]  # recorded tensors that require gradients
     changes_input: bool  # whether the layer writes into its hidden state
     survival: float | None = None  # of a layer that may be left out ([Note: survival] in depth.py)
+    sums: Mapping[Any, Tensor] = field(default_factory=dict)
+    """Gradients that later passes have found for the same tensors: see `Walked`."""
 
     def leaves(self) -> Leaves:
         """Hidden state, recorded tensors and parameters as leaves of a new graph."""
-        hidden = self.hidden.detach().requires_grad_(self.hidden_requires_gradient)
+        hidden = _leaf(self.hidden, requires=self.hidden_requires_gradient)
+        beside = [
+            _leaf(one, requires=self.hidden_requires_gradient and place not in self.constant)
+            for place, one in enumerate(self.beside, start=1)
+        ]
         recorded = [
             tensor.detach().requires_grad_() if index in self.through else tensor
             for index, tensor in enumerate(self.recorded)
@@ -125,9 +140,13 @@ class LayerInputs:
         bound = leaves(self.tensors, self.trained)
         wanted: dict[Any, Tensor] = {name: bound[name] for name in self.trained}
         wanted |= {index: recorded[index] for index in self.through}
-        if self.hidden_requires_gradient:
-            wanted[HIDDEN.index] = hidden
-        return Leaves(hidden, recorded, bound, wanted)
+        handed = (hidden, *beside)
+        wanted |= {HIDDEN.index - i: one for i, one in enumerate(handed) if one.requires_grad}
+        return Leaves(hidden, beside, recorded, bound, wanted)
+
+    def sums_of(self, gathered: Mapping[int, Tensor]) -> dict[Any, Tensor]:
+        """Gradients of recorded tensors that this pass can go on adding to, as autograd would."""
+        return {i: one for i, one in gathered.items() if one.dtype is self.recorded[i].dtype}
 
     def walk(self, *, with_graph: bool = True) -> Walked:
         """Run the layer ([Note: flags]); one that writes into its input gets a copy of it."""
@@ -135,60 +154,85 @@ class LayerInputs:
         self.part.bind(given.parameters)
         with torch.set_grad_enabled(with_graph), self.call.autocasting():
             hidden = given.hidden.clone() if self.changes_input else given.hidden
-            args, kwargs = self.call.arguments(hidden, given.recorded)
-            return Walked(Returns.unwrap(self.part.module(*args, **kwargs)), given.wanted)
+            args, kwargs = self.call.arguments(hidden, given.recorded, given.beside)
+            value = self.call.run(self.part.module, args, kwargs)
+            return Walked(Returns.unwrap(value, self.entries), given.wanted)
 
-    def forward(self) -> Tensor:
-        """The layer's output, without graph."""
-        return self.walk(with_graph=False).output
+    def forward(self, *, with_graph: bool = False) -> list[Tensor]:
+        """The layer's outputs; with a graph that is thrown away, to the last bit plain PyTorch's.
 
-    def unwind(self, walked: Walked, gradient: Tensor) -> BackwardResult:
+        Without one, matrix products inside the layer may fold their operands differently.
+        """
+        return [one.detach() for one in self.walk(with_graph=with_graph).outputs]
+
+    def unwind(self, walked: Walked, gradients: Gradients) -> BackwardResult:
         """Take the gradients of a pass with graph."""
-        return result_of(take_gradients([walked.output], [gradient], walked.wanted))
+        return result_of(take_gradients(walked.outputs, gradients, walked.wanted, sums=self.sums))
 
-    def backward(self, gradient: Tensor) -> BackwardResult:
+    def backward(self, gradients: Gradients) -> BackwardResult:
         """Run the layer again with graph and take its gradients."""
-        return self.unwind(self.walk(), gradient)
+        return self.unwind(self.walk(), gradients)
 
-    def weighed(self, output: Tensor) -> Tensor:
-        """What is handed on of the layer's output."""
+    def weighed(self, outputs: list[Tensor]) -> list[Tensor]:
+        """What is handed on of the layer's outputs."""
         if self.survival is None:
-            return output
-        return self.hidden + (output - self.hidden) / self.survival
+            return outputs
+        return [self.hidden + (outputs[0] - self.hidden) / self.survival, *outputs[1:]]
 
     def weigh_gradient(
-        self, gradient: Tensor, backward: Callable[[Tensor], BackwardResult]
+        self, gradients: Gradients, backward: Callable[[Gradients], BackwardResult]
     ) -> BackwardResult:
         """The gradients of `weighed`, from those of the layer."""
-        if self.survival is None:
-            return backward(gradient)
+        if self.survival is None or gradients[0] is None:
+            return backward(gradients)
+        gradient = gradients[0]
         of_layer = gradient / self.survival
-        result, passed = backward(of_layer), gradient - of_layer
+        result, passed = backward([of_layer, *gradients[1:]]), gradient - of_layer
         hidden = passed if result.hidden is None else passed + result.hidden
         return replace(result, hidden=hidden)
+
+
+def _leaf(tensor: Tensor, *, requires: bool) -> Tensor:
+    """A tensor as a leaf of a new graph; integers never require gradients."""
+    return tensor.detach().requires_grad_(requires and tensor.is_floating_point())
 
 
 def result_of(found: Mapping[Any, Tensor]) -> BackwardResult:
     """Gradients by what they are of: names of parameters, or indices of recorded tensors."""
     others = {key: gradient for key, gradient in found.items() if not isinstance(key, str)}
+    hidden = others.pop(HIDDEN.index, None)
     return BackwardResult(
-        hidden=others.pop(HIDDEN.index, None),
+        hidden=hidden,
         parameters={key: gradient for key, gradient in found.items() if isinstance(key, str)},
-        recorded=others,
+        recorded={key: gradient for key, gradient in others.items() if key >= 0},
+        beside={HIDDEN.index - key: one for key, one in others.items() if key < 0},
     )
 
 
 def take_gradients(
-    outputs: Sequence[Tensor | GradientEdge],
+    outputs: Sequence[Tensor | GradientEdge | None],
     gradients: Sequence[Tensor | None],
     inputs: Mapping[Any, Tensor],
+    *,
+    sums: Mapping[Any, Tensor] = NO_SUMS,
 ) -> dict[Any, Tensor]:
-    """Gradients of outputs, or of edges of a graph, for the inputs that took part in them."""
+    """Gradients of outputs, or of edges of a graph, for the inputs that took part in them.
+
+    Args:
+        outputs: what is differentiated; None: nothing.
+        gradients: of these; None: of a scalar, where there are no others, or nothing.
+        inputs: by any keys.
+        sums: gradients that some inputs have had from elsewhere. These are added first, and the
+            others one by one, as autograd does where it sees all of it at once.
+    """
+    whole = len(outputs) == 1
     pairs = [
-        pair
-        for pair in zip(outputs, gradients, strict=True)
-        if isinstance(pair[0], GradientEdge) or pair[0].requires_grad
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if (isinstance(output, GradientEdge) or (output is not None and output.requires_grad))
+        and (whole or gradient is not None)
     ]
+    pairs = [(inputs[key], one) for key, one in sums.items() if key in inputs] + pairs
     if not inputs or not pairs:
         return {}
     ends, given = zip(*pairs, strict=True)
@@ -287,13 +331,15 @@ class Handed:
 
     program: Program
     packed: Packed = field(default_factory=Packed)
-    edge: GradientEdge | None = None
+    edges: list[GradientEdge | None] = field(default_factory=list)
     wanted: dict[Any, Tensor] = field(default_factory=dict)
     is_first: bool = False  # of what its forward pass had compiled
 
 
-def _layer(module: nn.Module, tensors: dict[str, Tensor], args: Any, kwargs: Any) -> Tensor:
-    return Returns.unwrap(functional_call(module, tensors, args, kwargs))
+def _layer(
+    module: nn.Module, tensors: dict[str, Tensor], args: Any, kwargs: Any, entries: tuple[int, ...]
+) -> list[Tensor]:
+    return Returns.unwrap(functional_call(module, tensors, args, kwargs), entries)
 
 
 @final
@@ -307,7 +353,7 @@ class Program:
         self.is_trusted = True  # its gradients are those of an uncompiled pass, as far as is known
         self._num_graphs = 0
         self._backend = quietly(backend)
-        self._function: Callable[..., Tensor] = torch.compile(
+        self._function: Callable[..., list[Tensor]] = torch.compile(
             _with_own_code(_layer), backend=self._compile, fullgraph=True
         )
 
@@ -327,32 +373,36 @@ class Program:
 
     def forward(
         self, template: Template, inputs: LayerInputs, *, anchors: Mapping[str, Tensor] | None
-    ) -> tuple[Tensor, Handed]:
+    ) -> tuple[list[Tensor], Handed]:
         """Run the layer; `anchors` are the slots and cells it reads, None keeps all tensors."""
         given, handed, num_graphs = inputs.leaves(), Handed(self), self._num_graphs
-        args, kwargs = inputs.call.arguments(given.hidden, given.recorded)
+        args, kwargs = inputs.call.arguments(given.hidden, given.recorded, given.beside)
         packed = handed.packed
         hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if anchors is not None:
             packed.set_anchors(anchors)
             hooks = saved_tensors_hooks(packed.pack, packed.unpack)
         with torch.enable_grad(), hooks, template.tensors(given.parameters) as tensors:
-            output = self._function(template.module, tensors, args, kwargs)
+            entries = tuple(inputs.entries)
+            outputs = self._function(template.module, tensors, args, kwargs, entries)
         packed.set_anchors({})
         handed.is_first = self._num_graphs > num_graphs
         handed.wanted = given.wanted
-        if output.requires_grad:
-            handed.edge = get_gradient_edge(output)
-        return output.detach(), handed
+        handed.edges = [get_gradient_edge(one) if one.requires_grad else None for one in outputs]
+        return [one.detach() for one in outputs], handed
 
     def backward(
-        self, handed: Handed, *, gradient: Tensor, anchors: Mapping[str, Tensor] | None
+        self,
+        handed: Handed,
+        *,
+        gradients: Gradients,
+        anchors: Mapping[str, Tensor] | None,
+        sums: Mapping[Any, Tensor] = NO_SUMS,
     ) -> BackwardResult:
         """Gradients of a layer; `anchors` as in its forward pass, as they are now."""
         handed.packed.set_anchors(anchors or {})
-        edges = [] if handed.edge is None else [handed.edge]
-        found = take_gradients(edges, [gradient] * len(edges), handed.wanted)
-        handed.edge = None
+        found = take_gradients(handed.edges, gradients, handed.wanted, sums=sums)
+        handed.edges.clear()
         handed.packed.set_anchors({})
         handed.packed.kept.clear()
         return result_of(found)

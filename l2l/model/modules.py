@@ -8,7 +8,7 @@ import inspect
 import operator
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,46 +26,110 @@ class CutError(ValueError):
     """The model cannot be cut into prologue, layers and epilogue."""
 
 
-def find_layers(model: nn.Module, name: str | None) -> str:
-    """The dotted name of the list of layers: of the one that holds most parameters, or as given.
+WORTH = 0.1  # of a model's parameters, that a list holds to be streamed as a matter of course
+ENOUGH = 0.9  # of them; as long as less is streamed, smaller lists are, too
+LEAST = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class LayerList:
+    """Modules that a model runs as layers: a list, or siblings such as `layer1`, `layer2`."""
+
+    name: str
+    paths: tuple[str, ...]
+
+    def holds(self, path: str) -> bool:
+        """Whether a module is one of these layers, or inside one."""
+        return any(f"{path}.".startswith(f"{own}.") for own in self.paths)
+
+
+def find_layers(model: nn.Module, names: str | Sequence[str] | None) -> tuple[LayerList, ...]:
+    """The lists of layers as named, or all that hold a worthwhile share of the parameters.
 
     Raises:
-        ValueError: there is none, more than one, or the name given is not one.
+        ValueError: there is none, or a name given is not one of a list.
     """
-    lists = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and path and len(module)
-    }
-    sizes = {path: sum(p.numel() for p in module.parameters()) for path, module in lists.items()}
+    lists = {one.name: one for one in _lists(model)}
+    sizes = {name: _size(model, one) for name, one in lists.items()}
     total = sum(parameter.numel() for parameter in model.parameters())
-    largest = sorted(sizes, key=lambda path: (-sizes[path], len(path)))
-    seen = "".join(
-        f"\n    {path}: {len(lists[path])} modules, {sizes[path]:,} of {total:,} parameters"
-        for path in largest[:12]
-    )
-    best = name or (largest[0] if largest else "")
-    others = [
-        other
-        for other in largest
-        if other != best and not f"{other}.".startswith(f"{best}.")
-        if not best.startswith(f"{other}.") and sizes[other] > total / 10
-    ]
+    largest = sorted(sizes, key=lambda name: (-sizes[name], name.count("."), len(name)))
+    if names is not None:
+        wanted = [names] if isinstance(names, str) else [*names]
+    else:
+        wanted = _worthwhile(model, [lists[name] for name in largest], sizes)
     problem = None
-    if not lists:
+    if not wanted:
         problem = f"has no list of layers among {[name for name, _ in model.named_children()]}"
-    elif best not in lists:
-        problem = f"has no list of layers {name!r}"
-    elif name is None and others:
-        problem = (
-            "has more than one list of layers, and only one can be streamed; others stay around"
-        )
+    elif missing := [name for name in wanted if name not in lists]:
+        problem = f"has no list of layers {missing[0]!r}"
     if problem is not None:
-        raise CutError(
-            f"{type(model).__name__} {problem}. Expected layers='dotted.name' of an nn.ModuleList "
-            f"or nn.Sequential. Seen:{seen or ' none'}"
+        seen = "".join(
+            f"\n    {name}: {len(lists[name].paths)} modules, {sizes[name]:,} of {total:,} "
+            "parameters"
+            for name in largest[:12]
         )
-    return best
+        raise CutError(
+            f"{type(model).__name__} {problem}. Expected layers='dotted.name' of an nn.ModuleList, "
+            f"nn.Sequential or nn.ModuleDict, or several such names. Seen:{seen or ' none'}"
+        )
+    order = {name: place for place, name in enumerate(lists)}
+    return tuple(lists[name] for name in sorted(wanted, key=order.__getitem__))
+
+
+def _worthwhile(
+    model: nn.Module, largest: Sequence[LayerList], sizes: Mapping[str, int]
+) -> list[str]:
+    """Lists to be streamed, none inside another: of the largest, until most is streamed."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    total = sum(p.numel() for p in model.parameters() if id(p) not in tables)
+    chosen: list[LayerList] = []
+    for one in largest:
+        share = sum(sizes[other.name] for other in chosen) / max(1, total)
+        least = WORTH if share >= ENOUGH else LEAST
+        inside = any(a.holds(path) for other in chosen for a, path in _pairs(one, other))
+        if not inside and (not chosen or sizes[one.name] > least * total):
+            chosen.append(one)
+    return [one.name for one in chosen]
+
+
+def _pairs(one: LayerList, other: LayerList) -> Iterator[tuple[LayerList, str]]:
+    yield from ((other, path) for path in one.paths)
+    yield from ((one, path) for path in other.paths)
+
+
+def _lists(model: nn.Module) -> Iterator[LayerList]:
+    """Whatever may be a list of layers, in the order of the model."""
+    for path, module in model.named_modules():
+        inside = f"{path}." if path else ""
+        children = {
+            n: m for n, m in module.named_children() if next(m.parameters(), None) is not None
+        }
+        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            if len(module) and not any(_is_container(one) for one in children.values()):
+                names = [name for name, _ in module.named_children()]
+                yield LayerList(path, tuple(inside + name for name in names))
+            continue
+        groups: dict[str, list[str]] = {}
+        for name, one in children.items():
+            stem = name.rstrip("0123456789")
+            if stem != name and not _is_container(one):
+                groups.setdefault(stem, []).append(name)
+        for stem, names in groups.items():
+            are_blocks = all(next(children[name].children(), None) is not None for name in names)
+            if len(names) > (1 if are_blocks else 2):
+                yield LayerList(f"{inside}{stem}*", tuple(inside + name for name in names))
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether a module only holds others, and is never called."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _size(model: nn.Module, layers: LayerList) -> int:
+    found = {
+        id(p): p.numel() for path in layers.paths for p in model.get_submodule(path).parameters()
+    }
+    return sum(found.values())
 
 
 # --------------------------------------------------------------------------------------------------

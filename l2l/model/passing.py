@@ -20,7 +20,7 @@ import contextlib
 import inspect
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, final
 
@@ -29,7 +29,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from l2l.model.captures import Open, collecting, open_lists
 from l2l.model.modules import CutError
+from l2l.model.route import Key
 
 METADATA = {
     getattr(Tensor, name).__get__
@@ -67,8 +69,8 @@ class NotKept:
 
     def _refuse(self, *_: object) -> NoReturn:
         raise CutError(
-            f"the model uses {self.name}. Only the first entry, the hidden state, is passed on: "
-            "put what the loss needs into it."
+            f"the model uses {self.name}, which it did not use when it was tried. Put what the "
+            "loss needs into the hidden state."
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
@@ -81,85 +83,79 @@ class NotKept:
         next(found)._refuse()
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An entry of a return value that is an argument as it was given: its place among these."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class SameAs:
+    """An entry that is another entry of the same return value."""
+
+    entry: int
+
+
+OWN = object()  # an entry that the layer has made
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returns:
-    """How layers of one structure wrap their hidden state ([Note: returns])."""
+    """What layers of one structure return ([Note: returns])."""
 
     spec: pytree.TreeSpec
-    constants: tuple[Any, ...]  # for each leaf after the first: its value, or NotKept if a tensor
+    entries: tuple[Any, ...]  # for each leaf: `OWN`, `Given`, `SameAs` or its value
 
     @classmethod
-    def learn(cls, value: Any, *, layer: int) -> Returns:
-        """Read the form off a real return value."""
+    def learn(cls, value: Any, arguments: Any, *, layer: int) -> Returns:
+        """Read the form off a real return value of a layer with these arguments."""
         leaves, spec = pytree.tree_flatten(value)
-        if not leaves or not isinstance(leaves[0], Tensor):
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
             raise CutError(
-                f"layer {layer} returned {type(value).__name__} that does not begin with a tensor. "
-                "Expected the hidden state, alone or first in a tuple."
+                f"layer {layer} returned {type(value).__name__} without any tensor. Expected the "
+                "hidden state, alone or first in a tuple."
             )
-        constants = tuple(
-            NotKept(layer, entry) if isinstance(leaf, Tensor) else leaf
-            for entry, leaf in enumerate(leaves[1:], start=1)
+        given = pytree.tree_leaves(arguments)
+        return cls(
+            spec=spec, entries=tuple(cls._entry(i, leaves, given) for i in range(len(leaves)))
         )
-        return cls(spec=spec, constants=constants)
-
-    def wrap(self, hidden: Tensor) -> Any:
-        """The return value of a layer whose hidden state is `hidden`."""
-        return pytree.tree_unflatten([hidden, *self.constants], self.spec)
 
     @staticmethod
-    def unwrap(value: Any) -> Tensor:
-        """The hidden state in a layer's return value."""
-        hidden = pytree.tree_leaves(value)[0]
-        assert isinstance(hidden, Tensor)
-        return hidden
+    def _entry(index: int, leaves: list[Any], given: list[Any]) -> Any:
+        leaf = leaves[index]
+        if not isinstance(leaf, Tensor):
+            return leaf
+        for earlier in range(index):
+            if leaves[earlier] is leaf:
+                return SameAs(earlier)
+        places = (place for place, one in enumerate(given) if one is leaf)
+        place = next(places, None) if index else None
+        return OWN if place is None else Given(place)
 
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Entries that the layer makes."""
+        return tuple(i for i, entry in enumerate(self.entries) if entry is OWN)
 
-@final
-class Chain:
-    """Checks that layers are called once each, in order, each with what the last one returned."""
+    def wrap(self, made: Mapping[int, Any], arguments: Any) -> Any:
+        """The return value of a layer that has made these entries of these arguments."""
+        given = pytree.tree_leaves(arguments)
+        leaves: list[Any] = []
+        for index, entry in enumerate(self.entries):
+            if entry is OWN:
+                leaves.append(made[index])
+            elif isinstance(entry, SameAs):
+                leaves.append(leaves[entry.entry])
+            else:
+                leaves.append(given[entry.place] if isinstance(entry, Given) else entry)
+        return pytree.tree_unflatten(leaves, self.spec)
 
-    def __init__(self, num_layers: int, wrap: Callable[[int, Tensor], Any]) -> None:
-        self._num_layers = num_layers
-        self._wrap = wrap
-        self._handed: Tensor | None = None
-        self._num_called = 0
-
-    def receive(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The hidden state among a layer's arguments: the first of them."""
-        if index != self._num_called:
-            is_again, number = index < self._num_called, self._num_called
-            raise CutError(
-                f"layer {index} is called {'a second time' if is_again else f'before {number}'}. "
-                f"{IN_ORDER} Weights shared between layers (ALBERT repeats one layer) cannot be "
-                "streamed yet; if layers are skipped at random (layerdrop), set that to 0."
-            )
-        first = first_argument(args, kwargs)
-        if not isinstance(first, Tensor):
-            raise CutError(
-                f"layer {index} is called with {type(first).__name__} first. Expected the hidden "
-                "state, a tensor, as its first argument."
-            )
-        if self._handed is not None and first is not self._handed:
-            raise CutError(
-                f"layer {index} is not given what layer {index - 1} returned: the model does "
-                f"something between them. {AS_RETURNED}"
-            )
-        self._num_called += 1
-        return first
-
-    def hand_on(self, index: int, hidden: Tensor) -> Any:
-        """The return value of a layer that was not run."""
-        with torch._C.DisableTorchFunctionSubclass():
-            # A fresh object each time, so that identity tells which layer it came from.
-            self._handed = hidden.detach().as_subclass(HandedOn)
-        return self._wrap(index, self._handed)
-
-    def refuse_incomplete(self) -> None:
-        """Refuse a run that ended before the last layer."""
-        if self._num_called < self._num_layers:
-            found = f"{self._num_called} of its {self._num_layers} layers"
-            raise CutError(f"the model ran only {found}. {IN_ORDER}")
+    @staticmethod
+    def unwrap(value: Any, entries: Sequence[int] = (0,)) -> list[Tensor]:
+        """Some of the tensors in a layer's return value."""
+        leaves = pytree.tree_leaves(value)
+        return [leaves[entry] for entry in entries]
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -167,15 +163,15 @@ def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
-def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> Arguments:
-    """A call's arguments with a handed-on hidden state as the ordinary tensor it stands for."""
-    with torch._C.DisableTorchFunctionSubclass():
-        ordinary = hidden.as_subclass(Tensor)
+def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """A call's arguments with handed-on hidden states as the ordinary tensors they stand for."""
 
     def plain(value: Any) -> Any:
-        if value is hidden or isinstance(value, Tensor):
-            return ordinary if value is hidden else value
-        is_inside = any(leaf is hidden for leaf in pytree.tree_leaves(value))  # of a tuple, say
+        if isinstance(value, HandedOn):
+            with torch._C.DisableTorchFunctionSubclass():
+                return value.as_subclass(Tensor)
+        # of a tuple, say
+        is_inside = any(isinstance(leaf, HandedOn) for leaf in pytree.tree_leaves(value))
         return pytree.tree_map(plain, value) if is_inside else value
 
     return tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}
@@ -204,7 +200,16 @@ class RecordedTensor:
     index: int
 
 
-HIDDEN = RecordedTensor(-1)  # of a list that ends with the hidden state
+HIDDEN = RecordedTensor(-1)  # of a list that ends with what is handed on, the hidden state last
+
+
+def run_layer(module: nn.Module, args: Any, kwargs: Any, lists: Open) -> Any:
+    """What a layer returns; where lists are open, with what its hooks put there."""
+    if not lists:
+        return module(*args, **kwargs)
+    with collecting(module, lists) as captured:
+        value = module(*args, **kwargs)
+    return value, captured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +219,7 @@ class Call:
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
     autocast: tuple[Autocast, ...] = ()  # where the model's own code has set it around the layer
+    lists: Open = ()  # that were open around the layer (captures.py)
 
     def autocasting(self) -> contextlib.AbstractContextManager[object]:
         """What torch.autocast did where the layer was called; the layer runs inside it."""
@@ -222,9 +228,15 @@ class Call:
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on))
         return stack
 
-    def arguments(self, hidden: Tensor, recorded: list[Tensor]) -> Arguments:
+    def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What the layer returns, with what its hooks collect."""
+        return run_layer(module, args, kwargs, self.lists)
+
+    def arguments(
+        self, hidden: Tensor, recorded: Sequence[Tensor], beside: Sequence[Tensor] = ()
+    ) -> Arguments:
         """Positional and keyword arguments with the tensors filled in."""
-        tensors = [*recorded, hidden]
+        tensors = [*recorded, *reversed(beside), hidden]
         args, kwargs = pytree.tree_unflatten(
             [tensors[one.index] if isinstance(one, RecordedTensor) else one for one in self.leaves],
             self.spec,
@@ -234,34 +246,49 @@ class Call:
 
 @dataclass(slots=True)
 class Recording:
-    """What a prologue run yields for one microbatch."""
+    """What a run of the code before a stack yields for one microbatch."""
 
     hidden: Tensor | None = None
     tensors: list[Tensor] = field(default_factory=list)  # each once, whatever the number of layers
     calls: dict[int, Call] = field(default_factory=dict)
+    rides: list[int] = field(default_factory=list)  # of these tensors, what passes by the stack
+    handed: dict[int, list[Tensor]] = field(default_factory=dict)
+    """What every call was handed on, where layers have run."""
     _outside: tuple[Autocast, ...] = field(default_factory=autocast_state)
-    _last: tuple[Any, Any, Tensor] | None = None
+    _last: tuple[int, Any, Any, Sequence[Tensor]] | None = None
 
-    def add(self, layer: int, args: Any, kwargs: Any, hidden: Tensor) -> None:
-        """Note the arguments of a layer; `hidden` is found among them by identity."""
+    def add(self, call: int, args: Any, kwargs: Any, handed: Sequence[Tensor]) -> None:
+        """Note the arguments of a call; what is handed on is found among them by identity."""
         if self.hidden is None:
-            self.hidden = hidden
-        if self._repeats(args, kwargs, hidden):
-            self.calls[layer] = self.calls[layer - 1]
+            self.hidden = handed[0]
+        if self._last is not None and self._repeats(args, kwargs, handed):
+            self.calls[call] = self.calls[self._last[0]]
         else:
-            self._add(layer, args, kwargs, hidden)
-        self._last = (args, kwargs, hidden)
+            self._add(call, args, kwargs, handed)
+        self._last = (call, args, kwargs, handed)
         autocast = tuple(one for one in autocast_state() if one not in self._outside)
-        if autocast != self.calls[layer].autocast:
-            self.calls[layer] = replace(self.calls[layer], autocast=autocast)
+        lists = open_lists()
+        if autocast != self.calls[call].autocast or lists != self.calls[call].lists:
+            self.calls[call] = replace(self.calls[call], autocast=autocast, lists=lists)
 
-    def _repeats(self, args: Any, kwargs: Any, hidden: Tensor) -> bool:
+    def ride(self, tensor: Tensor | None, key: Key | None = None) -> None:
+        """Let a tensor pass by the stack, for the code after it; or an argument of a layer here."""
+        if tensor is not None:
+            self.rides.append(self._index(tensor))
+            return
+        assert key is not None
+        leaf = self.calls[key[0]].leaves[-1 - key[1]]
+        self.rides.append(leaf.index)
+
+    def _repeats(self, args: Any, kwargs: Any, handed: Sequence[Tensor]) -> bool:
         """Whether a layer is called just as the one before it, but for the hidden state."""
-        if self._last is None:
-            return False
-        last_args, last_kwargs, last_hidden = self._last
+        assert self._last is not None
+        _, last_args, last_kwargs, last_handed = self._last
         if len(args) != len(last_args) or kwargs.keys() != last_kwargs.keys():
             return False
+        if len(handed) != 1 or len(last_handed) != 1:
+            return False
+        (hidden,), (last_hidden,) = handed, last_handed
         pairs = [*zip(args, last_args, strict=True)]
         pairs += [(value, last_kwargs[name]) for name, value in kwargs.items()]
         return all(
@@ -271,18 +298,19 @@ class Recording:
             for one, other in pairs
         )
 
-    def _add(self, layer: int, args: Any, kwargs: Any, hidden: Tensor) -> None:
+    def _add(self, call: int, args: Any, kwargs: Any, handed: Sequence[Tensor]) -> None:
         leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
-        noted = tuple(self._noted(layer, leaf, hidden) for leaf in leaves)
-        self.calls[layer] = Call(leaves=noted, spec=spec)
+        noted = tuple(self._noted(call, leaf, handed) for leaf in leaves)
+        self.calls[call] = Call(leaves=noted, spec=spec)
 
-    def _noted(self, layer: int, leaf: Any, hidden: Tensor) -> Any:
-        if leaf is hidden:
-            return HIDDEN
+    def _noted(self, call: int, leaf: Any, handed: Sequence[Tensor]) -> Any:
+        for place, one in enumerate(handed):
+            if leaf is one:
+                return RecordedTensor(HIDDEN.index - place)
         if isinstance(leaf, HandedOn | NotKept):
             found = leaf.name if isinstance(leaf, NotKept) else "the output of another layer"
             raise CutError(
-                f"layer {layer} consumes more than its hidden state: {found} (as T5's layers do "
+                f"layer {call} consumes more than its hidden state: {found} (as T5's layers do "
                 f"with their position bias). {AS_RETURNED}"
             )
         return RecordedTensor(self._index(leaf)) if isinstance(leaf, Tensor) else leaf
@@ -302,10 +330,13 @@ class Recording:
         If the first one is given it twice, only the first of these is its hidden state: plain
         PyTorch adds the gradient of the other to those of the later layers.
         """
-        call = self.calls[0]
-        first = next(place for place, leaf in enumerate(call.leaves, 1) if leaf is HIDDEN)
-        others = (recorded if leaf is HIDDEN else leaf for leaf in call.leaves[first:])
-        self.calls[0] = replace(call, leaves=(*call.leaves[:first], *others))
+        number = next(iter(self.calls), None)
+        if number is None:  # the first one is being noted
+            return
+        call = self.calls[number]
+        first = next(place for place, leaf in enumerate(call.leaves, 1) if leaf == HIDDEN)
+        others = (recorded if leaf == HIDDEN else leaf for leaf in call.leaves[first:])
+        self.calls[number] = replace(call, leaves=(*call.leaves[:first], *others))
 
 
 def _may_change(value: Any) -> bool:

@@ -274,6 +274,7 @@ class CostModel:
         shape = decisions.shape(
             num_microbatches=fewer,
             layers=problem.layers,
+            route=problem.route,
             outer=[unit for unit, _ in problem.outer],
             update=problem.policy,
             has_halves=problem.has_halves,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from l2l.device import format_bytes
+from l2l.model import Route
 from l2l.parameter_server import NUM_STAGING, UpdatePolicy
 from l2l.planner.problem import Problem, UnitSize
 from l2l.schedule import OuterUnit, Shape
@@ -72,13 +73,14 @@ class Decisions:
         """Positions that pass at once what of the epilogue is not in pieces; None: all of them."""
         return None if self.piece_tokens is None else max(self.piece_tokens, PART_TOKENS)
 
-    def num_recorded_cells(self, num_microbatches: int) -> int:
+    def num_recorded_cells(self, num_microbatches: int, num_stacks: int = 1) -> int:
         """Cells for what layers are given besides hidden states: for all, where these stay too.
 
         Else one for the running pass and one for the next. Small as they are, they would queue
-        behind weights that arrive.
+        behind weights that arrive. An interlude reads those of one stack and writes the next's.
         """
-        return num_microbatches if num_microbatches + 2 <= self.num_cells else 2
+        number = num_microbatches if num_microbatches + 2 <= self.num_cells else 2
+        return number + (num_stacks > 1)
 
     def outer_unit(self, unit: OuterUnit) -> OuterUnit:
         """A trained unit around the layers, placed as decided."""
@@ -92,38 +94,48 @@ class Decisions:
         *,
         num_microbatches: int,
         layers: Sequence[UnitSize],
+        route: Route,
         outer: Iterable[OuterUnit],
         update: UpdatePolicy,
         has_halves: bool,
         parallel: bool,
         training: bool = True,
+        joint: bool = False,
         before: tuple[frozenset[str], tuple[str, ...]] | None = None,
     ) -> Shape:
         """The shape of a step; whoever runs or simulates one has it from here.
 
         Args:
             num_microbatches: of the step.
-            layers: all of the model.
+            layers: of every call of one.
+            route: which calls these are.
             outer: units around the layers, not placed yet.
             update: when units are updated.
             has_halves: whether late updates can be done in two.
             parallel: whether ranks talk to each other.
             training: whether it ends in updates.
+            joint: whether one loss is taken over all microbatches.
             before: units that the step before has left on the device, and those whose update it has
                 left; None: as every step of a run leaves them.
         """
         num_layers, trains = len(layers), [bool(unit.num_trained) for unit in layers]
         outer = tuple(map(self.outer_unit, outer))
         just_in_time = update is UpdatePolicy.JUST_IN_TIME
-        num_tail = min(self.num_tail, num_layers)  # it may have been chosen for more
+        num_tail = (
+            0 if joint else min(self.num_tail, route.max_tail)
+        )  # it may have been chosen for more
         first = num_layers - min(self.num_device_states, num_tail)
-        shared = self.shared_layers(num_layers)
+        again = {i for i, layer in enumerate(route.layers) if layer in route.repeated}
+        shared = self.shared_layers(num_layers) - again
+        in_order = route.layers == tuple(range(num_layers))
         shape = Shape(
             layers=tuple(range(num_layers)),
+            units=() if in_order else route.layers,
+            stacks=route.stacks,
             num_microbatches=num_microbatches,
             num_slots=max(1, min(self.num_slots, num_layers - num_tail)),
             num_cells=self.num_cells,
-            num_recorded_cells=self.num_recorded_cells(num_microbatches),
+            num_recorded_cells=self.num_recorded_cells(num_microbatches, route.num_stacks),
             num_kept_cells=self.num_kept_cells,
             num_gradient_slots=self.num_gradient_slots,
             num_staging=NUM_STAGING,
@@ -139,6 +151,7 @@ class Decisions:
             num_whole=self.num_whole,
             shares_memory=self.shares_memory,
             training=training,
+            joint=joint,
             parallel=parallel,
         )
         held, pending = before or (frozenset(shape.on_device), shape.late_units)

@@ -95,7 +95,9 @@ class Memory:
         yield ALWAYS, "tail: optimizer state", self._state_bytes(decisions)
         cell = max(problem.hidden_bytes, problem.looked_up_bytes) * rows
         yield ALWAYS, "boundary cells", decisions.num_cells * cell
-        number = decisions.num_recorded_cells(decisions.num_microbatches(problem))
+        number = decisions.num_recorded_cells(
+            decisions.num_microbatches(problem), problem.route.num_stacks
+        )
         yield ALWAYS, "recorded arguments", number * problem.recorded_bytes * rows
         yield ALWAYS, "kept results", decisions.num_kept_cells * self.kept_bytes(decisions)
         if decisions.num_shared:

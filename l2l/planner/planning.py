@@ -30,7 +30,15 @@ from l2l.parameter_server import (
 from l2l.planner.cost_model import CostModel
 from l2l.planner.decisions import STATE_ON_HOST, Decisions, LedgerLine, Plan, ScalingPoint
 from l2l.planner.hardware import Hardware, known_hardware
-from l2l.planner.problem import Problem, Together, head_of, layer_costs, unit_size, update_bytes
+from l2l.planner.problem import (
+    Problem,
+    Together,
+    head_of,
+    layer_costs,
+    passed_on,
+    unit_size,
+    update_bytes,
+)
 from l2l.planner.search import Candidate, DoesNotFitError, find_plan
 from l2l.run import Facts, Usage
 from l2l.schedule import OuterUnit, Shape
@@ -65,7 +73,7 @@ class Findings:
     """What is known of a model by trying it, or by looking at it."""
 
     facts: Facts
-    record: Callable[[dict[str, Any]], Recording]
+    record: Callable[[dict[str, Any]], Sequence[Recording]]
     buffer_bytes: int
     # Such layers keep none of their results: the rest might not be computed again as it was ([Note:
     # random numbers] in layer_pass.py).
@@ -135,8 +143,10 @@ class Planning:
         """Units around the layers, before anything is decided.
 
         The host looks up in tables where it was told to, or in large ones. A table that ranks hold
-        together is gathered like a layer.
+        together is gathered like a layer. With several stacks, what any code before them reads
+        stays for the whole step.
         """
+        is_one_stack = facts.route is None or facts.route.num_stacks == 1
         on_device = self.world.is_parallel or self.policy is UpdatePolicy.ON_DEVICE
         is_told, may_look_up = self.embedding == "host", self.embedding != "device"
         found = []
@@ -147,11 +157,12 @@ class Planning:
             pays = is_told or form.weight_layout.nbytes >= LARGE_UNIT_BYTES
             looks_up = bool(usage.lookups) and not usage.before
             looked_up = looks_up and pays and may_look_up and not on_device
+            before = usage.before or (bool(usage.lookups) and not looked_up)
             found.append(
                 OuterUnit(
                     name=name,
-                    in_prologue=usage.before or (bool(usage.lookups) and not looked_up),
-                    in_epilogue=usage.after,
+                    in_prologue=before,
+                    in_epilogue=usage.after or (before and not is_one_stack),
                     looked_up=looked_up,
                     trained=bool(form.trained.names),
                 )
@@ -164,17 +175,21 @@ class Planning:
         num_microbatches: int,
         *,
         training: bool,
+        joint: bool,
         before: tuple[frozenset[str], tuple[str, ...]],
     ) -> Shape:
         """The shape of a step as it is decided now; arguments as for `Decisions.shape`."""
+        route = facts.route or self.partition.straight
         return self.decisions.shape(
             num_microbatches=num_microbatches,
-            layers=self._layers,
+            layers=[self._layers[layer] for layer in route.layers],
+            route=route,
             outer=self.outer_units(facts),
             update=self.policy,
             has_halves=self._has_halves,
             parallel=self.world.is_parallel,
             training=training,
+            joint=joint,
             before=before,
         )
 
@@ -260,9 +275,10 @@ class Planning:
         """What to plan for, in batches of so many rows, at most as long as the longest."""
         one = take_rows(longest, 0, 1)
         recordings = [found.record(one), found.record(trial_batch(one, cut=False))]
-        hidden = recordings[0].hidden
-        assert hidden is not None
         forms, facts, optimizer = self.forms, found.facts, self.optimizer
+        route = facts.route or self.partition.straight
+        handed = [values for each in recordings[0] for values in passed_on(each)]
+        hidden = max((values[0] for values in handed), key=lambda one: one.nbytes)
         outer = self.outer_units(facts)
         layers = [forms[f"L{i}"] for i in range(self.partition.num_layers)]
         head = [forms[unit.name] for unit in outer if unit.in_epilogue]
@@ -272,13 +288,16 @@ class Planning:
         looked_up = [facts.usage[unit.name] for unit in outer if unit.looked_up]
         lookups = [lookup for usage in looked_up for lookup in usage.lookups]
         return Problem(
-            layers=self._layers,
-            costs=layer_costs(self.partition, layers, recordings, fused=self.compiled),
+            layers=tuple(self._layers[layer] for layer in route.layers),
+            route=route,
+            costs=layer_costs(self.partition, layers, recordings, route, fused=self.compiled),
             outer=tuple((unit, unit_size(forms[unit.name])) for unit in outer),
             num_rows=total,
             length=token_length(longest),
-            hidden_bytes=hidden.nbytes,
-            recorded_bytes=sum(tensor.nbytes for tensor in recordings[0].tensors),
+            hidden_bytes=max(sum(one.nbytes for one in values) for values in handed),
+            recorded_bytes=max(
+                sum(tensor.nbytes for tensor in each.tensors) for each in recordings[0]
+            ),
             looked_up_bytes=sum(
                 one[lookup.name].numel() * forms[lookup.unit].row_bytes(lookup.owner)
                 for lookup in lookups
@@ -287,7 +306,7 @@ class Planning:
             head_width=head_width,
             logit_bytes=own * hidden.element_size() + wide * 4,
             logit_moved_bytes=moved,
-            may_cut_rows=facts.alone and not facts.changing,
+            may_cut_rows=facts.alone and not any(facts.changing),
             may_cut_positions=facts.within_rows or facts.puts_off,
             may_keep=self.compiled and not found.draws_random_numbers,
             policy=self.policy,

@@ -39,7 +39,7 @@ from l2l.planner.planning import FREE_SHARE, Findings, Planning, parse_budget
 from l2l.planner.problem import Together
 from l2l.planner.search import DoesNotFitError
 from l2l.run import Facts
-from l2l.trial import usage_of
+from l2l.trial import find_route, run_through, usage_of
 
 UNLIMITED = 2**62
 
@@ -166,33 +166,35 @@ def _look_at(planning: Planning, batch: Mapping[str, Any]) -> Findings:
     buffer_bytes = sum(buffer.nbytes for buffer in buffers.values())
     partition.skeleton.bind(_with_values(buffers))
 
-    def run_layer(index: int, args: Any, kwargs: Any) -> Any:
-        part = partition.layers[index]
-        part.bind(_tensors(forms[f"L{index}"]))
-        return part.module(*args, **kwargs)
+    def bind(index: int) -> None:
+        partition.layers[index].bind(_tensors(forms[f"L{index}"]))
 
-    def record(microbatch: dict[str, Any]) -> Recording:
-        with torch.no_grad(), FakeWeights():
-            return partition.prologue(_with_values(microbatch), learn=run_layer)
+    def run_layer(index: int, args: Any, kwargs: Any) -> Any:
+        bind(index)
+        return partition.layers[index].module(*args, **kwargs)
 
     trial = _with_values(trial_batch(batch, cut=True))
-    record(trial)
-    before, after = Readers(weights), Readers(weights)
-    after.watching = False
     with torch.no_grad(), FakeWeights():
+        route = find_route(partition, trial, run_layer)
+        before, after = Readers(weights), Readers(weights)
+        after.watching = False
         with before:
-            hidden = partition.prologue(trial).hidden
-        assert hidden is not None
+            _, delivered = run_through(partition, trial, route, bind)
         with after:
             start = partial(setattr, after, "watching", True)
-            partition.epilogue(trial, hidden, on_delivery=start)
+            partition.epilogue(trial, delivered, route, on_delivery=start)
+
+    def record(microbatch: dict[str, Any]) -> list[Recording]:
+        with torch.no_grad(), FakeWeights():
+            return run_through(partition, _with_values(microbatch), route, bind)[0]
+
     usage = usage_of(forms, trial, before, after)
     labels = batch.get("labels")
     tokens = isinstance(labels, Tensor) and labels.dim() == 2
     modules = [module for part in partition.layers for module in part.module.modules()]
     dropouts = [one for one in modules if isinstance(one, nn.modules.dropout._DropoutNd)]
     return Findings(
-        facts=Facts(usage=usage, alone=True, within_rows=tokens, puts_off=tokens),
+        facts=Facts(route=route, usage=usage, alone=True, within_rows=tokens, puts_off=tokens),
         record=record,
         buffer_bytes=buffer_bytes,
         draws_random_numbers=any(one.training and one.p > 0 for one in dropouts),

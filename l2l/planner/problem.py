@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from l2l.model import LayerInputs, Partition, Recording
+from l2l.model import LayerInputs, Partition, Recording, Route
 from l2l.parameter_server import HostOptimizer, Optimizer, UnitForm, UpdatePolicy
 from l2l.planner.layer_cost import PassCost, count_kept_pass, count_pass
 from l2l.schedule import OuterUnit
@@ -135,8 +135,9 @@ class Together:
 class Problem:
     """Everything a plan depends on but the machine and the budget."""
 
-    layers: tuple[UnitSize, ...]
-    costs: tuple[LayerCosts, ...]  # for each layer
+    layers: tuple[UnitSize, ...]  # of every call of one
+    costs: tuple[LayerCosts, ...]  # for each of these
+    route: Route
     outer: tuple[tuple[OuterUnit, UnitSize], ...]
     num_rows: int  # of a batch
     length: int  # positions in a row
@@ -185,17 +186,30 @@ def unit_size(form: UnitForm) -> UnitSize:
 def layer_costs(
     partition: Partition,
     forms: Sequence[UnitForm],
-    recordings: Sequence[Recording],
+    recordings: Sequence[Sequence[Recording]],
+    route: Route,
     *,
     fused: bool,
 ) -> tuple[LayerCosts, ...]:
-    """The costs of every layer, from recordings of one row and of two."""
-    known: dict[str, LayerCosts] = {}
-    for index, (structure, form) in enumerate(zip(partition.structures, forms, strict=True)):
-        if structure not in known:
-            count = partial(_count_passes, partition, index, form, fused=fused)
-            known[structure] = _costs(count, form, recordings)
-    return tuple(known[structure] for structure in partition.structures)
+    """The costs of every call of a layer, from recordings of one row and of two.
+
+    Args:
+        partition: whose layers are counted.
+        forms: of the layers.
+        recordings: for one row and for two, of every stack.
+        route: which calls there are.
+        fused: whether layers are compiled.
+    """
+    known: dict[tuple[str, int], LayerCosts] = {}
+    found = []
+    for call, index in enumerate(route.layers):
+        stack, form = route.stack_of(call), forms[index]
+        key = partition.structures[index], stack
+        if key not in known:
+            count = partial(_count_passes, partition, route, call, form, fused=fused)
+            known[key] = _costs(count, form, [each[stack] for each in recordings])
+        found.append(known[key])
+    return tuple(found)
 
 
 def _costs(
@@ -232,14 +246,26 @@ def _with_rows(recordings: Sequence[Recording], number: int) -> Recording:
         hidden=grown(first.hidden, second.hidden),
         tensors=[grown(a, b) for a, b in zip(first.tensors, second.tensors, strict=True)],
         calls=first.calls,
+        handed={
+            call: [grown(a, b) for a, b in zip(one, second.handed[call], strict=True)]
+            for call, one in first.handed.items()
+        },
     )
 
 
 def _count_passes(
-    partition: Partition, index: int, form: UnitForm, recording: Recording, *, fused: bool
+    partition: Partition,
+    route: Route,
+    call: int,
+    form: UnitForm,
+    recording: Recording,
+    *,
+    fused: bool,
 ) -> Passes:
     assert recording.hidden is not None
-    hidden, layout = recording.hidden.detach().to("meta"), form.weight_layout
+    index, layout = route.layers[call], form.weight_layout
+    handed = recording.handed.get(call, [recording.hidden])
+    hidden, *beside = (one.detach().to("meta") for one in handed)
     inputs = LayerInputs(
         part=partition.layers[index],
         tensors={
@@ -247,25 +273,28 @@ def _count_passes(
             for name, shape in layout.shapes().items()
         },
         trained=form.trained.names,
-        call=recording.calls[index],
+        call=recording.calls[call],
         hidden=hidden,
+        beside=beside,
+        entries=route.gives[call],
         hidden_requires_gradient=True,
         recorded=[tensor.detach().to("meta") for tensor in recording.tensors],
         through=(),
         changes_input=partition.structures[index] in partition.changing_input,
     )
-    gradient = torch.empty_like(hidden)
+    gradient: list[Tensor] = []
     wanted: list[Tensor] = []
 
     def walk() -> Tensor:
         walked = inputs.walk()
         wanted[:] = walked.wanted.values()
-        return walked.output
+        gradient[:] = [torch.empty_like(walked.outputs[0])]
+        return walked.outputs[0]
 
     def unwind(end: Tensor | GradientEdge) -> Any:
-        return torch.autograd.grad(end, wanted, [gradient], allow_unused=True)
+        return torch.autograd.grad(end, wanted, gradient, allow_unused=True)
 
-    plain = count_pass(inputs.forward, fused=fused)
+    plain = count_pass(lambda: inputs.forward()[0], fused=fused)
     again = count_pass(lambda: unwind(walk()), fused=fused)
     return plain, again, *count_kept_pass(walk, unwind, fused=fused)
 
@@ -286,6 +315,12 @@ def _rough_passes(form: UnitForm, recording: Recording) -> Passes:
         )
         for passes, working, kept in ROUGH
     )
+
+
+def passed_on(recording: Recording) -> list[list[Tensor]]:
+    """What enters the calls of a stack, as far as they differ."""
+    assert recording.hidden is not None
+    return list(recording.handed.values()) or [[recording.hidden]]
 
 
 def head_of(forms: Sequence[UnitForm]) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -34,6 +34,7 @@ from l2l.model import (
     Microbatch,
     Part,
     Partition,
+    Route,
     Rule,
     lent,
     map_batch,
@@ -53,7 +54,7 @@ SAVED_BYTES = 128 << 20  # of a microbatch that may wait on the device
 _HOST = torch.device("cpu")
 
 SeedOf = Callable[[int | None, int], int]
-"""The seed of a layer, or of the code around them (None), for a microbatch."""
+"""The seed of a call of a layer, or of the code around them (None), for a microbatch."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,6 +76,7 @@ class Reference:
     of: Subject
     rows: Sequence[Microbatch]  # on the host
     rule: Rule  # what their loss averages over
+    route: Route  # how the model's code runs its layers
     buffers: Mapping[str, Tensor]  # those that training changes, as it has left them, by owner
     seed_of: SeedOf
     on_host: bool  # runs there, in evaluation mode: random numbers would be others
@@ -85,6 +87,7 @@ class Reference:
     _spans: dict[int, int] = field(default_factory=dict)  # address of such weights -> layer
     _around: set[int] = field(default_factory=set)  # addresses of weights around the layers
     _running: int | None = None
+    _times: Counter[int] = field(default_factory=Counter)  # that layers ran for a microbatch
     _outer_random: Any = None
     _m: int = 0
     _saved_bytes: int = 0
@@ -96,7 +99,7 @@ class Reference:
         owners = {id(tensor): name for name, tensor in named}
         self._units = {owner: one for one in units for owner in one.form.weight_layout.names}
         self._whole = Part(model, owners)
-        layers = model.get_submodule(self.of.partition.list_name).children()
+        layers = map(model.get_submodule, self.of.partition.layer_paths)
         self._layers = [Part(layer, owners) for layer in layers]
 
     def run(self, factor: float) -> Evidence:
@@ -107,6 +110,7 @@ class Reference:
         with self._model_as_given(), self.of.device.private_random_state():
             for m, microbatch in enumerate(self.rows):
                 self._m, self._saved_bytes = m, 0
+                self._times.clear()
                 share = self.rule.total([microbatch]) / max(1, self.rule.total(self.rows))
                 weights.append(self._one(microbatch, share, factor))
             self._evidence.buffers = self._changed_buffers()
@@ -198,7 +202,10 @@ class Reference:
             parameter.data = views[owner]
         buffers = {o: self._left[o] if o in self._left else views[o] for o in part.tensors.buffers}
         part.bind({o: one if o in self._left else one.clone() for o, one in buffers.items()})
-        self.of.device.seed(self.seed_of(index, self._m))
+        calls = [call for call, layer in enumerate(self.route.layers) if layer == index]
+        call = calls[self._times[index] % len(calls)] if calls else index
+        self._times[index] += 1
+        self.of.device.seed(self.seed_of(call, self._m))
 
     def _leave(self, index: int) -> None:
         self._left |= self._layers[index].buffers()
@@ -311,6 +318,7 @@ class Proof(Subject):
         self,
         batch: Batches,
         rule: Rule,
+        route: Route,
         *,
         cut: bool,
         buffers: Mapping[str, Tensor],
@@ -322,6 +330,7 @@ class Proof(Subject):
         Args:
             batch: the first one.
             rule: what its loss averages over.
+            route: how the model's code runs its layers.
             cut: whether a few tokens of a row are enough for the model.
             buffers: as training has left them.
             seed_of: as of `Reference`.
@@ -336,6 +345,7 @@ class Proof(Subject):
                     of=self,
                     rows=rows,
                     rule=rule,
+                    route=route,
                     buffers=buffers,
                     seed_of=seed_of,
                     on_host=on_host,

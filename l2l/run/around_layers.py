@@ -1,24 +1,25 @@
-"""Passes through the code around the layers: the prologue, the loss, and the prologue backward."""
+"""Passes through the code around the layers: the prologue, interludes, the loss, and backward."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from l2l.model import Microbatch, Recording, take_gradients
+from l2l.model import Microbatch, Recording, join_batches, take_gradients
 from l2l.run.buffers import ChangingBuffers
-from l2l.run.layer_passes import LayerPasses
-from l2l.run.outer_pass import OuterPass
+from l2l.run.layer_passes import LayerPasses, or_nothing
+from l2l.run.outer_pass import Outer, OuterPass, joined, parted
 from l2l.run.parts import Parts
 from l2l.run.seeds import PROLOGUE_SEED, mix_seed
 from l2l.run.step import Step
 from l2l.run.updates import Updates
 from l2l.schedule import NOTHING, Action
+from l2l.schedule import recorded as recorded_name
 
 
 @final
@@ -43,72 +44,204 @@ class AroundLayers:
         slots, recorded, rows, cell = action.places
         m = action.microbatch
         assert m is not None
+        self._forward(step, m, slots, recorded, cell, Outer(0, self._rows(step, m, rows)))
+
+    def interlude(self, step: Step, action: Action) -> None:
+        """What a stack has made becomes the hidden state and recorded arguments of the next."""
+        slots, before, recorded, given, cell = action.places
+        m = action.microbatch
+        assert m is not None
+        outer = self._outer_of(step, m, action.stack, before, given)
+        self._forward(step, m, slots, recorded, cell, outer)
+
+    def _forward(
+        self, step: Step, m: int, slots: str, recorded: str, cell: str, outer: Outer
+    ) -> None:
+        stack = outer.stack
+        self._buffers.enter_outer(step, stack, m)
         buffers = self._partition.skeleton.buffers()
-        self._buffers.enter_prologue(step, m)
+        after = self._buffers.rewind(step, m, stacks=stack)
         self._outer.bind(slots)
-        recording = self._run_prologue(step, m, self._rows(step, m, rows))
+        recording = self._run(step, m, outer)
         self._partition.skeleton.take_over(buffers)
+        self._buffers.restore(after)
         assert recording.hidden is not None
-        hidden = recording.hidden
-        step.calls[m] = recording.calls
-        step.through[m] = [i for i, tensor in enumerate(recording.tensors) if tensor.requires_grad]
-        step.gathered[m] = []
-        step.hidden_requires[m] = hidden.requires_grad
-        if step.num_own is None or m < step.num_own:
+        hidden, tensors = recording.hidden, recording.tensors
+        step.calls.setdefault(m, {}).update(recording.calls)
+        step.through[stack, m] = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+        step.gathered[stack, m], step.rides[stack, m] = [], recording.rides
+        step.hidden_requires[stack, m] = hidden.requires_grad
+        if stack == 0 and (step.num_own is None or m < step.num_own):
             step.num_tokens += math.prod(hidden.shape[:-1])
-        self._stash.put(recorded, f"r m{m}", [t.detach() for t in recording.tensors])
-        self._stash.put(cell, f"{step.program.shape.first_value} m{m}", [hidden.detach()])
+        shape = step.program.shape
+        self._stash.put(recorded, f"{recorded_name(stack)} m{m}", [t.detach() for t in tensors])
+        self._stash.put(cell, f"{shape.first_value(stack)} m{m}", [hidden.detach()])
+
+    def _outer_of(self, step: Step, m: int, stack: int, recorded: str, given: str) -> Outer:
+        """What the code before a stack is given: ends of stacks, asides, looked-up rows."""
+        shape = step.program.shape
+        ends = self._stash.get(given, f"{shape.last_value(stack - 1)} m{m}")
+        return self._with_delivered(step, m, stack, recorded, ends)
+
+    def _with_delivered(
+        self, step: Step, m: int, stack: int, recorded: str, ends: Sequence[Tensor]
+    ) -> Outer:
+        """The same, with the end of the last stack at hand.
+
+        Whatever requires a gradient is a leaf of the graph that is to be made.
+        """
+        route, before = step.program.route, stack - 1
+        outer = Outer(stack)
+        needs = step.training and self._layers.requires_gradient(
+            step, step.program.shape.calls(before), m, stack=before
+        )
+        for key, tensor in zip(route.ends(before), ends, strict=True):
+            outer.ends[key] = _leaf(tensor, requires=needs and key not in route.constant)
+        if rides := step.rides[before, m]:
+            found = self._stash.get(recorded, f"{recorded_name(before)} m{m}")
+            through = step.through[before, m]
+            leaves = [_leaf(found[i], requires=step.training and i in through) for i in rides]
+            keys = route.rides(before)
+            outer.rides.update(zip(keys, leaves, strict=False))
+            outer.rows.extend(leaves[len(keys) :])
+        for key in route.needed_asides(stack):
+            needs = step.training and key not in route.constant
+            outer.asides[key] = _leaf(step.asides[key, m], requires=needs)
+        return outer
 
     def loss(self, step: Step, action: Action) -> None:
         """The tail and the epilogue; in training, both backward ([Note: tail])."""
         slots, gradients, recorded, cell, gradient_cell = action.places
         m = action.microbatch
         assert m is not None
-        hidden = self._stash.get(cell, f"hE m{m}")[0]
-        if not step.training:
-            self._evaluate(step, m, slots, self._layers.forward_tail(step, m, recorded, hidden))
+        if cell == NOTHING:  # of a joint loss, which was taken
+            self._stash.put(gradient_cell, f"gE m{m}", step.joined[m])
             return
-        walks, hidden, needs = self._layers.walk_tail(step, m, recorded, hidden.detach())
+        handed_on = self._stash.get(cell, f"hE m{m}")
+        last = step.program.route.num_stacks
+        if step.program.shape.joint:
+            self._join(step, m, slots, gradients, recorded, handed_on)
+            return
+        if not step.training:
+            ends = self._layers.forward_tail(step, m, recorded, handed_on)
+            self._evaluate(step, m, slots, self._with_delivered(step, m, last, recorded, ends))
+            return
+        ends = [one.detach() for one in handed_on]
+        walks, ends = self._layers.walk_tail(step, m, recorded, ends)
+        outer = self._with_delivered(step, m, last, recorded, ends)
         bound = self._outer.bind(slots)
         if self._scale_of is not None:
             step.loss_scale = self._scale_of(step)
         self._seed(step, m)
         buffers = self._partition.skeleton.buffers()
-        after = self._buffers.rewind(step, m)
+        after = self._buffers.rewind(step, m, stacks=last)
         with torch.enable_grad():
-            gradient = self._outer.epilogue(
+            found = self._outer.epilogue(
                 step,
                 m,
-                hidden,
+                outer,
                 inputs=self._inputs(step, m),
                 bound=bound,
                 slots=slots,
                 gradients=gradients,
-                needs_gradient=needs,
                 loss_scale=step.loss_scale,
             )
         self._partition.skeleton.take_over(buffers)
         self._buffers.restore(after)
-        gradient, gathered = self._layers.unwind_tail(step, m, walks, gradient)
+        arrived = self._arrived(step, m, outer, found)
+        arrived = self._layers.unwind_tail(step, m, walks, arrived)
         if gradient_cell != NOTHING:
-            gradient = torch.zeros_like(hidden) if gradient is None else gradient
-            self._stash.put(gradient_cell, f"gE m{m}", [gradient, *gathered])
+            self._stash.put(gradient_cell, f"gE m{m}", arrived)
 
-    def _evaluate(self, step: Step, m: int, slots: str, hidden: Tensor) -> None:
+    def _join(
+        self,
+        step: Step,
+        m: int,
+        slots: str,
+        gradients: str,
+        recorded: str,
+        handed_on: Sequence[Tensor],
+    ) -> None:
+        """Keep what a microbatch hands over; after the last one, take the loss of all rows."""
+        last, route = step.program.route.num_stacks, step.program.route
+        ends = [one.clone() for one in handed_on]
+        outer = self._with_delivered(step, m, last, recorded, ends)
+        outer.rides = {
+            k: _leaf(one.clone(), requires=one.requires_grad) for k, one in outer.rides.items()
+        }
+        step.joined.append(outer)
+        if m + 1 < step.program.shape.num_microbatches:
+            return
+        outers: list[Outer] = list(step.joined)
+        inputs = join_batches([self._inputs(step, index) for index in range(m + 1)])
+        host = join_batches(step.microbatches)
+        bound = self._outer.bind(slots)
+        if self._scale_of is not None and step.training:
+            step.loss_scale = self._scale_of(step)
+        self._seed(step, 0)
+        if not step.training:
+            with torch.no_grad():
+                whole = joined(outers, route.shared)
+                self._outer.score(
+                    step, 0, whole, inputs=inputs, bound=bound, slots=slots, host=host
+                )
+            return
+        whole = joined(outers, route.shared)
+        with torch.enable_grad():
+            found = self._outer.epilogue(
+                step,
+                0,
+                whole,
+                inputs=inputs,
+                host=host,
+                bound=bound,
+                slots=slots,
+                gradients=gradients,
+                loss_scale=step.loss_scale,
+            )
+        for index, parts in enumerate(parted(found, outers, route.shared)):
+            step.joined[index] = self._arrived(step, index, outers[index], parts)
+
+    def _arrived(
+        self, step: Step, m: int, outer: Outer, found: Mapping[Any, Tensor]
+    ) -> list[Tensor]:
+        """Gradients of what was delivered, as the stack before takes them; asides are noted."""
+        for key in outer.asides:
+            gradient = found.get(("aside", key))
+            if gradient is not None:
+                other = step.aside_gradients.get((key, m))
+                step.aside_gradients[key, m] = gradient if other is None else other + gradient
+        of_ends = [or_nothing(found.get(("end", key)), one) for key, one in outer.ends.items()]
+        rides = step.rides[outer.stack - 1, m]
+        leaves = [
+            *(("ride", key) for key in outer.rides),
+            *(("row", i) for i in range(len(outer.rows))),
+        ]
+        gathered = {
+            place: found[leaf] for place, leaf in zip(rides, leaves, strict=True) if leaf in found
+        }
+        step.gathered[outer.stack - 1, m] = list(gathered)
+        return [*of_ends, *(one.float() for one in gathered.values())]
+
+    def _evaluate(self, step: Step, m: int, slots: str, outer: Outer) -> None:
         """The loss alone, or all outputs."""
         bound = self._outer.bind(slots)
         self._seed(step, m)
         inputs = self._inputs(step, m)
         buffers = self._partition.skeleton.buffers()
-        after = self._buffers.rewind(step, m)
+        after = self._buffers.rewind(step, m, stacks=outer.stack)
         with torch.no_grad():
             if step.keep_outputs:
                 outputs = self._outer.run_epilogue(
-                    inputs, hidden, alone=step.program.facts.alone, host=step.microbatches[m]
+                    inputs,
+                    outer.delivered,
+                    step.program.route,
+                    alone=step.program.facts.alone,
+                    host=step.microbatches[m],
                 )
                 step.outputs[m] = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), outputs)
             else:
-                self._outer.score(step, m, hidden, inputs=inputs, bound=bound, slots=slots)
+                self._outer.score(step, m, outer, inputs=inputs, bound=bound, slots=slots)
         self._partition.skeleton.take_over(buffers)
         self._buffers.restore(after)
 
@@ -117,36 +250,53 @@ class AroundLayers:
         slots, gradients, _, rows, _, cell, to = action.places
         m = action.microbatch
         assert m is not None
-        found = self._stash.get(cell, f"g{step.program.shape.first_value[1:]} m{m}")
-        buffers = self._partition.skeleton.buffers()
-        after = self._buffers.rewind(step, m)
-        bound = self._outer.bind(slots)
-        leaves = self._rows(step, m, rows)
-        recording = self._run_prologue(step, m, leaves)
-        assert recording.hidden is not None
-        outputs = [recording.hidden, *(recording.tensors[i] for i in step.gathered[m])]
-        matching = [g.to(o.dtype) for o, g in zip(outputs, found, strict=True)]
-        sums = [slot for slot in gradients.split(",") if slot != NOTHING]
-        wanted: dict[object, Tensor] = {
-            owner: bound[owner] for slot in sums for owner in self._layers.trained(slot[1:])
-        }
-        wanted |= {("row", i): leaf for i, leaf in enumerate(leaves) if leaf.requires_grad}
-        taken = take_gradients(outputs, matching, wanted)
-        for slot in sums:
-            own = {name: taken[name] for name in self._layers.trained(slot[1:]) if name in taken}
-            self._updates.accumulate(step, slot[1:], slot, own)
+        outer = Outer(0, self._rows(step, m, rows))
+        taken = self._backward(step, m, slots, gradients, cell, outer)
         if to != NOTHING:
-            of_rows = [taken.get(("row", i)) for i in range(len(leaves))]
+            of_rows = [taken.get(("row", i)) for i in range(len(outer.rows))]
             self._stash.put(
                 to,
                 f"x m{m}",
                 [
                     torch.zeros_like(leaf) if gradient is None else gradient
-                    for leaf, gradient in zip(leaves, of_rows, strict=True)
+                    for leaf, gradient in zip(outer.rows, of_rows, strict=True)
                 ],
             )
+
+    def interlude_backward(self, step: Step, action: Action) -> None:
+        """An interlude with graph, and back: gradients of what stacks before it have made."""
+        slots, gradients, recorded, given, cell, to = action.places
+        m = action.microbatch
+        assert m is not None
+        outer = self._outer_of(step, m, action.stack, recorded, given)
+        taken = self._backward(step, m, slots, gradients, cell, outer)
+        self._stash.put(to, f"gI{action.stack} m{m}", self._arrived(step, m, outer, taken))
+
+    def _backward(
+        self, step: Step, m: int, slots: str, gradients: str, cell: str, outer: Outer
+    ) -> dict[Any, Tensor]:
+        """Gradients of all that the code before a stack was given; those of units are added."""
+        stack, shape = outer.stack, step.program.shape
+        found = self._stash.get(cell, f"g{shape.first_value(stack)[1:]} m{m}")
+        buffers = self._partition.skeleton.buffers()
+        after = self._buffers.rewind(step, m, stacks=stack + 1)
+        bound = self._outer.bind(slots)
+        recording = self._run(step, m, outer)
+        assert recording.hidden is not None
+        outputs = [recording.hidden, *(recording.tensors[i] for i in step.gathered[stack, m])]
+        pairs = [(o, g.to(o.dtype)) for o, g in zip(outputs, found, strict=True) if g.numel()]
+        sums = [slot for slot in gradients.split(",") if slot != NOTHING]
+        wanted: dict[Any, Tensor] = {
+            owner: bound[owner] for slot in sums for owner in self._layers.trained(slot[1:])
+        }
+        wanted |= {leaf: one for leaf, one in outer.leaves() if one.requires_grad}
+        taken = take_gradients([o for o, _ in pairs], [g for _, g in pairs], wanted)
+        for slot in sums:
+            own = {name: taken[name] for name in self._layers.trained(slot[1:]) if name in taken}
+            self._updates.accumulate(step, slot[1:], slot, own)
         self._partition.skeleton.take_over(buffers)
         self._buffers.restore(after)  # only now: the graph has used them
+        return taken
 
     def let_go(self) -> None:
         """Let the model's code hold no weights: it would keep their memory alive."""
@@ -165,10 +315,10 @@ class AroundLayers:
             )
         ]
 
-    def _run_prologue(self, step: Step, m: int, rows: list[Tensor]) -> Recording:
+    def _run(self, step: Step, m: int, outer: Outer) -> Recording:
         self._seed(step, m)
         inputs, host = self._inputs(step, m), step.microbatches[m]
-        return self._outer.prologue(step, inputs, host, rows)
+        return self._outer.prologue(step, inputs, host, outer)
 
     def _seed(self, step: Step, m: int) -> None:
         self._device.seed(mix_seed(step.program.seed, step.number, PROLOGUE_SEED, m))
@@ -179,3 +329,7 @@ class AroundLayers:
             name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in step.microbatches[m].items()
         }
+
+
+def _leaf(tensor: Tensor, *, requires: bool) -> Tensor:
+    return tensor.detach().requires_grad_(requires and tensor.is_floating_point())

@@ -42,7 +42,7 @@ class ChangingBuffers:
     def note_all(self, step: Step) -> None:
         """Keep all of them as they are before the step."""
         if step.training:
-            changing = step.program.facts.changing
+            changing = frozenset[str]().union(*step.program.facts.changing)
             outer = self._partition.skeleton.buffers() if changing else {}
             step.outer_at_first = {name: (outer[name], outer[name].clone()) for name in changing}
             step.buffers_at_first = {
@@ -57,10 +57,10 @@ class ChangingBuffers:
             self._partition.skeleton.bind({name: buffer})
         self.of_layers.update(step.buffers_at_first)
 
-    def enter_layer(self, step: Step, index: int, m: int) -> Mapping[str, Tensor]:
+    def enter_layer(self, step: Step, layer: int, call: int, m: int) -> Mapping[str, Tensor]:
         """A layer's buffers, noted as its forward pass finds them."""
-        changing = self.of_layers.get(index, {})
-        self._note(step, index, m, changing)
+        changing = self.of_layers.get(layer, {})
+        self._note(step, call, m, changing)
         return changing
 
     def leave_layer(self, index: int) -> None:
@@ -70,20 +70,27 @@ class ChangingBuffers:
             for owner, buffer in self._partition.layers[index].assigned(kept).items():
                 kept[owner] = buffer.detach().clone()  # what a graph has used stays as it was
 
-    def enter_prologue(self, step: Step, m: int) -> None:
-        """Note the buffers around the layers as the prologue finds them."""
-        buffers = self._partition.skeleton.buffers()
+    def enter_outer(self, step: Step, stack: int, m: int) -> None:
+        """Note the buffers that the code before a stack changes, as it finds them."""
         changing = step.program.facts.changing
-        self._note(step, PROLOGUE_SEED, m, {name: buffers[name] for name in changing})
+        buffers = self._partition.skeleton.buffers() if changing else {}
+        own = changing[stack] if changing else ()
+        self._note(step, PROLOGUE_SEED - stack, m, {name: buffers[name] for name in own})
 
     @staticmethod
     def _note(step: Step, part: int, m: int, changing: Mapping[str, Tensor]) -> None:
         if changing and step.training:
             step.buffers_before[part, m] = {name: b.clone() for name, b in changing.items()}
 
-    def rewind(self, step: Step, m: int) -> dict[str, Tensor]:
-        """Put those around the layers back to what the prologue found; returns what is now."""
-        before = step.buffers_before.get((PROLOGUE_SEED, m), {})
+    def rewind(self, step: Step, m: int, *, stacks: int) -> dict[str, Tensor]:
+        """Put those around the layers back to what the code before so many stacks found.
+
+        Returns:
+            what they are now.
+        """
+        before: dict[str, Tensor] = {}
+        for stack in reversed(range(stacks)):
+            before |= step.buffers_before.get((PROLOGUE_SEED - stack, m), {})
         buffers = self._partition.skeleton.buffers() if before else {}
         after = {name: buffers[name].clone() for name in before}
         for name, value in before.items():

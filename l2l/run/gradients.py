@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import final
 
 from torch import Tensor
@@ -33,9 +33,18 @@ class Gradients:
         slot: str,
         gradients: Mapping[str, Tensor],
         add: Callable[[list[Tensor], list[Tensor]], None] | None = None,
+        *,
+        continued: Collection[str] = (),
     ) -> None:
-        """Add one microbatch's gradients to a unit's sums; `add` is a faster way to do so."""
+        """Add one microbatch's gradients to a unit's sums; `add` is a faster way to do so.
+
+        Those that are `continued` are the new sums: what was there is in them.
+        """
         received = step.received.setdefault(unit, set())
+        if continued:
+            whole = {name: gradients[name] for name in continued}
+            self._transfer.accumulate(unit, slot, whole, received=set())
+            gradients = {name: one for name, one in gradients.items() if name not in whole}
         if gradients:
             self._transfer.accumulate(unit, slot, gradients, received=received, add=add)
 

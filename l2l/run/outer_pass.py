@@ -16,9 +16,8 @@ rest of the epilogue, whose values are as large as hidden states, runs in larger
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -30,15 +29,18 @@ from l2l.model import (
     Answers,
     Head,
     HostMirror,
+    Key,
     Lookup,
     Microbatch,
     Recording,
+    Route,
     Rule,
     leaves,
     require_loss,
     take_gradients,
 )
 from l2l.run.parts import Parts
+from l2l.run.program import Program
 from l2l.run.step import Step
 from l2l.schedule import NOTHING
 
@@ -91,6 +93,78 @@ def with_shifted_labels(microbatch: Mapping[str, Any]) -> Microbatch:
     return {**microbatch, "labels": shifted, "shift_labels": shifted}
 
 
+@dataclass(slots=True)
+class Outer:
+    """What the code before a stack, or after the last one, is given besides the batch."""
+
+    stack: int
+    rows: list[Tensor] = field(default_factory=list)  # that the host has looked up
+    ends: dict[Key, Tensor] = field(default_factory=dict)  # what the stack before it has made
+    rides: dict[Key, Tensor] = field(default_factory=dict)  # what earlier ones have made
+    asides: dict[Key, Tensor] = field(default_factory=dict)
+
+    @property
+    def delivered(self) -> dict[Key, Tensor]:
+        """What earlier layers have returned."""
+        return {**self.rides, **self.asides, **self.ends}
+
+    @property
+    def is_one_hidden_state(self) -> bool:
+        """Whether there is nothing but a hidden state, which may be cut into pieces."""
+        return len(self.ends) == 1 and not self.rides and not self.asides
+
+    def leaves(self) -> Iterator[tuple[tuple[str, Any], Tensor]]:
+        """All of it, by kind and key."""
+        for kind, found in (("end", self.ends), ("ride", self.rides), ("aside", self.asides)):
+            yield from (((kind, key), one) for key, one in found.items())
+        yield from ((("row", i), one) for i, one in enumerate(self.rows))
+
+    def piece(self, part: Piece) -> Outer:
+        """The same for a piece of the rows, as leaves of another graph."""
+        ends = {
+            key: part.of(one).detach().requires_grad_(one.requires_grad)
+            for key, one in self.ends.items()
+        }
+        return replace(self, ends=ends)
+
+
+def joined(outers: Sequence[Outer], shared: Collection[Key]) -> Outer:
+    """What all microbatches hand over, as leaves of one graph; `shared` is the same of all."""
+
+    def join(found: Sequence[Mapping[Key, Tensor]]) -> dict[Key, Tensor]:
+        return {
+            key: one
+            if key in shared
+            else torch.cat([each[key].detach() for each in found]).requires_grad_(one.requires_grad)
+            for key, one in found[0].items()
+        }
+
+    return Outer(
+        outers[0].stack,
+        ends=join([one.ends for one in outers]),
+        rides=join([one.rides for one in outers]),
+        asides=join([one.asides for one in outers]),
+    )
+
+
+def parted(
+    found: Mapping[Any, Tensor], outers: Sequence[Outer], shared: Collection[Key]
+) -> Iterator[dict[Any, Tensor]]:
+    """The gradients of `joined`, of every microbatch; what is shared goes to the first."""
+    starts = dict.fromkeys(found, 0)
+    for index, outer in enumerate(outers):
+        own: dict[Any, Tensor] = {}
+        for leaf, one in outer.leaves():
+            if leaf not in found:
+                continue
+            if leaf[1] in shared:
+                own |= {leaf: found[leaf]} if index == 0 else {}
+                continue
+            own[leaf] = found[leaf][starts[leaf] : starts[leaf] + one.shape[0]]
+            starts[leaf] += one.shape[0]
+        yield own
+
+
 @final
 class OuterPass:
     """Runs prologue, epilogue and the prologue backward."""
@@ -129,19 +203,34 @@ class OuterPass:
                     self._placeholders[owner] = nothing.expand(layout.shapes()[owner])
         return self._placeholders
 
-    def prologue(
-        self, step: Step, inputs: Microbatch, host: Microbatch, rows: list[Tensor]
-    ) -> Recording:
-        """Run the prologue, with graph when training: what is recorded shows what requires one.
+    def prologue(self, step: Step, inputs: Microbatch, host: Microbatch, outer: Outer) -> Recording:
+        """Run the code before a stack; with graph when training: that shows what requires one.
 
         Args:
             step: by whose program it runs.
             inputs: the microbatch, on the device.
             host: the same on the host.
-            rows: what lookups give.
+            outer: what the code is given besides.
         """
-        lookups = step.program.lookups
-        waiting = list(zip(lookups, rows, strict=True))
+        program = step.program
+        answers = Answers(
+            rows=self.rows_of(program, inputs, outer.rows), heads={}, absent=self._absent()
+        )
+        watched = answers if program.facts.alone else contextlib.nullcontext()
+        with torch.set_grad_enabled(step.training), watched, self._mirrored(inputs, host):
+            recording = self._partition.prologue(
+                inputs, program.route, stack=outer.stack, delivered=outer.delivered
+            )
+        if outer.stack < program.route.num_stacks - 1:
+            for rows in outer.rows:
+                recording.ride(rows)
+        return recording
+
+    def rows_of(
+        self, program: Program, inputs: Microbatch, rows: Sequence[Tensor]
+    ) -> dict[int, Callable[[Lookup], Tensor]]:
+        """Answers to lookups in tables that are not there, by `id` of what stands for them."""
+        waiting = list(zip(program.lookups, rows, strict=False))
 
         def answer(owner: str) -> Callable[[Lookup], Tensor]:
             def found(lookup: Lookup) -> Tensor:
@@ -158,12 +247,8 @@ class OuterPass:
 
             return found
 
-        owners = {one.owner for one in lookups}
-        rows_of = {id(self._placeholders[owner]): answer(owner) for owner in owners}
-        answers = Answers(rows=rows_of, heads={}, absent=self._absent())
-        watched = answers if step.program.facts.alone else contextlib.nullcontext()
-        with torch.set_grad_enabled(step.training), watched, self._mirrored(inputs, host):
-            return self._partition.prologue(inputs)
+        owners = {one.owner for one in program.lookups}
+        return {id(self._placeholders[owner]): answer(owner) for owner in owners}
 
     def _mirrored(
         self, inputs: Microbatch, host: Microbatch
@@ -178,7 +263,8 @@ class OuterPass:
     def run_epilogue(
         self,
         inputs: Microbatch,
-        hidden: Tensor,
+        delivered: Tensor | Mapping[Key, Tensor],
+        route: Route | None = None,
         *,
         alone: bool,
         host: Microbatch | None = None,
@@ -188,56 +274,55 @@ class OuterPass:
         mirror = self._mirrored(inputs, host or {})
         if not alone:
             with mirror:
-                return self._partition.epilogue(inputs, hidden)
+                return self._partition.epilogue(inputs, delivered, route)
         tables = [owner for owner in self._partition.tables if owner in self._placeholders]
         unseen: dict[int, Callable[[Lookup], Tensor]] = {
             id(self._placeholders[owner]): _no_rows for owner in tables
         }
         answers = Answers(rows=unseen, heads=heads or {}, absent={})
 
-        def delivered() -> None:
+        def begun() -> None:
             unseen.clear()
             answers.absent = self._absent()
 
         with answers, mirror:
-            return self._partition.epilogue(inputs, hidden, on_delivery=delivered)
+            return self._partition.epilogue(inputs, delivered, route, on_delivery=begun)
 
     def epilogue(
         self,
         step: Step,
         m: int,
-        hidden: Tensor,
+        outer: Outer,
         *,
         inputs: Microbatch,
         bound: Mapping[str, Tensor],
         slots: str,
         gradients: str,
-        needs_gradient: bool,
         loss_scale: float,
-    ) -> Tensor | None:
+        host: Microbatch | None = None,
+    ) -> dict[Any, Tensor]:
         """The losses of a microbatch, piece by piece, each with its backward pass.
 
         Args:
             step: whose losses and gradients are added to.
             m: the microbatch.
-            hidden: the output of the last layer.
+            outer: what the layers have returned.
             inputs: the microbatch, on the device.
             bound: what the code sees, by owner (`bind`).
             slots: weight slots of the units here.
             gradients: gradient slots of the units here.
-            needs_gradient: whether the gradient of the hidden state is wanted.
             loss_scale: what the loss is multiplied with.
+            host: all rows, of a joint loss.
 
         Returns:
-            the gradient of the hidden state.
+            gradients of what the layers have returned, by the names of `Outer.leaves`.
         """
         units = _outer_units(gradients)
-        collected: Tensor | None = None
-        for part, host, on_device, share in self._cut(step, m, hidden, inputs):
-            piece = part.of(hidden).detach().requires_grad_(needs_gradient)
+        collected: dict[Any, Tensor] = {}
+        for part, own, on_device, share in self._cut(step, m, outer, inputs, host):
+            piece = outer if part is None else outer.piece(part)
             heads = self._heads(step, bound, slots, trained=units, scale=share * loss_scale)
-            alone = step.program.facts.alone
-            outputs = self.run_epilogue(on_device, piece, alone=alone, host=host, heads=heads)
+            outputs = self._outputs(step, piece, on_device, own, heads)
             loss = self._loss(step, m, outputs, on_device, share)
             if loss_scale != 1.0:
                 loss = loss.float() * loss_scale  # a float16 cannot hold the product
@@ -247,10 +332,8 @@ class OuterPass:
                 for unit in units
                 for owner in self._server.units[unit].form.trained.names
             }
-            if needs_gradient:
-                wanted["hidden", 0] = piece
-            found = take_gradients([loss], [None], wanted)
-            gradient = found.pop(("hidden", 0), None)
+            leaves = {leaf: one for leaf, one in piece.leaves() if one.requires_grad}
+            found = take_gradients([loss], [None], {**wanted, **leaves})
             for unit in units:
                 own = {
                     n: found[n] for n in self._server.units[unit].form.trained.names if n in found
@@ -258,55 +341,88 @@ class OuterPass:
                 received = step.received.setdefault(unit, set())
                 if own:
                     self._transfer.accumulate(unit, f"G{unit}", own, received=received)
-            if not needs_gradient or gradient is None:
-                continue
-            if piece.shape == hidden.shape:
-                return gradient
-            if collected is None:
-                collected = torch.zeros_like(hidden)
-            part.of(collected).copy_(gradient)
-        if needs_gradient and collected is None:
-            return torch.zeros_like(hidden)
+            of_leaves = {leaf: found[leaf] for leaf in leaves if leaf in found}
+            if part is None:
+                return of_leaves
+            for leaf, gradient in of_leaves.items():
+                whole = next(iter(outer.ends.values()))
+                if leaf not in collected:
+                    collected[leaf] = torch.zeros_like(whole)
+                part.of(collected[leaf]).copy_(gradient)
         return collected
+
+    def _outputs(
+        self,
+        step: Step,
+        outer: Outer,
+        inputs: Microbatch,
+        host: Microbatch,
+        heads: Mapping[int, Head],
+    ) -> Any:
+        program = step.program
+        return self.run_epilogue(
+            inputs,
+            outer.delivered,
+            program.route,
+            alone=program.facts.alone,
+            host=host,
+            heads=heads,
+        )
 
     def score(
         self,
         step: Step,
         m: int,
-        hidden: Tensor,
+        outer: Outer,
         *,
         inputs: Microbatch,
         bound: Mapping[str, Tensor],
         slots: str,
+        host: Microbatch | None = None,
     ) -> None:
         """The losses of a microbatch, without gradients; arguments as for `epilogue`."""
         heads = self._heads(step, bound, slots, trained=[], scale=1.0)
-        run = partial(self.run_epilogue, alone=step.program.facts.alone, heads=heads)
-        for part, host, on_device, share in self._cut(step, m, hidden, inputs):
-            outputs = run(on_device, part.of(hidden), host=host)
+        for part, own, on_device, share in self._cut(step, m, outer, inputs, host):
+            piece = outer if part is None else outer.piece(part)
+            outputs = self._outputs(step, piece, on_device, own, heads)
             self._loss(step, m, outputs, on_device, share)
 
     def _cut(
-        self, step: Step, m: int, hidden: Tensor, inputs: Microbatch
-    ) -> Iterator[tuple[Piece, Microbatch, Microbatch, float]]:
-        """Pieces with their part of the batch, on the host and on the device, and their share."""
+        self,
+        step: Step,
+        m: int,
+        outer: Outer,
+        inputs: Microbatch,
+        all_rows: Microbatch | None = None,
+    ) -> Iterator[tuple[Piece | None, Microbatch, Microbatch, float]]:
+        """Pieces with their part of the batch, on the host and on the device, and their share.
+
+        A piece that is the whole microbatch is None.
+        """
         if step.num_own is not None and m >= step.num_own:
+            return
+        if all_rows is not None:
+            yield None, all_rows, inputs, 1.0
             return
         host: Mapping[str, Any] = step.microbatches[m]
         rule, program, facts = step.rule, step.program, step.program.facts
-        whole = rule is Rule.UNKNOWN or not facts.alone or bool(facts.changing)
-        length = hidden.shape[1] if hidden.dim() > 2 else 1
-        tokens = program.part_tokens if facts.puts_off else program.piece_tokens
-        tokens = None if whole else tokens
-        if tokens is not None and rule is Rule.ROWS and _ignores(host):
-            tokens = None  # what the loss ignores is not counted, so pieces cannot be weighed
-        found = pieces(hidden.shape[0], length, tokens=tokens, within_rows=facts.within_rows)
+        whole = rule is Rule.UNKNOWN or not facts.alone or any(facts.changing)
+        whole = whole or not outer.is_one_hidden_state or not program.route.is_straight
+        hidden = next(iter(outer.ends.values()), None)
+        found: list[Piece] = []
+        if not whole and hidden is not None:
+            length = hidden.shape[1] if hidden.dim() > 2 else 1
+            tokens = program.part_tokens if facts.puts_off else program.piece_tokens
+            if tokens is not None and rule is Rule.ROWS and _ignores(host):
+                tokens = None  # what the loss ignores is not counted, so pieces cannot be weighed
+            within_rows = facts.within_rows
+            found = pieces(hidden.shape[0], length, tokens=tokens, within_rows=within_rows)
         within = any(piece.positions is not None for piece in found)
         if within and rule is Rule.SHIFTED_LABELS:
             host, inputs = with_shifted_labels(host), with_shifted_labels(inputs)
-        if len(found) == 1:
+        if len(found) <= 1:
             if (share := step.share(host)) != 0.0:
-                yield found[0], dict(host), inputs, share
+                yield None, dict(host), inputs, share
             return
         for piece in found:
             part = piece.cut(host, length)

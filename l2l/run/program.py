@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from l2l.model import Microbatch, Rule
+from l2l.model import Microbatch, Route, Rule
 from l2l.run.lookup import TableLookup
 from l2l.schedule import Schedule, Shape
 
@@ -30,10 +30,12 @@ class Facts:
 
     usage: Mapping[str, Usage] = field(default_factory=dict)
     """Of units around the layers; without it all of them are needed in every phase."""
+    route: Route | None = None  # how the model's code runs its layers
     alone: bool = False  # whether the epilogue does without anything of the prologue
     within_rows: bool = False  # whether positions of a row may be pieces
     puts_off: bool = False  # whether logits are put off
-    changing: frozenset[str] = frozenset()  # buffers around the layers that training changes
+    changing: tuple[frozenset[str], ...] = ()
+    """Buffers around the layers that training changes, by the stack before which it does."""
     changing_in_layers: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     rule: Rule | None = None  # what the loss averages over; None: nobody has asked
     rule_is_final: bool = False  # whether other rows cannot tell more of it
@@ -60,18 +62,22 @@ class Program:
     """The same where logits are put off."""
     compiles_loss: bool = False
     following: Mapping[int, str] = field(init=False)
-    """After each streamed layer: the next one, or E."""
+    """After each streamed call: the next one, or the code after its stack."""
     returning: frozenset[int] = field(init=False)
     """Streamed layers with a backward pass."""
     redone: frozenset[str] = field(init=False)
     """Units that are updated on the device under this step's own backward passes."""
 
     def __post_init__(self) -> None:
-        streamed = self.shape.streamed
-        following = dict(zip(streamed, [*map(str, streamed[1:]), "E"], strict=False))
-        object.__setattr__(self, "following", following)
+        object.__setattr__(self, "following", self.shape.following)
         object.__setattr__(self, "returning", frozenset(self.shape.backward_layers))
         object.__setattr__(self, "redone", frozenset(self.shape.redone))
+
+    @property
+    def route(self) -> Route:
+        """How the model's code runs its layers."""
+        assert self.facts.route is not None
+        return self.facts.route
 
     @property
     def shape(self) -> Shape:

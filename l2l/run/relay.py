@@ -57,9 +57,11 @@ class Relay:
             "gather U": lambda _, a: transfer.gather(a.unit, *a.places),
             "forward Pro m": self._around.prologue,
             "forward U m": layers.forward,
+            "forward Int m": self._around.interlude,
             "loss m": self._around.loss,
             "backward U m": layers.backward,
             "backward Pro m": self._around.prologue_backward,
+            "backward Int m": self._around.interlude_backward,
             **updates.lines,
         }
         self._prepare = updates.prepared

@@ -59,6 +59,8 @@ class Form:
 
     layout: FlatLayout
     orders: tuple[tuple[int, ...], ...]  # dimensions, outermost in memory first ([Note: strides])
+    shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]  # as given, which counts where a dimension has one entry
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> Form:
@@ -67,21 +69,40 @@ class Form:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors as views of bytes."""
-        flat = self.layout.views(buffer)
-        return [
-            flat[str(index)].permute(sorted(range(len(order)), key=order.__getitem__))
-            for index, order in enumerate(self.orders)
-        ]
+        flat, found = self.layout.views(buffer), []
+        for index, order in enumerate(self.orders):
+            one = flat[str(index)].permute(sorted(range(len(order)), key=order.__getitem__))
+            given = zip(self.shapes[index], self.strides[index], one.stride(), strict=True)
+            strides = [own if size == 1 or own == 0 else now for size, own, now in given]
+            found.append(one.as_strided(self.shapes[index], strides, one.storage_offset()))
+        return found
 
 
 @lru_cache(maxsize=NUM_FORMS)
 def _form_of(tensors: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]) -> Form:
     described, orders = [], []
     for index, (shape, strides, dtype) in enumerate(tensors):
-        order = _memory_order(shape, strides)
+        # What was expanded is kept once.
+        kept = tuple(
+            1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)
+        )
+        order = _memory_order(kept, strides)
         orders.append(order)
-        described.append((str(index), tuple(shape[dimension] for dimension in order), dtype))
-    return Form(FlatLayout.of(described), tuple(orders))
+        described.append((str(index), tuple(kept[dimension] for dimension in order), dtype))
+    return Form(
+        FlatLayout.of(described),
+        tuple(orders),
+        tuple(shape for shape, _, _ in tensors),
+        tuple(strides for _, strides, _ in tensors),
+    )
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """A tensor with what was expanded of it once."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def pool_size(nbytes: int) -> int:
@@ -121,7 +142,7 @@ class Stash:
         form = self._forms[value] = Form.of(tensors)
         self._cell(cell, form.layout.nbytes)
         for view, tensor in zip(self._views_of(cell, form), tensors, strict=True):
-            view.copy_(tensor)
+            compact(view).copy_(compact(tensor))
 
     def get(self, cell: str, value: str) -> list[Tensor]:
         """The tensors of a value in a cell, as views."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from l2l.device import Event, UpdateFailedError
-from l2l.model import Call, Handed, Microbatch, Rule
+from l2l.model import Call, Handed, Key, Microbatch, Rule
 from l2l.parameter_server import UpdateOrder
 from l2l.run.lookup import RowSet
 from l2l.run.program import Program
@@ -49,9 +49,19 @@ class Step:
     loss_scale: float = 1.0
     is_said: bool = False  # that it was skipped
     calls: dict[int, dict[int, Call]] = field(default_factory=dict)
-    through: dict[int, list[int]] = field(default_factory=dict)  # recorded that require gradients
-    hidden_requires: dict[int, bool] = field(default_factory=dict)
-    gathered: dict[int, list[int]] = field(default_factory=dict)  # of these, with a gradient so far
+    # By stack and microbatch:
+    through: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    """Recorded tensors that require gradients."""
+    hidden_requires: dict[tuple[int, int], bool] = field(default_factory=dict)
+    gathered: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    """Of recorded tensors, those with a gradient so far."""
+    rides: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    """Of recorded tensors, those that later code needs."""
+    asides: dict[tuple[Key, int], Tensor] = field(default_factory=dict)
+    """What layers have left for later code, by microbatch, and below its gradients."""
+    aside_gradients: dict[tuple[Key, int], Tensor] = field(default_factory=dict)
+    joined: list[Any] = field(default_factory=list)
+    """Of a joint loss: what was handed over by every microbatch, then its gradients."""
     received: dict[str, set[str]] = field(default_factory=dict)  # unit -> parameters
     rows: RowSet | None = None  # of tables that are looked up on the host
     handed: dict[tuple[int, int], Handed] = field(default_factory=dict)  # layer, microbatch
@@ -79,7 +89,7 @@ class Step:
 
     def forget_inputs(self) -> None:
         """Let go of what only the passes need; a report keeps the rest of a step alive."""
-        for kept in (self.microbatches, self.calls, self.through, self.gathered):
+        for kept in (self.microbatches, self.calls, self.through, self.gathered, self.joined):
             kept.clear()
         for noted in (
             self.outer_at_first,
@@ -87,6 +97,9 @@ class Step:
             self.hidden_requires,
             self.buffers_before,
             self.handed,
+            self.rides,
+            self.asides,
+            self.aside_gradients,
         ):
             noted.clear()
 

@@ -75,15 +75,15 @@ class Transfer:
     def _plan_sizes(self, shape: Shape) -> set[str]:
         """Note how large every place is; returns the places that the schedule takes itself."""
         units, sizes = self._server.units, self._sizes
-        streamed = [units[f"L{i}"].form for i in shape.streamed]
+        streamed = [units[name].form for name in shape.units_of(shape.streamed)]
         if streamed:
             weight_bytes = max(form.weight_layout.nbytes for form in streamed)
             sizes |= dict.fromkeys((f"S{i}" for i in range(shape.num_slots)), weight_bytes)
-        own = [f"L{i}" for i in shape.tail]
+        own = [*shape.units_of(shape.tail)]
         own += [u.name for u in shape.outer if u.in_prologue or u.in_epilogue]
         sizes |= {f"S{name}": units[name].form.weight_layout.nbytes for name in own}
         if shape.shared and shape.training:
-            shared = [units[f"L{i}"] for i in shape.shared]
+            shared = [units[name] for name in shape.units_of(shape.shared)]
             sizes |= dict.fromkeys(
                 (f"W{i}" for i in range(NUM_LENT)),
                 max(_piece_bytes(unit, shape.num_pieces) for unit in shared),
@@ -96,9 +96,11 @@ class Transfer:
             return taken_later
         trained = [name for name in own if units[name].form.trained.names]
         sizes |= {f"G{name}": units[name].form.gradient_layout.nbytes for name in trained}
-        backward = [i for i in shape.backward_layers if i not in shape.frozen_layers]
+        backward = [name for name in shape.trained_backward if name not in shape.repeated]
+        repeated = {*shape.trained_backward} & shape.repeated
+        sizes |= {f"G{name}": units[name].form.gradient_layout.nbytes for name in repeated}
         if backward:
-            gradient_bytes = max(units[f"L{i}"].form.gradient_layout.nbytes for i in backward)
+            gradient_bytes = max(units[name].form.gradient_layout.nbytes for name in backward)
             number = min(shape.num_gradient_slots, len(backward))
             sizes |= dict.fromkeys((f"G{i}" for i in range(number)), gradient_bytes)
             if shape.shares_memory:

@@ -95,6 +95,7 @@ orders the lanes.
 The layers of a step are data (`Shape.layers`), not a count: a step may run any increasing sequence.
 """
 
+from l2l.schedule.cells import recorded
 from l2l.schedule.lines import (
     KINDS,
     NOTHING,

@@ -110,6 +110,7 @@ class _Placing:
                 ("K", shape.num_kept_cells),
             )
         }
+        self._shape, self._repeated = shape, shape.repeated
         self._uses = _find_uses(draft)
         self._now = 0  # passes placed so far
         self._busy: set[str] = set()
@@ -125,24 +126,25 @@ class _Placing:
         """Write a pass with its cells: what it reads, then what it writes."""
         self._busy, self._written = set(), {}
         m = f"m{one.microbatch}"
-        if one.verb == "loss":
-            words = ["loss", m]
-        else:
-            words = [one.verb, PROLOGUE if one.layer is None else f"L{one.layer}", m]
-        words.append(slot)
+        words = [*self._part(one), m, slot]
         if one.verb != "forward":
             words.append(gradient)
-        if one.verb == "forward" and one.layer is None:
-            words.append(self._write("R", f"r {m}"))
-        else:
-            words.append(self._read("R", f"r {m}") if one.recorded else NOTHING)
+        is_outer = one.layer is None and one.verb != "loss"
+        if one.recorded:
+            words.append(self._read("R", f"{recorded_of(one)} {m}"))
+        elif one.verb != "forward" or not is_outer:
+            words.append(NOTHING)
+        if one.verb == "forward" and is_outer:
+            words.append(self._write("R", f"{recorded(one.stack)} {m}"))
         reads = [self._read("C", f"{value} {m}") for value in one.reads]
-        if one.layer is None and one.verb != "loss":  # looked-up rows are its input, if any
+        if is_outer and not one.stack:  # looked-up rows are its input, if any
             reads = [
                 *(reads[-1:] if "e" in one.reads else [NOTHING]),
                 *reads[: one.verb == "backward"],
             ]
-        if one.verb == "backward":
+        if one.verb == "loss" and not reads:  # of a joint loss, which has read all there is
+            reads = [NOTHING]
+        if one.verb == "backward" and not (is_outer and one.stack):
             reads.insert(1, self._read("K", f"k{one.layer} {m}") if one.kept else NOTHING)
         words += reads
         words.append(NOTHING if one.writes == NOTHING else self._write("C", f"{one.writes} {m}"))
@@ -152,6 +154,16 @@ class _Placing:
         for value, cell in self._written.items():
             if value in self._stashed or value.startswith("x"):
                 self.lines.append(action(f"drain {value} {cell}"))
+
+    def _part(self, one: Pass) -> list[str]:
+        """The words that say what a pass runs through."""
+        if one.verb == "loss":
+            return ["loss"]
+        if one.layer is None:
+            return [one.verb, f"Int{one.stack}" if one.stack else PROLOGUE]
+        unit = self._shape.unit(one.layer)
+        call = f":v{one.layer}" if unit in self._repeated else ""
+        return [one.verb, f"{unit}{call}"]
 
     def _write(self, kind: str, value: str) -> str:
         cell = self._written[value] = self._take(kind, value)
@@ -181,13 +193,24 @@ class _Placing:
         return uses[index] if index < len(uses) else math.inf
 
 
+def recorded(stack: int) -> str:
+    """What the code before a stack has recorded for it."""
+    return f"r{stack or ''}"
+
+
+def recorded_of(one: Pass) -> str:
+    """The recorded arguments that a pass reads: the code before a stack, those of the last one."""
+    is_outer = one.layer is None and one.verb != "loss"
+    return recorded(one.stack - 1 if is_outer else one.stack)
+
+
 def _find_uses(draft: Draft) -> dict[str, list[int]]:
     """Which passes read each value."""
     uses: dict[str, list[int]] = {}
     passes = [item[0] for item in draft if not isinstance(item, Action)]
     for number, one in enumerate(passes):
         values = [*one.reads]
-        values += ["r"] if one.recorded else []
+        values += [recorded_of(one)] if one.recorded else []
         values += [f"k{one.layer}"] if one.kept and one.verb == "backward" else []
         for value in values:
             uses.setdefault(f"{value} m{one.microbatch}", []).append(number)

@@ -5,7 +5,9 @@ There are only copies, passes, collectives, work on rows and updates:
     take P                  release [unit] P        a place has memory from here on, or is free
     fetch X P               drain X P               copies to the device, and to the host
     gather L0 S0            reduce L0 G0 | loss     over ranks: weights; gradients or losses
-    forward L3|Pro m0 ..    backward L3|Pro m0 ..   a microbatch through a layer, or the prologue
+    forward L3|Pro m0 ..    backward L3|Pro m0 ..   a microbatch through a layer, or the prologue;
+                                                    Int1 is the interlude before stack 1, L3:v9
+                                                    call 9 of a layer that is called several times
     loss m0 ..                                      the tail, the epilogue and their backward pass
     lookup m0               collect T0 m0 H         rows of tables on the host, and their gradients
     order L3 [late]                                 the coefficients of an update on the device
@@ -114,9 +116,11 @@ KINDS: Final[Mapping[str, Kind]] = {
     # passes: weights, gradient sums, recorded arguments, input, (kept,) gradient or output
     "forward Pro m": _kind(Lane.COMPUTE, "P", "S<own R>r C<e C>h+"),
     "forward U m": _kind(Lane.COMPUTE, "L", "S<unit R<r C<h C>h+ K>k"),
+    "forward Int m": _kind(Lane.COMPUTE, "I", "S<own R<r R>r+ C<h C>h+"),
     "loss m": _kind(Lane.COMPUTE, "", "S<own G>sum R<r C<h C>g", "loss>"),
     "backward U m": _kind(Lane.COMPUTE, "L", "S<unit G>gradient R<r C<h K<k C<g+ C>g"),
     "backward Pro m": _kind(Lane.COMPUTE, "P", "S<own G>sum R<r C<e K<k C<g+ C>x"),
+    "backward Int m": _kind(Lane.COMPUTE, "I", "S<own G>sum R<r C<h C<g+ C>g"),
     # rows of tables
     "lookup m": _kind(Lane.UPDATE, also="e {m}>itself"),
     "collect U m": _kind(Lane.UPDATE, "T", "H>"),
@@ -139,8 +143,8 @@ VERBS: Final = tuple(dict.fromkeys(kind.split()[0] for kind in KINDS))
 LEFT: Final = frozenset(k for k in KINDS if "late" in k and KINDS[k].lane is Lane.UPDATE)
 """Kinds of lines in which the host goes on with what the step before has left."""
 FLAGS: Final = ("late", "weights", "moments", "free")
-UNIT: Final = re.compile(r"(Pro|O|[LT]\d+)(\.[a-z]+)?(?::([pm]\d+))?$")
-VALUE: Final = re.compile(r"[hgk](?:\d+|E)$|[rex]$")
+UNIT: Final = re.compile(r"(Pro|Int\d+|O|[LT]\d+)(\.[a-z]+)?(?::([pmv]\d+))?$")
+VALUE: Final = re.compile(r"[hgk](?:\d+|E|I\d+)$|r\d*$|[ex]$")
 MICROBATCH: Final = re.compile(r"m\d+$")
 PLACE: Final = re.compile(r"(?:[SGHWCRK]\w+)(?:,[SGHWCRK]\w+)*$|-$")
 
@@ -163,12 +167,19 @@ class Action:
     unit: str = field(default="", compare=False)
     """`L3`, `T0`, `O` or `Pro`; empty where it is about no unit."""
     piece: int | None = field(default=None, compare=False)
+    call: int | None = field(default=None, compare=False)
+    """Of a layer that is called several times: which of the calls."""
     microbatch: int | None = field(default=None, compare=False)
     value: str = field(default="", compare=False)
     """A boundary tensor with its microbatch, such as `h1 m0`."""
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def stack(self) -> int:
+        """The stack before which the code runs that it is about."""
+        return int(self.unit[3:]) if self.unit.startswith("Int") else 0
 
     @property
     def layer(self) -> int:
@@ -211,6 +222,7 @@ class _Words:
     places: list[str] = field(default_factory=list)
     unit: str = ""
     piece: int | None = None
+    call: int | None = None
     microbatch: int | None = None
     value: str = ""
 
@@ -218,10 +230,12 @@ class _Words:
         """Sort in the next one."""
         if (found := UNIT.match(word)) is not None:
             self.unit, part, of = found[1], found[2] or "", found[3] or ""
-            of_what = PROLOGUE if self.unit == PROLOGUE else "U"
-            self.kind.append(f"{of_what}{part}" + (f":{of[0]}" if of else ""))
+            of_what = self.unit[:3] if self.unit[0] in "PI" else "U"
+            self.kind.append(f"{of_what}{part}" + (f":{of[0]}" if of and of[0] != "v" else ""))
             if of.startswith("p"):
                 self.piece = int(of[1:])
+            elif of.startswith("v"):
+                self.call = int(of[1:])
             elif of:
                 self.microbatch = int(of[1:])
         elif MICROBATCH.match(word):
@@ -291,6 +305,7 @@ def action(text: str) -> Action:
         accesses=tuple((place, does != "<") for place, does, _ in touches),
         unit=words.unit,
         piece=words.piece,
+        call=words.call,
         microbatch=words.microbatch,
         value=f"{words.value} m{words.microbatch}" if words.value else "",
     )

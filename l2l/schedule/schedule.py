@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from l2l.schedule.cells import add_stash
+from l2l.schedule.cells import add_stash, recorded
 from l2l.schedule.lines import Action, Line, Wait, parse_line
 from l2l.schedule.ordering import Orders, add_waits
 from l2l.schedule.passes import compute_order
@@ -57,7 +58,7 @@ def validate(schedule: Schedule) -> None:
             fetched into while occupied, a cell is read that does not hold the value, a slot is left
             occupied, or two conflicting lines are not ordered.
     """
-    orders = Orders(schedule.shape.updated_on_host)
+    orders, following = Orders(schedule.shape.updated_on_host), schedule.shape.following
     contents = {f"S{unit}": unit for unit in schedule.shape.held}
     for number, line in enumerate(schedule.lines, start=1):
         try:
@@ -66,7 +67,7 @@ def validate(schedule: Schedule) -> None:
             if not isinstance(line, Action):
                 orders.wait(line)
                 continue
-            _follow(line, contents, schedule.shape)
+            _follow(line, contents, schedule.shape, following)
             unordered = [*map(str, orders.missing(line))]
             if (last := orders.missing_last(line)) is not None:
                 unordered.append(f"last {last}")
@@ -81,9 +82,11 @@ def validate(schedule: Schedule) -> None:
         raise ValueError(f"slots are left occupied: {', '.join(sorted(occupied))}")
 
 
-def _follow(action: Action, contents: dict[str, str], shape: Shape) -> None:
+def _follow(
+    action: Action, contents: dict[str, str], shape: Shape, following: Mapping[int, str]
+) -> None:
     """Check that places hold what the action expects, then note what it leaves in them."""
-    meaning = _meaning(action, shape)
+    meaning = _meaning(action, shape, following)
     touched = [
         (place, does, meaning[word].format(place=place, unit=place[1:]))
         for place, does, word in action.touches
@@ -104,15 +107,20 @@ def _follow(action: Action, contents: dict[str, str], shape: Shape) -> None:
             contents[place] = value
 
 
-def _meaning(action: Action, shape: Shape) -> dict[str, str]:
+def _meaning(action: Action, shape: Shape, following: Mapping[int, str]) -> dict[str, str]:
     """What the words of `Kind.places` mean in a line; `{place}` is the place's own name."""
-    streamed, m = shape.streamed, f"m{action.microbatch}"
-    before, after = "E", shape.first_value[1:]  # of the epilogue, and of the prologue
+    m, stack = f"m{action.microbatch}", action.stack
+    before, after = "E", ""
+    given = made = recorded(len(shape.stacks) if action.verb == "loss" else stack)
     if action.kind in ("forward U m", "backward U m"):
-        if action.layer not in streamed:
-            raise ValueError(f"{action.unit} is not among the layers of this step, {streamed}")
-        before = str(action.layer)
-        after = [*map(str, streamed), "E"][streamed.index(action.layer) + 1]
+        call = shape.call_of(action)
+        if call not in following or shape.unit(call) != action.unit:
+            layers = shape.units_of(shape.streamed)
+            raise ValueError(f"{action.unit} is not among the layers of this step, {layers}")
+        before, after, given = str(call), following[call], recorded(shape.stack_of(call))
+    elif action.unit[:1] in ("P", "I"):
+        before, after = f"I{stack}", shape.first_value(stack)[1:]
+        given = recorded(max(0, stack - 1))
     return {
         "unit": action.unit,
         "gradient": f"gradient {action.unit}",
@@ -121,7 +129,9 @@ def _meaning(action: Action, shape: Shape) -> dict[str, str]:
         "itself": "{place}",
         "own": "{unit}",
         "sum": "gradient {unit}",
-        **{word: f"{word} {m}" for word in "rex"},
+        "r": f"{given} {m}",
+        "r+": f"{made} {m}",
+        **{word: f"{word} {m}" for word in "ex"},
         **{word: f"{word}{before} {m}" for word in "hgk"},
         **{f"{word}+": f"{word}{after} {m}" for word in "hg"},
     }

@@ -24,19 +24,19 @@ class _Slots:
     """Which layer is in which weight slot while a draft is written."""
 
     free: list[str]
-    resident: dict[int, str] = field(default_factory=dict)
+    resident: dict[str, str] = field(default_factory=dict)
 
-    def keep_next(self, upcoming: Sequence[int], num_slots: int) -> Iterator[Action]:
+    def keep_next(self, upcoming: Sequence[str], num_slots: int) -> Iterator[Action]:
         """Release what is not among the next layers, fetch what is missing of them."""
         wanted = list(dict.fromkeys(upcoming))[:num_slots]
         for layer in [layer for layer in self.resident if layer not in wanted]:
             slot = self.resident.pop(layer)
             self.free.append(slot)
-            yield action(f"release L{layer} {slot}")
+            yield action(f"release {layer} {slot}")
         for layer in wanted:
             if layer not in self.resident:
                 self.resident[layer] = self.free.pop(0)
-                yield action(f"fetch L{layer} {self.resident[layer]}")
+                yield action(f"fetch {layer} {self.resident[layer]}")
 
 
 def add_transfers(passes: Sequence[Pass], shape: Shape) -> Draft:
@@ -55,6 +55,10 @@ def add_transfers(passes: Sequence[Pass], shape: Shape) -> Draft:
 def _part(run: list[Pass]) -> tuple[str, int | None]:
     """What the passes of a run have in common."""
     return run[0].verb, run[0].layer
+
+
+def _part_key(one: Pass) -> tuple[str, int | None, int]:
+    return one.verb, one.layer, one.stack
 
 
 def _with_collectives(draft: Draft) -> Iterator[tuple[Pass, str, str] | Action]:
@@ -80,8 +84,9 @@ class _Transfers:
         self._lent = deque(shape.reworked)
         self._num_drained = self._num_staged = self._num_lent = 0
         self.draft: Draft = []
-        runs = [list(run) for _, run in groupby(passes, key=lambda one: (one.verb, one.layer))]
-        self._order = [run[0].layer for run in runs if run[0].layer is not None]
+        runs = [list(run) for _, run in groupby(passes, key=_part_key)]
+        self._order = [shape.unit(run[0].layer) for run in runs if run[0].layer is not None]
+        self._last_visit = {shape.unit(call): call for call in shape.backward_layers}
         if shape.shares_memory and shape.training:
             self._add("release", self._gradient_slots())
         self._add("take", self._lent_places(shape.reworked))
@@ -115,14 +120,15 @@ class _Transfers:
             (self._prologue if verb == "forward" else self._prologue_backward)(run)
         elif verb == "forward":
             self._rework(before=layer)
-            self.draft += [(one, self._slots.resident[layer], NOTHING) for one in run]
+            slot = self._slots.resident[self._shape.unit(layer)]
+            self.draft += [(one, slot, NOTHING) for one in run]
         else:
             self._backward(run, layer)
 
     def _prologue(self, run: list[Pass]) -> None:
         before = [unit for unit in self._shape.outer if unit.in_prologue]
         self.draft += [(one, _places("S", before), NOTHING) for one in run]
-        if run[-1].microbatch == self._shape.num_microbatches - 1:
+        if run[-1].microbatch == self._shape.num_microbatches - 1:  # several stacks: all stay
             self._release(unit for unit in before if not unit.stays)
 
     def _rework(self, *, before: int) -> None:
@@ -131,8 +137,9 @@ class _Transfers:
         All of them at the beginning would be submitted before the first pass, and fill the queues.
         """
         shape, ahead = self._shape, max(LENDING_AHEAD, self._shape.num_slots + 1)
-        last = shape.streamed[: bisect_left(shape.streamed, before) + ahead + 1][-1:]
-        while self._lent and int(self._lent[0][1:]) <= last[0]:
+        soon = shape.streamed[: bisect_left(shape.streamed, before) + ahead + 1]
+        soon_units = {*shape.units_of(soon)}
+        while self._lent and self._lent[0] in soon_units:
             unit = self._lent.popleft()
             for piece in range(shape.num_pieces):
                 place = f"W{self._num_lent % NUM_LENT}"
@@ -148,8 +155,9 @@ class _Transfers:
         return [f"W{index}" for index in range(number)]
 
     def _gradient_slots(self) -> list[str]:
-        trained = [i for i in self._shape.backward_layers if i not in self._shape.frozen_layers]
-        return [f"G{i}" for i in range(min(self._shape.num_gradient_slots, len(trained)))]
+        shape = self._shape
+        number = len({*shape.trained_backward} - shape.repeated)
+        return [f"G{i}" for i in range(min(shape.num_gradient_slots, number))]
 
     def _prepare_loss(self) -> None:
         """Bring what the loss needs; it arrives under the passes before."""
@@ -158,7 +166,8 @@ class _Transfers:
         self._add("release", self._lent_places(shape.reworked))
         if shape.shares_memory:
             self._add("take", [f"S{unit.name}" for unit in passing])
-        self._add("fetch", [f"L{i} SL{i}" for i in shape.tail if f"L{i}" not in shape.held])
+        tail = shape.units_of(shape.tail)
+        self._add("fetch", [f"{unit} S{unit}" for unit in tail if unit not in shape.held])
         self._fetch(passing)
 
     def _renew(self, units: Iterable[str]) -> None:
@@ -170,11 +179,11 @@ class _Transfers:
 
     def _loss(self, run: list[Pass]) -> None:
         shape = self._shape
-        self._renew(f"L{layer}" for layer in shape.tail)
+        self._renew(shape.units_of(shape.tail))
         units = [unit for unit in shape.outer if unit.in_epilogue]
-        names = [*(unit.name for unit in units), *(f"L{layer}" for layer in shape.tail)]
+        names = [*(unit.name for unit in units), *shape.units_of(shape.tail)]
         trained = [unit.name for unit in units if unit.trained]
-        trained += [f"L{layer}" for layer in shape.tail if layer not in shape.frozen_layers]
+        trained += shape.units_of(i for i in shape.tail if i not in shape.frozen_layers)
         trained = trained if shape.training else []
         passing = [unit for unit in units if unit.passes]
         passing_gradients = [f"G{unit.name}" for unit in passing if unit.name in trained]
@@ -199,7 +208,7 @@ class _Transfers:
                 self._add("take", self._gradient_slots() + self._lent_places(self._redone))
 
     def _leave_tail(self, layer: int) -> None:
-        shape, unit = self._shape, f"L{layer}"
+        shape, unit = self._shape, self._shape.unit(layer)
         trains = shape.training and layer not in shape.frozen_layers
         if layer in shape.device_state:
             self._add("drain", [f"{unit}.norm G{unit}"] if trains else [])
@@ -210,18 +219,21 @@ class _Transfers:
             self._add("release", [f"{unit} S{unit}"])
 
     def _backward(self, run: list[Pass], layer: int) -> None:
-        shape, unit, slot = self._shape, f"L{layer}", self._slots.resident[layer]
-        trains = layer not in shape.frozen_layers
+        shape, unit = self._shape, self._shape.unit(layer)
+        slot, trains = self._slots.resident[unit], layer not in shape.frozen_layers
+        leaves = trains and self._last_visit[unit] == layer
         gradient = f"G{self._num_drained % shape.num_gradient_slots}" if trains else NOTHING
+        if trains and unit in shape.repeated:  # its sums grow from call to call
+            gradient = f"G{unit}"
         if unit in self._redone:
             self._redo(run, unit, slot, gradient)
         else:
             self.draft += [(one, slot, gradient) for one in run]
-            if trains:
+            if leaves:
                 self._leave(unit, slot, gradient)
-        if trains and shape.device_updates:
-            self._slots.free.append(self._slots.resident.pop(layer))
-        self._num_drained += trains
+        if leaves and shape.device_updates:
+            self._slots.free.append(self._slots.resident.pop(unit))
+        self._num_drained += trains and unit not in shape.repeated
 
     def _redo(self, run: list[Pass], unit: str, slot: str, gradient: str) -> None:
         """Backward passes, and the update on the device: its state arrives under them."""
@@ -242,6 +254,9 @@ class _Transfers:
         before = [unit for unit in shape.outer if unit.in_prologue]
         trained = [unit for unit in before if unit.trained]
         slots, gradients = _places("S", before), _places("G", trained)
+        if run[0].stack:
+            self.draft += [(one, slots, gradients) for one in run]
+            return
         collected = [unit.name for unit in shape.outer if unit.looked_up and unit.trained]
         for one in run:
             self.draft.append((one, slots, gradients))

@@ -13,19 +13,31 @@ from l2l.device import Device
 from l2l.model import (
     Compiler,
     CutError,
+    Key,
+    Microbatch,
     Partition,
-    Returns,
+    Recording,
+    Route,
     State,
     attributes_of,
     first_argument,
+    leaves,
     named_arguments,
     objects_in,
+    open_lists,
+    run_layer,
     same,
     states_of,
 )
 from l2l.parameter_server import ParameterServer
+from l2l.trial.discovery import run_through
 
 TRIAL_SEED = 1  # of whatever is run again
+
+
+def first_tensor(value: Any) -> Tensor:
+    """The first tensor in a value: of a layer's return value, its hidden state."""
+    return next(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def repeats(device: Device, first: Any, again: Any) -> bool:
@@ -49,7 +61,7 @@ class LayerTrial:
     """By structure, positions among buffers."""
     _left: dict[int, tuple[State, int]] = field(default_factory=dict)
     """Objects before a layer changed them."""
-    _reshaped: str | None = None  # a layer that changes the shape of the hidden state
+    reshaped: str | None = None  # a layer that changes the shape of the hidden state
 
     def changing(self) -> dict[int, tuple[str, ...]]:
         """The user's buffers that layers change when they run, of layers that do."""
@@ -99,7 +111,30 @@ class LayerTrial:
 
     def _run(self, index: int, args: Any, kwargs: Any) -> Any:
         self._device.seed(TRIAL_SEED)
-        return self._partition.layers[index].module(*args, **kwargs)
+        return run_layer(self._partition.layers[index].module, args, kwargs, open_lists())
+
+    def see(self, index: int, args: Any, kwargs: Any) -> Any:
+        """Run a layer where the model calls it, and learn of it what is not known.
+
+        Returns:
+            its value, of which that requires gradients which does so in training.
+        """
+        if self._partition.structures[index] not in self._partition.returns:
+            self._partition.learn(index, self.run, args, kwargs)
+        else:
+            self.meet(index, args, kwargs)
+        trained = self._server.units[f"L{index}"].form.trained.names
+        self._partition.layers[index].bind(leaves(self._layer_weights(index), trained))
+        return self._run(index, args, kwargs)
+
+    def through(self, batch: Microbatch, route: Route) -> tuple[list[Recording], dict[Key, Tensor]]:
+        """As `run_through`, with real weights."""
+        return run_through(self._partition, batch, route, self._bind)
+
+    def _bind(self, index: int) -> None:
+        """Have a layer ready to run, with its weights."""
+        self._partition.layers[index].bind(self._layer_weights(index))
+        self._device.seed(TRIAL_SEED)
 
     def _note_written(self, index: int, before: dict[tuple[str, str], Any]) -> None:
         """Tell stubs of layers like this one which attributes such a layer writes."""
@@ -118,17 +153,18 @@ class LayerTrial:
         try:
             value = self._run(index, args, kwargs)
         except Exception as error:
-            if self._reshaped is None:
+            if self.reshaped is None:
                 raise
             raise CutError(
                 f"layer {index} does not run on the hidden state that enters the first layer: "
-                f"{self._reshaped}. Expected layers that keep the shape of their hidden state; "
+                f"{self.reshaped}. Expected layers that keep the shape of their hidden state; "
                 "name another list with layers='dotted.name'."
             ) from error
-        given, hidden = first_argument(args, kwargs), Returns.unwrap(value)
-        if given.shape != hidden.shape:
-            shapes = f"is given {list(given.shape)} and returns {list(hidden.shape)}"
-            self._reshaped = f"layer {index} {shapes}"
+        given, hidden = first_argument(args, kwargs), first_tensor(value)
+        if not isinstance(given, Tensor) or given.shape != hidden.shape:
+            shape = list(getattr(given, "shape", ()))
+            shapes = f"is given {shape} and returns {list(hidden.shape)}"
+            self.reshaped = f"layer {index} {shapes}"
         return value
 
     def meet(self, index: int, args: Any, kwargs: Any) -> None:
@@ -165,11 +201,13 @@ class LayerTrial:
     def _output(self, index: int, args: Any, kwargs: Any) -> Tensor:
         """What a layer makes of another hidden state than the one that is given."""
         hidden = first_argument(args, kwargs)
+        if not isinstance(hidden, Tensor):
+            hidden = first_tensor((args, kwargs))
         other = hidden * 1.25 + 0.25 if hidden.is_floating_point() else hidden
         self._partition.layers[index].bind(self._layer_weights(index))
         args = [other if value is hidden else value for value in args]
         kwargs = {name: other if value is hidden else value for name, value in kwargs.items()}
-        return Returns.unwrap(self._run(index, args, kwargs))
+        return first_tensor(self._run(index, args, kwargs))
 
     def _layer_weights(self, index: int) -> dict[str, Tensor]:
         """A copy on the device of a layer's weights and buffers, into which it may write."""
@@ -186,7 +224,7 @@ class LayerTrial:
         args, kwargs = pytree.tree_map_only(
             Tensor, lambda one: original.clone() if one is hidden else one.clone(), now
         )
-        if not same(Returns.unwrap(value), Returns.unwrap(self._run(index, args, kwargs))):
+        if not same(first_tensor(value), first_tensor(self._run(index, args, kwargs))):
             raise CutError(
                 f"layer {index} writes into a tensor that it is given besides its hidden state, "
                 "and would find it changed when it runs again. Write into a copy instead."

@@ -14,11 +14,13 @@ from l2l.model import (
     IGNORED,
     CutError,
     Head,
+    Key,
     LossFunction,
     Microbatch,
     Partition,
     Readers,
     Reading,
+    Route,
     Rule,
     find_rule,
     move_batch,
@@ -27,8 +29,9 @@ from l2l.model import (
 )
 from l2l.parameter_server import ParameterServer, UnitForm
 from l2l.run import OuterPass, Piece, TableLookup, Usage, with_shifted_labels
-from l2l.trial.layer_trial import TRIAL_SEED, repeats
+from l2l.trial.layer_trial import TRIAL_SEED, LayerTrial, repeats
 
+NO_ENDS: Mapping[Key, Tensor] = {}
 PROOF_TOLERANCE = 0.02  # of 16-bit losses and gradients
 TRIAL_SCALE = 0.5  # a loss is multiplied with something in every step; so it is in the trial
 
@@ -70,6 +73,21 @@ class OuterTrial:
     _server: ParameterServer
     _device: Device
     _outer: OuterPass
+    _layers: LayerTrial
+    _route: Route
+
+    def changing(self, trial: Microbatch) -> tuple[frozenset[str], ...]:
+        """Buffers that the code before each stack changes, and that before it does not."""
+        found: list[frozenset[str]] = []
+        kept = KeptBuffers(self._partition)
+        _, delivered = self._layers.through(trial, self._route)
+        for stack in range(self._route.num_stacks):
+            kept.put_back()
+            self._partition.prologue(trial, self._route, stack=stack, delivered=delivered)
+            now = kept.changed(kept.now())
+            found.append(now - frozenset[str]().union(*found))
+        kept.put_back()
+        return tuple(found)
 
     def learn_usage(
         self, trial: Microbatch, weights: Mapping[str, Tensor], changing: Collection[str]
@@ -84,8 +102,12 @@ class OuterTrial:
         kept, partition = KeptBuffers(self._partition), self._partition
         first, second = Readers({**weights, **kept.buffers}), Readers(weights)
 
+        route, last = self._route, self._route.num_stacks - 1
+        recordings, delivered = self._layers.through(trial, route)
+        kept.put_back()
+
         def prologue() -> list[Tensor | None]:
-            recording = partition.prologue(trial)
+            recording = partition.prologue(trial, route, stack=last, delivered=delivered)
             return [recording.hidden, *recording.tensors]
 
         def start() -> None:
@@ -105,10 +127,13 @@ class OuterTrial:
 
         made, between = watched(first, prologue)
         first.note(made)
-        hidden = made[0]
+        for recording in recordings:
+            first.note(recording.tensors)
+        if route.is_straight:  # what enters the layers stands for what leaves them
+            delivered = {key: one for key in route.ends(last) if (one := made[0]) is not None}
         second.watching = False  # until the layers end
         expected, after = watched(
-            second, lambda: partition.epilogue(trial, hidden, on_delivery=start)
+            second, lambda: partition.epilogue(trial, delivered, route, on_delivery=start)
         )
         for owner in sorted(kept.changed(after, since=between)):
             if owner in first.readings or owner in changing:
@@ -120,23 +145,29 @@ class OuterTrial:
         forms = {name: unit.form for name, unit in self._server.units.items()}
         usage = usage_of(forms, trial, first, second)
         is_alone = not kept.changed(after) and self._is_alone(
-            trial, hidden, expected, weights, usage
+            trial, delivered, expected, weights, usage
         )
         return usage if is_alone else None
 
     def _is_alone(
         self,
         trial: Microbatch,
-        hidden: Tensor,
+        delivered: Mapping[Key, Tensor],
         expected: Any,
         weights: Mapping[str, Tensor],
         usage: Mapping[str, Usage],
     ) -> bool:
-        """Whether the epilogue gives the same without the units that only the prologue reads."""
-        self._outer.bind_only({owner: weights[owner] for owner in self.read_after(usage)})
+        """Whether the epilogue gives the same without the units that only the prologue reads.
+
+        Those that interludes read are there for the whole step, but for what is only looked up.
+        """
+        present = {owner: weights[owner] for owner in self.read_after(usage)}
+        if not self._route.is_straight:
+            present |= {owner: weights[owner] for owner in self._read_before(usage)}
+        self._outer.bind_only(present)
         self._device.seed(TRIAL_SEED)
         try:
-            found = self._outer.run_epilogue(trial, hidden, alone=True)
+            found = self._outer.run_epilogue(trial, delivered, self._route, alone=True)
         except CutError:
             raise
         except Exception:  # it reads what is not there
@@ -152,14 +183,27 @@ class OuterTrial:
         )
         return [owner for layout in layouts for owner in layout.names]
 
+    def _read_before(self, usage: Mapping[str, Usage]) -> list[str]:
+        """What units hold that the code before the layers reads, other than by lookup."""
+        layouts = (
+            self._server.units[n].form.weight_layout for n, one in usage.items() if one.before
+        )
+        return [owner for layout in layouts for owner in layout.names]
+
     # ----------------------------------------------------------------------------------------------
     # The loss
 
-    def _hidden(self, batch: Microbatch) -> Tensor:
-        """What enters the first layer; here it stands for what leaves the last."""
-        hidden = self._partition.prologue(batch).hidden
-        assert hidden is not None
-        return hidden
+    def _ends(self, batch: Microbatch) -> dict[Key, Tensor]:
+        """What the layers return for these rows, or what stands for it."""
+        return self._layers.through(batch, self._route)[1]
+
+    def _epilogue(self, batch: Microbatch) -> Any:
+        return self._partition.epilogue(batch, self._ends(batch), self._route)
+
+    @property
+    def _last(self) -> Key:
+        """The hidden state that the last layer returns."""
+        return self._route.ends(self._route.num_stacks - 1)[0]
 
     def measure(
         self, function: LossFunction, part: Microbatch, seed: int
@@ -167,23 +211,26 @@ class OuterTrial:
         """The user's loss of some rows."""
         self._device.seed(seed)
         part = move_batch(part, self._device.torch_device)
-        hidden = self._hidden(part)
-        found = function(self._partition.epilogue(part, hidden), part)
+        ends = self._ends(part)
+        found = function(self._partition.epilogue(part, ends, self._route), part)
         total, weight = found if isinstance(found, tuple) else (found, 1.0)
-        return float(total), float(weight), hidden.dtype is torch.float32
+        return float(total), float(weight), _are_single(ends)
 
     def find_rule(self, trial: Microbatch) -> tuple[Rule, bool]:
         """What the loss averages over, and whether another batch cannot tell more."""
-        function, hidden = self._outer.loss_function, self._hidden(trial)
+        function, ends = self._outer.loss_function, self._ends(trial)
         if function is not None:
-            found = function(self._partition.epilogue(trial, hidden), trial)
+            found = function(self._partition.epilogue(trial, ends, self._route), trial)
             return (Rule.SUM_AND_WEIGHT if isinstance(found, tuple) else Rule.ROWS), True
 
         def loss(batch: Microbatch) -> float:
-            return float(require_loss(self._partition.epilogue(batch, self._hidden(batch))))
+            return float(require_loss(self._epilogue(batch)))
 
+        left = self._route.needed_asides(self._route.num_stacks)
+        if any(key not in self._route.constant for key in left):
+            return Rule.UNKNOWN, True  # router losses are too small a share of a loss to be seen
         try:
-            return find_rule(trial, loss, is_single=hidden.dtype is torch.float32)
+            return find_rule(trial, loss, is_single=_are_single(ends))
         except IndexError:  # the loss ignores another number than what the trial has put there
             return Rule.UNKNOWN, True
 
@@ -191,7 +238,9 @@ class OuterTrial:
         """Whether the loss, and its gradient, may be taken position by position."""
         if rule not in (Rule.LABELS, Rule.SHIFTED_LABELS) or self._outer.loss_function:
             return False
-        labels, hidden = trial["labels"], self._hidden(trial)
+        if not self._route.is_straight:
+            return False
+        labels, hidden = trial["labels"], self._ends(trial)[self._last]
         if labels.dim() != 2 or hidden.is_nested or hidden.dim() != 3:
             return False
         length = labels.shape[1]
@@ -228,9 +277,12 @@ class OuterTrial:
             rule: what the loss averages over.
             matrices: weights that may be the head's.
         """
-        if rule is Rule.UNKNOWN or self._outer.loss_function is not None:
+        if self._outer.loss_function is not None:
             return False
-        noise, used = _noise_like(self._hidden(trial)), list[Tensor]()
+        if not self._route.gives[self._route.end(self._route.num_stacks - 1)]:
+            return False
+        ends, used = self._ends(trial), list[Tensor]()
+        noise = _noise_like(ends[self._last])
 
         def add(outputs: Tensor, inputs: Tensor) -> None:
             used.append(outputs)
@@ -238,8 +290,8 @@ class OuterTrial:
         head = Head(add=add, scale=TRIAL_SCALE, num_rows=5, compiled=False)
         heads = {id(matrix): head for matrix in matrices}
         try:
-            expected = self._loss_and_gradient(trial, noise)
-            found = self._loss_and_gradient(trial, noise, heads=heads)
+            expected = self._loss_and_gradient(trial, noise, ends)
+            found = self._loss_and_gradient(trial, noise, ends, heads=heads)
         except CutError:
             raise
         except Exception:  # the model's code does something else with its logits
@@ -247,14 +299,27 @@ class OuterTrial:
         return bool(used) and all(map(_close, found, expected))
 
     def _loss_and_gradient(
-        self, batch: Microbatch, hidden: Tensor, *, heads: Mapping[int, Head] | None = None
+        self,
+        batch: Microbatch,
+        hidden: Tensor,
+        ends: Mapping[Key, Tensor] = NO_ENDS,
+        *,
+        heads: Mapping[int, Head] | None = None,
     ) -> tuple[Tensor, Tensor]:
         leaf = hidden.detach().clone().requires_grad_()
+        delivered = {**ends, self._last: leaf}
         with torch.enable_grad():
-            outputs = self._outer.run_epilogue(batch, leaf, alone=True, heads=heads)
+            outputs = self._outer.run_epilogue(
+                batch, delivered, self._route, alone=True, heads=heads
+            )
             loss = require_loss(outputs).float()
             (gradient,) = torch.autograd.grad([loss * TRIAL_SCALE], [leaf])
         return loss.detach(), gradient
+
+
+def _are_single(ends: Mapping[Key, Tensor]) -> bool:
+    """Whether layers compute in float32."""
+    return all(one.dtype is torch.float32 for one in ends.values() if one.is_floating_point())
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

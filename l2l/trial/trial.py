@@ -34,8 +34,10 @@ from l2l.model import (
     Partition,
     Recording,
     Returns,
+    Route,
     Rule,
     compare_cut_loss,
+    leaves,
     move_batch,
     num_rows,
     take_rows,
@@ -44,6 +46,7 @@ from l2l.model import (
 )
 from l2l.parameter_server import ParameterServer
 from l2l.run import Facts, OuterPass
+from l2l.trial.discovery import Discovery
 from l2l.trial.layer_trial import LayerTrial
 from l2l.trial.outer_trial import KeptBuffers, OuterTrial
 
@@ -99,12 +102,15 @@ class Trial:
             f"device_memory={format_bytes(least)} or more, if the device has it."
         )
 
-    def record(self, microbatch: Microbatch) -> Recording:
-        """What a prologue run yields for these rows, on the device."""
+    def record(self, microbatch: Microbatch, route: Route) -> list[Recording]:
+        """What runs of the code before every stack yield for these rows, on the device."""
         with self._with_weights(training=True):
-            return self.partition.prologue(move_batch(microbatch, self.device.torch_device))
+            rows = move_batch(microbatch, self.device.torch_device)
+            return self._layers.through(rows, route)[0]
 
-    def why_not_cut(self, rule: Rule, microbatches: Sequence[Microbatch]) -> str | None:
+    def why_not_cut(
+        self, rule: Rule, microbatches: Sequence[Microbatch], route: Route
+    ) -> str | None:
         """Why a given loss over these microbatches is not that of the batch; None: it is.
 
         As with the model's own ([Note: counting rule] in batch.py), the layers are left out.
@@ -117,7 +123,7 @@ class Trial:
         if all(self.server.world.gather_facts(is_known)):  # ranks bring their weights together
             return None
         with self._with_weights(training=False):
-            loss = partial(self._around.measure, function)
+            loss = partial(self._around_by(route).measure, function)
             verdict = None if is_known else compare_cut_loss(rule, microbatches, loss)
         if verdict is None:
             self._checked_rows.add(rows)
@@ -129,7 +135,7 @@ class Trial:
         Raises:
             ValueError: it fails there, or returns something else than a hidden state.
         """
-        recording = self.record(rows)
+        (recording,) = self.record(rows, self.partition.straight)
         index = min(position, self.partition.num_layers - 1)
         dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
@@ -141,7 +147,7 @@ class Trial:
         args, kwargs = recording.calls[index].arguments(hidden, recorded)
         try:
             with self.device.private_random_state(), torch.no_grad():
-                output = Returns.unwrap(module(*args, **kwargs))
+                (output,) = Returns.unwrap(module(*args, **kwargs))
         except Exception as error:
             raise ValueError(
                 f"{type(module).__name__} does not run in the place of layer {index}, whose hidden "
@@ -156,8 +162,11 @@ class Trial:
     # ----------------------------------------------------------------------------------------------
 
     @property
-    def _around(self) -> OuterTrial:
-        return OuterTrial(self.partition, self.server, self.device, self.outer)
+    def _layers(self) -> LayerTrial:
+        return LayerTrial(self.partition, self.server, self.device, self.compiler)
+
+    def _around_by(self, route: Route) -> OuterTrial:
+        return OuterTrial(self.partition, self.server, self.device, self.outer, self._layers, route)
 
     @contextlib.contextmanager
     def _with_weights(self, *, training: bool) -> Iterator[Mapping[str, Tensor]]:
@@ -205,26 +214,71 @@ class Trial:
                 raise
 
     def _learn_model(self, trial: Microbatch, weights: Mapping[str, Tensor]) -> Facts:
-        """Learn what the layers do, and the code around them."""
-        kept = KeptBuffers(self.partition)
-        layers = LayerTrial(self.partition, self.server, self.device, self.compiler)
-        with torch.enable_grad():  # nothing requires gradients: to see whether that is undone
-            self.partition.prologue(trial, learn=layers.run, meet=layers.meet)
+        """Learn what the layers do, and the code around them.
+
+        Most models hand their hidden state straight on: that takes a layer of each structure. What
+        others do is found by running all layers.
+        """
+        if len(self.partition.lists) == 1:
+            try:
+                return self._learn_straight(trial, weights)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # it does something else
+                self.partition.forget()
+                reason = error
+            try:
+                return self._discover(trial, weights)
+            except CutError as error:
+                raise error from reason
+        return self._discover(trial, weights)
+
+    def _learn_straight(self, trial: Microbatch, weights: Mapping[str, Tensor]) -> Facts:
+        kept, layers = KeptBuffers(self.partition), self._layers
+        try:
+            with torch.enable_grad():  # nothing requires gradients: to see whether that is undone
+                self.partition.prologue(trial, learn=layers.run, meet=layers.meet)
+        finally:
+            kept.put_back()
+        if layers.reshaped is not None:
+            raise CutError(f"{layers.reshaped}. Expected layers that keep its shape.")
+        return self._facts(trial, weights, layers, self.partition.straight)
+
+    def _discover(self, trial: Microbatch, weights: Mapping[str, Tensor]) -> Facts:
+        kept, layers = KeptBuffers(self.partition), self._layers
+        discovery = Discovery(self.partition, layers.see)
+        units = self.server.units.items()
+        trained = [n for k, unit in units if k[0] != "L" for n in unit.form.trained.names]
+        self.partition.skeleton.bind(leaves(weights, trained))
+        try:
+            with torch.enable_grad():
+                route = discovery.run(trial)
+        finally:
+            self.partition.skeleton.bind(weights)
+            kept.put_back()
+        return self._facts(trial, weights, layers, route)
+
+    def _facts(
+        self, trial: Microbatch, weights: Mapping[str, Tensor], layers: LayerTrial, route: Route
+    ) -> Facts:
+        """What the code around the layers does, which run by this route."""
         for structure in self.partition.changing_input:  # it would write into a cell
             self.compiler.uncompiled.add(structure)
-        changing = kept.changed(kept.now())
-        kept.put_back()
-        usage = self._around.learn_usage(trial, weights, changing)
+        around = self._around_by(route)
+        changing = around.changing(trial)
+        usage = around.learn_usage(trial, weights, frozenset[str]().union(*changing))
         return Facts(
+            route=route,
             usage=usage or {},
             alone=usage is not None,
-            changing=changing,
+            changing=changing if any(changing) else (),
             changing_in_layers=layers.changing(),
         )
 
     def _learn_rule(self, trial: Microbatch, weights: Mapping[str, Tensor], facts: Facts) -> Facts:
         """Learn what the loss averages over, and how the epilogue may be cut."""
-        around, alone = self._around, facts.alone
+        assert facts.route is not None
+        around, alone = self._around_by(facts.route), facts.alone
         rule, is_final = around.find_rule(trial)
         heads = [weights[owner] for owner in around.read_after(facts.usage)]
         matrices = [weight for weight in heads if weight.dim() == 2]
