@@ -80,6 +80,8 @@ def token_in_boxes(model: nn.Module, config: Any, seed: int) -> Batch:
 
 
 def seq2seq(model: nn.Module, config: Any, seed: int) -> Batch:
+    if not config.is_encoder_decoder:  # a model of sound and text, here with text only
+        return causal(model, config, seed)
     return {"input_ids": words(seed), "labels": words(seed + 50, TARGETS)}
 
 

@@ -75,10 +75,7 @@ SETTINGS: dict[str, Settings] = {  # of a model type, or of one class
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS,
     "ministral": {"head_dim": 8},
-    "mistral4": {
-        **{"num_key_value_heads": 4, "text_config": {"num_key_value_heads": 4}},
-        "rope_parameters": _ROPE,
-    },
+    "mistral4": {"num_key_value_heads": 4, "rope_parameters": _ROPE},
     "mobilebert": {
         **{"embedding_size": 32, "true_hidden_size": 32, "intra_bottleneck_size": 32},
         **{"hidden_size": 32, "use_bottleneck": True},
