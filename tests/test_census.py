@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from census import compare, run, table
 from census.batches import IGNORED, ROWS, ragged, words
 from census.cases import ALL_KINDS, Case, cases
+
+import l2l
 
 EXACT = [  # with all rows in one microbatch; rows singly are exact or close
     ("causal", "GPT2LMHeadModel"),
@@ -41,6 +44,35 @@ def test_a_class_trains_exactly(kind: str, name: str) -> None:
     assert found["whole"]["verdict"] == "exact", found["whole"]
     assert found["rows"]["verdict"] in ("exact", "close"), found["rows"]
     assert found["rows"]["adds_up"]
+
+
+def test_an_engine_that_trains_otherwise_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = compare.engine_of
+    monkeypatch.setattr(
+        compare, "engine_of", lambda model, rate, size: right(model, 1.001 * rate, size)
+    )
+    found = compare.examine(find("causal", "LlamaForCausalLM"))
+    assert {found["whole"]["verdict"], found["rows"]["verdict"]} == {"wrong"}
+
+
+def test_a_refusal_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = partial(l2l.Engine, device="cpu", layers="nowhere")
+    monkeypatch.setattr(compare, "engine_of", lambda model, rate, size: refusing(model))
+    found = compare.examine(find("causal", "LlamaForCausalLM"))["whole"]
+    assert found["verdict"] == "refused"
+    assert "nowhere" in found["why"]
+    assert not found["by_proof"]
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_an_error_of_other_code_is_a_crash(error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise error("not ours")
+
+    monkeypatch.setattr(compare, "engine_of", fail)
+    found = compare.examine(find("causal", "LlamaForCausalLM"))["whole"]
+    assert found["verdict"] == "crash"
+    assert "not ours" in found["why"]
 
 
 # ----------------------------------------------------------------------------------------------
