@@ -168,10 +168,10 @@ def train_engine(task: Task, model: nn.Module, size: int) -> tuple[Found, Traine
     """What there is to say, and the losses and weights. Raises what the engine raises."""
     found: Found = {}
     with engine_of(model, task.learning_rate, size) as engine:
-        share = getattr(engine, "streamed_share", None)
-        found |= {} if share is None else {"streamed": round(float(share), 3)}
         reports = [engine.step(batch) for batch in task.batches]
         losses = [report.loss for report in reports]
+        share = getattr(engine, "streamed_share", None)
+        found |= {} if share is None else {"streamed": round(float(share), 3)}
         if any(report.skipped for report in reports):
             found["why"] = "a step was skipped"
     return found, (losses, state_of(model))
@@ -216,8 +216,9 @@ def failure(error: Exception) -> Found:
 
 
 def difference(found: State, expected: State, before: State) -> float:
-    """0 for equal bits; else in parts of what is allowed, infinite where it is nonsense."""
-    if list(found) != list(expected):
+    """0 for equal bits; infinite where nothing can be compared; else relative."""
+    shapes = [{name: tensor.shape for name, tensor in state.items()} for state in (found, expected)]
+    if list(found) != list(expected) or shapes[0] != shapes[1]:
         return math.inf
     return max((_difference(found[k], expected[k], before[k]) for k in expected), default=0.0)
 

@@ -42,7 +42,8 @@ def within(case: Case) -> Row:
     try:
         found = examine(case)
     except BaseException as error:
-        found = {"plain": f"the census itself: {type(error).__name__}: {error}"}
+        why = f"the census itself: {type(error).__name__}: {error}"
+        found = {"plain": "runs", "whole": {"verdict": "crash", "why": why}}
     return {**found, "seconds": round(time.monotonic() - begun, 1)}
 
 

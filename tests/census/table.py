@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,8 @@ def reason(found: Row | None) -> str:
     why = (found or {}).get("why", "").partition(" Expected ")[0].replace("|", "/")
     why = re.sub(r"^\w+ (has|is|runs) ", r"the model \1 ", why)
     why = re.sub(r"'[^']*'|`[^`]*`", "..", re.sub(r"\[[^\]]*\]", "[..]", why))
-    why = re.sub(r"(\.\., )+\.\.", "..", re.sub(r"\d[\d.e-]*", "N", why))
+    why = re.sub(r"(?<![A-Za-z])\d+(\.\d+)?(e-?\d+)?", "N", why)
+    why = re.sub(r"(\.\., )+\.\.", "..", why)
     return why if len(why) <= MOST_OF_REASON else why[:MOST_OF_REASON].rsplit(" ", 1)[0] + " .."
 
 
@@ -127,7 +130,9 @@ def _rank(group: tuple[tuple[str, str, str], list[Row]]) -> tuple[int, int, str]
 
 def tables(rows: Sequence[Row]) -> str:
     """All of them, one after the other."""
-    parts = [f"{len(rows)} cases, {len({row['class'] for row in rows})} classes."]
+    numbers = f"{len(rows)} cases, {len({row['class'] for row in rows})} classes"
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    parts = [f"{numbers}; {versions}; {date.today()}."]
     for run, title in RUNS.items():
         parts += [f"### {title}", summary(rows, run)]
     parts += ["### Refused", refusals(rows), "### By class", classes(rows)]
