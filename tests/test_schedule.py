@@ -58,6 +58,22 @@ IN_HALVES = Shape(
     halves=True,
 )
 GOLDEN = {
+    "two_stacks": Shape(layers=first_layers(3), stacks=(2,), num_microbatches=2),
+    "three_stacks_in_another_order": Shape(
+        layers=first_layers(4),
+        units=(2, 0, 1, 3),
+        stacks=(1, 3),
+        num_microbatches=2,
+        num_tail=1,
+        frozen_layers=frozenset({0, 1}),
+        outer=FROZEN,
+    ),
+    "layers_called_twice": Shape(
+        layers=first_layers(4), units=(0, 1, 0, 1), num_microbatches=2, num_late=1, pending=("O",)
+    ),
+    "one_loss_over_all_rows": Shape(
+        layers=first_layers(3), stacks=(1,), num_microbatches=2, joint=True
+    ),
     "three_layers_one_microbatch": Shape(layers=first_layers(3), num_microbatches=1),
     "three_layers_two_microbatches": Shape(
         layers=first_layers(3), num_microbatches=2, num_slots=2, num_cells=6

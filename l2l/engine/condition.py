@@ -132,6 +132,7 @@ class Condition:
         settings: Settings | None,
         rule: Rule,
         joint: bool = False,
+        keep_outputs: bool = False,
         **more: Any,
     ) -> Step:
         """Everything that one run of a schedule works on; without `settings` it does not train.
@@ -143,10 +144,13 @@ class Condition:
             settings: of the optimizer.
             rule: what the loss averages over.
             joint: whether one loss is taken over all microbatches.
+            keep_outputs: whether the model's outputs are wanted.
             more: as of `Step`.
         """
         has, trains, number = self.has, settings is not None, len(microbatches)
-        program = self.network.program(number, choice, training=trains, seed=seed, joint=joint)
+        program = self.network.program(
+            number, choice, training=trains, seed=seed, joint=joint, keep_outputs=keep_outputs
+        )
         names = {name: unit.form.trained.names for name, unit in has.server.units.items()}
         lookups = program.lookups
         return Step(
@@ -162,6 +166,7 @@ class Condition:
             losses=has.device.host_record(number, 2),
             norms=has.norm_records() if trains else {},
             settings=settings,
+            keep_outputs=keep_outputs,
             clip_norm=has.clip_norm,
             checks_norms=has.policy is UpdatePolicy.JUST_IN_TIME,
             divide_by_weight=rule is Rule.SUM_AND_WEIGHT,

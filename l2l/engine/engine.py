@@ -377,6 +377,11 @@ class Engine:
         return self._condition.network.plan()
 
     @property
+    def streamed_share(self) -> float:
+        """Of the parameters outside embedding tables, the share that is in layers."""
+        return self._condition.network.partition.layer_share
+
+    @property
     def device(self) -> Device:
         """The device the layers run on, for memory measurements."""
         return self._resources.device

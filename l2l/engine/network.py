@@ -141,6 +141,7 @@ class Network:
         training: bool,
         seed: int,
         joint: bool = False,
+        keep_outputs: bool = False,
     ) -> Program:
         """What the next step runs by; its schedule is kept for steps of the same shape."""
         shape, decisions = (
@@ -157,6 +158,7 @@ class Network:
             schedule=self.schedules[shape],
             seed=seed,
             facts=self.facts,
+            route=(self.facts.whole_route if keep_outputs else None) or self.route,
             lookups=self.lookups(shape),
             keep=decisions.keep,
             piece_tokens=decisions.piece_tokens,

@@ -170,6 +170,14 @@ class Partition:
         """The option by which a batch asks for what single layers return."""
         return asked_for(COLLECTING, [], batch)
 
+    @property
+    def layer_share(self) -> float:
+        """Of the parameters outside embedding tables, the share that is in layers."""
+        around = self.outer_tensors.parameters.items()
+        rest = sum(p.numel() for owner, p in around if owner not in self.tables)
+        own = sum(p.numel() for one in self.layer_tensors for p in one.parameters.values())
+        return own / max(1, own + rest)
+
     def close(self) -> None:
         """Let go of all tensors; the parts cannot run any more."""
         for part in (self.skeleton, *self.layers):

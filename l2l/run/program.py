@@ -30,7 +30,8 @@ class Facts:
 
     usage: Mapping[str, Usage] = field(default_factory=dict)
     """Of units around the layers; without it all of them are needed in every phase."""
-    route: Route | None = None  # how the model's code runs its layers
+    route: Route | None = None  # how the model's code runs its layers, where its loss is wanted
+    whole_route: Route | None = None  # the same where all of its outputs are
     alone: bool = False  # whether the epilogue does without anything of the prologue
     within_rows: bool = False  # whether positions of a row may be pieces
     puts_off: bool = False  # whether logits are put off
@@ -52,6 +53,8 @@ class Program:
     schedule: Schedule
     seed: int
     facts: Facts
+    route: Route
+    """How the model's code runs its layers."""
     lookups: tuple[TableLookup, ...] = ()
     """Those of the prologue that the host answers."""
     keep: float = 0.0
@@ -72,12 +75,6 @@ class Program:
         object.__setattr__(self, "following", self.shape.following)
         object.__setattr__(self, "returning", frozenset(self.shape.backward_layers))
         object.__setattr__(self, "redone", frozenset(self.shape.redone))
-
-    @property
-    def route(self) -> Route:
-        """How the model's code runs its layers."""
-        assert self.facts.route is not None
-        return self.facts.route
 
     @property
     def shape(self) -> Shape:

@@ -12,8 +12,8 @@ code between them, or after them, computes with it. From that follows the `Route
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -34,9 +34,11 @@ from l2l.model import (
     emit,
     num_rows,
     open_lists,
+    require_loss,
 )
 
 RunLayer = Callable[[int, Any, Any], Any]
+LossOf = Callable[[Any, Microbatch], Any]
 
 
 @dataclass(slots=True)
@@ -66,8 +68,12 @@ class Discovery(TorchFunctionMode):
         self._written: set[Key] = set()
         self._is_inside = False  # a layer
 
-    def run(self, batch: Microbatch) -> Route:
-        """The route of a model's code on these rows.
+    def run(self, batch: Microbatch, loss_of: LossOf | None = None) -> tuple[Route, Route]:
+        """The routes of a model's code on these rows: to its loss, and to all of its outputs.
+
+        Args:
+            batch: the rows.
+            loss_of: gives the loss in the outputs; None, or if there is none: all of them.
 
         Raises:
             CutError: no layer was called.
@@ -75,10 +81,15 @@ class Discovery(TorchFunctionMode):
         self._num_rows = num_rows(batch)
         with self:
             outputs = self._partition.walk_with(batch, self._call)
+            loss = None if loss_of is None else loss_of(outputs, batch)
         if not self._calls:
             raise CutError("the model calls none of its layers. Name others with layers='...'.")
         self._outputs = pytree.tree_leaves(outputs)
-        return self._route()
+        route = self._route()
+        if loss is None:
+            return route, route
+        needed = self._needed_after(route, pytree.tree_leaves(loss))
+        return self._for_loss(route, needed), route
 
     # ----------------------------------------------------------------------------------------------
     # What happens
@@ -266,21 +277,41 @@ class Discovery(TorchFunctionMode):
     def _needs(self, route: Route, uses: dict[Key, set[int]]) -> tuple[frozenset[Key], ...]:
         """What the code before each stack, and after the last one, computes with."""
         found: list[frozenset[Key]] = []
-        for stack in range(route.num_stacks + 1):
-            starts = route.calls(stack).start if stack < route.num_stacks else len(self._calls)
-            asked = (deps for time, deps in self._asked.items() if time <= starts)
-            needed = frozenset[Key]().union(*asked)
-            if stack < route.num_stacks:
-                for call in route.calls(stack):
-                    leaves = [one for one in self._calls[call].given if isinstance(one, Tensor)]
-                    needed |= self._of(leaves)
-            else:
-                needed |= self._of(one for one in self._outputs if isinstance(one, Tensor))
-            needed = frozenset(key for key in needed if key[0] < starts)
-            # Others are replaced by something of the shape that the layer was given.
-            reshaped = {k for k in uses if k[0] < starts and self._is_reshaped(k)}
-            found.append(needed | frozenset(k for k in reshaped if min(uses[k]) <= starts))
+        for stack in range(route.num_stacks):
+            given = [one for call in route.calls(stack) for one in self._calls[call].given]
+            found.append(self._needed(given, route.calls(stack).start, uses))
+        found.append(self._needed(self._outputs, len(self._calls), uses))
         return tuple(found)
+
+    def _needed(
+        self, made: Iterable[Any], before: int, uses: Mapping[Key, Collection[int]]
+    ) -> frozenset[Key]:
+        """What code before a call must be given, to make these."""
+        asked = (deps for time, deps in self._asked.items() if time <= before)
+        needed = frozenset[Key]().union(*asked)
+        needed |= self._of(one for one in made if isinstance(one, Tensor))
+        needed = frozenset(key for key in needed if key[0] < before)
+        # Others are replaced by something of the shape that the layer was given.
+        return needed | frozenset(
+            key
+            for key in uses
+            if key[0] < before and self._is_reshaped(key) and min(uses[key]) <= before
+        )
+
+    def _for_loss(self, route: Route, needed: frozenset[Key]) -> Route:
+        """The same route where only the loss is wanted of the outputs."""
+        needs = (*route.needs[:-1], needed)
+        wanted = frozenset[Key]().union(*needs)
+        asides = {
+            call: tuple(entry for entry in entries if (call, entry) in wanted)
+            for call, entries in route.asides.items()
+        }
+        return replace(route, needs=needs, asides={c: e for c, e in asides.items() if e})
+
+    def _needed_after(self, route: Route, made: Iterable[Any]) -> frozenset[Key]:
+        """What the code after the layers must be given, to make these."""
+        reshaped = dict.fromkeys(route.reshaped & route.needs[-1], (0,))
+        return self._needed(made, len(self._calls), reshaped)
 
 
 def _writes(name: str, given: list[Tensor], made: list[Tensor]) -> bool:
@@ -329,6 +360,14 @@ def run_through(
     return recordings, delivered
 
 
+def own_loss(outputs: Any, _: Microbatch) -> Tensor | None:
+    """The loss in a model's outputs, if there is one."""
+    try:
+        return require_loss(outputs)
+    except ValueError:
+        return None
+
+
 def find_route(partition: Partition, batch: Microbatch, run_layer: RunLayer) -> Route:
     """The route of a model's code on these rows; `run_layer` runs a layer."""
 
@@ -344,4 +383,4 @@ def find_route(partition: Partition, batch: Microbatch, run_layer: RunLayer) -> 
             partition.forget()
         else:
             return partition.straight
-    return Discovery(partition, see).run(batch)
+    return Discovery(partition, see).run(batch, own_loss)[0]

@@ -46,7 +46,7 @@ from l2l.model import (
 )
 from l2l.parameter_server import ParameterServer
 from l2l.run import Facts, OuterPass
-from l2l.trial.discovery import Discovery
+from l2l.trial.discovery import Discovery, own_loss
 from l2l.trial.layer_trial import LayerTrial
 from l2l.trial.outer_trial import KeptBuffers, OuterTrial
 
@@ -242,7 +242,8 @@ class Trial:
             kept.put_back()
         if layers.reshaped is not None:
             raise CutError(f"{layers.reshaped}. Expected layers that keep its shape.")
-        return self._facts(trial, weights, layers, self.partition.straight)
+        straight = self.partition.straight
+        return self._facts(trial, weights, layers, straight, straight)
 
     def _discover(self, trial: Microbatch, weights: Mapping[str, Tensor]) -> Facts:
         kept, layers = KeptBuffers(self.partition), self._layers
@@ -252,16 +253,21 @@ class Trial:
         self.partition.skeleton.bind(leaves(weights, trained))
         try:
             with torch.enable_grad():
-                route = discovery.run(trial)
+                routes = discovery.run(trial, self.outer.loss_function or own_loss)
         finally:
             self.partition.skeleton.bind(weights)
             kept.put_back()
-        return self._facts(trial, weights, layers, route)
+        return self._facts(trial, weights, layers, *routes)
 
     def _facts(
-        self, trial: Microbatch, weights: Mapping[str, Tensor], layers: LayerTrial, route: Route
+        self,
+        trial: Microbatch,
+        weights: Mapping[str, Tensor],
+        layers: LayerTrial,
+        route: Route,
+        whole_route: Route,
     ) -> Facts:
-        """What the code around the layers does, which run by this route."""
+        """What the code around the layers does, which run by these routes."""
         for structure in self.partition.changing_input:  # it would write into a cell
             self.compiler.uncompiled.add(structure)
         around = self._around_by(route)
@@ -269,6 +275,7 @@ class Trial:
         usage = around.learn_usage(trial, weights, frozenset[str]().union(*changing))
         return Facts(
             route=route,
+            whole_route=whole_route,
             usage=usage or {},
             alone=usage is not None,
             changing=changing if any(changing) else (),
