@@ -14,7 +14,7 @@ from l2l.distributed import World
 from l2l.engine import Engine
 from l2l.engine.checkpoints import PLACED as PLACED
 from l2l.engine.proving import Proving
-from l2l.model import Compiler, Partition
+from l2l.model import Compiler, Partition, Route
 from l2l.parameter_server import Arena, ParameterServer
 from l2l.planner import Planning
 from l2l.proof import Proof, ProofMemory
@@ -187,3 +187,8 @@ def clean_up(engine: Engine) -> None:
     """Give up a step that was interrupted, if there is one, as the next operation would."""
     if engine._condition.running is not None:
         engine._condition.refuse_if_unusable()
+
+
+def route(engine: Engine) -> Route:
+    """How the model's code runs its layers."""
+    return engine._condition.network.route

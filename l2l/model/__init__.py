@@ -50,6 +50,7 @@ from l2l.model.modules import (
 )
 from l2l.model.partition import Part, Partition, UnitTensors
 from l2l.model.passing import (
+    HIDDEN,
     METADATA,
     Call,
     RecordedTensor,

@@ -105,14 +105,16 @@ def _lists(model: nn.Module) -> Iterator[LayerList]:
             n: m for n, m in module.named_children() if next(m.parameters(), None) is not None
         }
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            if len(module) and not any(_is_container(one) for one in children.values()):
+            is_list = isinstance(module, nn.ModuleList) or len(children) > 1
+            are_layers = not any(_is_no_layer(one) for one in children.values())
+            if children and is_list and are_layers:
                 names = [name for name, _ in module.named_children()]
                 yield LayerList(path, tuple(inside + name for name in names))
             continue
         groups: dict[str, list[str]] = {}
         for name, one in children.items():
             stem = name.rstrip("0123456789")
-            if stem != name and not _is_container(one):
+            if stem != name and not _is_no_layer(one):
                 groups.setdefault(stem, []).append(name)
         for stem, names in groups.items():
             are_blocks = all(next(children[name].children(), None) is not None for name in names)
@@ -120,9 +122,9 @@ def _lists(model: nn.Module) -> Iterator[LayerList]:
                 yield LayerList(f"{inside}{stem}*", tuple(inside + name for name in names))
 
 
-def _is_container(module: nn.Module) -> bool:
-    """Whether a module only holds others, and is never called."""
-    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+def _is_no_layer(module: nn.Module) -> bool:
+    """Whether a module only holds others, and is never called; or is a table."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Embedding)
 
 
 def _size(model: nn.Module, layers: LayerList) -> int:

@@ -448,8 +448,8 @@ class Walk:
         found = self._delivered.get((call, entry))
         if found is not None:
             return found.clone() if (call, entry) in self._route.written else found
-        if entry not in self._route.entries(call):
-            return NotKept(self._route.layers[call], entry)
+        if (call, entry) not in self._route.seen:
+            return self._present(call, entry, hidden)
         with torch._C.DisableTorchFunctionSubclass():
             one = hidden if hidden.is_floating_point() else hidden.float()
             return torch.full_like(one[..., :1], torch.nan).expand(one.shape)

@@ -40,6 +40,8 @@ class Route:
     """Calls with which further stacks begin."""
     asides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Of calls inside a stack, entries that later code needs."""
+    seen: frozenset[Key] = frozenset()
+    """All that code uses which is not a layer of the same stack."""
     needs: tuple[frozenset[Key], ...] = ()
     """For the code before each stack and after the last one: what it needs of earlier calls."""
     again: Mapping[Key, Key] = field(default_factory=dict)
@@ -61,6 +63,7 @@ class Route:
         return cls(
             layers=tuple(range(num_layers)),
             gives=((0,),) * num_layers,
+            seen=ends,
             needs=(frozenset(), ends),
         )
 

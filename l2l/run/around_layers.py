@@ -210,7 +210,8 @@ class AroundLayers:
             gradient = found.get(("aside", key))
             if gradient is not None:
                 other = step.aside_gradients.get((key, m))
-                step.aside_gradients[key, m] = gradient if other is None else other + gradient
+                copy = gradient.clone()  # it may be a view of a cell
+                step.aside_gradients[key, m] = copy if other is None else other + copy
         of_ends = [or_nothing(found.get(("end", key)), one) for key, one in outer.ends.items()]
         rides = step.rides[outer.stack - 1, m]
         leaves = [

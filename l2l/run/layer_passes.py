@@ -16,6 +16,7 @@ from torch import Tensor
 
 from l2l.model import (
     EVERYTHING,
+    HIDDEN,
     BackwardResult,
     Gradients,
     Handed,
@@ -87,11 +88,12 @@ class LayerPasses:
         handed_on = self._stash.get(before, f"h{call} m{m}")
         needs = self._needs_gradient(step, call, m)
         inputs = self._inputs(step, call, m, slot, recorded, handed_on, changing, requires=needs)
-        sums = inputs.sums_of(gathered) | self._sums_of(step, action.unit, gradient_slot)
+        sums = self._sums(step, call, m, inputs, gathered)
+        sums |= self._sums_of(step, action.unit, gradient_slot)
         inputs = replace(inputs, sums=sums)
         handed = step.handed.pop((call, m), None)
         structure = self._partition.structures[action.layer]
-        if all(one is None for one in gradients) and not gathered:
+        if all(one is None for one in gradients) and not sums and not gathered:
             result = BackwardResult(hidden=None, parameters={}, recorded={})  # nothing uses it
         elif handed is None or not self._compiler.trusts(structure, handed):
             result = inputs.weigh_gradient(gradients, inputs.backward)
@@ -121,7 +123,8 @@ class LayerPasses:
         route = step.program.route
         entries = route.entries(call)
         for entry in route.asides.get(call, ()):
-            step.asides[(call, entry), m] = outputs[entries.index(entry)]
+            # A copy: a layer may return a view of its input, and that cell has other contents soon.
+            step.asides[(call, entry), m] = outputs[entries.index(entry)].clone()
         return outputs[: len(route.gives[call])]
 
     def _split_gradients(
@@ -141,6 +144,18 @@ class LayerPasses:
                 gradients[place] = other if mine is None else other + mine
         assert len(gives) == number
         return gradients, dict(zip(step.gathered[stack, m], arrived[number:], strict=True))
+
+    def _sums(
+        self, step: Step, call: int, m: int, inputs: LayerInputs, gathered: Mapping[int, Tensor]
+    ) -> dict[Any, Tensor]:
+        """Gradients that later code has found for what a layer was given: it goes on adding."""
+        sums, route = inputs.sums_of(gathered), step.program.route
+        before = () if route.is_first(call) else route.gives[call - 1]
+        for place, entry in enumerate(before):
+            other = step.aside_gradients.pop(((call - 1, entry), m), None)
+            if other is not None:
+                sums[HIDDEN.index - place] = other
+        return sums
 
     def _sums_of(self, step: Step, unit: str, gradient_slot: str) -> dict[Any, Tensor]:
         """What other calls of the same layer have found for its parameters ([Note: sums])."""
@@ -248,9 +263,9 @@ class LayerPasses:
         stack, tail = len(shape.stacks), shape.tail
         for call, (inputs, walked) in zip(tail[::-1], walks[::-1], strict=True):
             gradients, gathered = self._split_gradients(step, call, m, arrived)
-            inputs = replace(inputs, sums=inputs.sums_of(gathered))
+            inputs = replace(inputs, sums=self._sums(step, call, m, inputs, gathered))
             unit = shape.unit(call)
-            if all(one is None for one in gradients) and not gathered:
+            if all(one is None for one in gradients) and not inputs.sums and not gathered:
                 result = BackwardResult(hidden=None, parameters={}, recorded={})
             else:
                 unwind = partial(self._unwind, inputs, walked)

@@ -223,6 +223,9 @@ class Discovery(TorchFunctionMode):
             gives=tuple(gives),
             stacks=route.stacks,
             asides=asides,
+            seen=frozenset(
+                (c, e) for c, e in uses if c in asides or c == route.end(route.stack_of(c))
+            ),
             needs=needs,
             again=again,
             constant=frozenset(k for k in uses if not calls[k[0]].made[k[1]].requires_grad),
