@@ -1,5 +1,6 @@
 """The user's model: cut into its layers and the code around them, recorded, run layer by layer."""
 
+from l2l.model.attribution import Splitting
 from l2l.model.batch import (
     IGNORED,
     LossFunction,
@@ -14,11 +15,14 @@ from l2l.model.batch import (
     num_rows,
     require_loss,
     same,
+    some_rows,
     split_batch,
     split_into,
+    take_positions,
     take_rows,
     token_length,
     trial_batch,
+    turned,
 )
 from l2l.model.fake_weights import FakeWeights, fake_weight
 from l2l.model.held import Reader, hold, is_held, lent, reason_for, release
@@ -55,3 +59,4 @@ from l2l.model.passing import (
     objects_in,
     states_of,
 )
+from l2l.model.splitting import Split, Whole, cutting_of, has_flat_numbers, like

@@ -36,14 +36,15 @@ from l2l.model import (
     Partition,
     Rule,
     lent,
-    map_batch,
     modules_kept,
     move_batch,
     num_rows,
     require_loss,
     same,
+    some_rows,
     take_rows,
     trial_batch,
+    turned,
 )
 from l2l.parameter_server import ParameterServer
 from l2l.proof.evidence import ODD_FACTOR, TOLERANCE, Evidence, ProofError, check
@@ -452,12 +453,13 @@ def proof_rows(batch: Batches, rule: Rule, *, cut: bool) -> list[Microbatch]:
         cut: whether rows of tokens are cut short.
     """
     if isinstance(batch, Mapping):
-        first, second = take_rows(batch, 0, 2), take_rows(batch, 2, 4)
-        if num_rows(batch) < 4:  # the same rows, the other way round
-            second = map_batch(lambda one: one.flip(0) if one.dim() else one, first)
+        first = some_rows(batch)
+        # Of fewer rows the same, the other way round.
+        second = turned(first) if num_rows(batch) < 4 else take_rows(batch, 2, 4)
+        given: list[Mapping[str, Any]] = [first, second]
     else:
-        first, second = dict(batch[0]), dict(batch[-1])
-    parts = [trial_batch(one, cut=cut) for one in (first, second)]
+        given = [max(batch, key=len), batch[-1]]
+    parts = [trial_batch(one, cut=cut) for one in given]
     for part in parts:  # something to learn from, also if the first tokens are a prompt
         if not rule.count(part):
             part["labels"] = torch.where(part["labels"] == IGNORED, 0, part["labels"])

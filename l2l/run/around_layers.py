@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from l2l.model import Microbatch, Recording, take_gradients
+from l2l.model import Microbatch, Recording, map_batch, take_gradients
 from l2l.run.buffers import ChangingBuffers
 from l2l.run.layer_passes import LayerPasses
 from l2l.run.outer_pass import OuterPass
@@ -175,7 +175,4 @@ class AroundLayers:
 
     def _inputs(self, step: Step, m: int) -> Microbatch:
         device = self._device.torch_device
-        return {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in step.microbatches[m].items()
-        }
+        return map_batch(lambda one: one.to(device, non_blocking=True), step.microbatches[m])

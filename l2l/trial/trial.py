@@ -38,7 +38,6 @@ from l2l.model import (
     compare_cut_loss,
     move_batch,
     num_rows,
-    take_rows,
     token_length,
     trial_batch,
 )
@@ -74,8 +73,7 @@ class Trial:
             return known
         rows = move_batch(trial_batch(microbatch, cut=False), "cpu")
         if self.server.world.is_parallel:  # all ranks learn the same: from rows of the first
-            theirs = take_rows(move_batch(microbatch, "cpu"), 0, 2)
-            microbatch = self.server.world.gather_facts(theirs)[0]
+            microbatch = self.server.world.gather_facts(rows)[0]
         few, whole = trial_batch(microbatch, cut=True), trial_batch(microbatch, cut=False)
         try:
             found = self._learn(few, known, wants_rule=wants_rule)
