@@ -81,6 +81,7 @@ def build_llava() -> nn.Module:
 
 
 def build_qwen() -> nn.Module:
+    torch.manual_seed(0)
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
     config = transformers.Qwen2_5_VLConfig(
         text_config={
@@ -160,6 +161,7 @@ class Graphs(nn.Module):
     """Classifies graphs, all nodes of which are below each other."""
 
     def __init__(self) -> None:
+        torch.manual_seed(0)
         super().__init__()
         self.before = nn.Linear(3, 8)
         self.layers = nn.ModuleList(GraphLayer() for _ in range(3))
@@ -181,7 +183,7 @@ def graph_batch(*sizes: int) -> Batch:
         for size, start in zip(sizes, starts, strict=False)
     ]
     return {
-        "x": noise(sum(sizes), 3),
+        "x": torch.cat([noise(size, 3) for size in sizes]),
         "edges": torch.cat(rings, 1),
         "graph": torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)),
         "y": torch.arange(len(sizes)) % 4,

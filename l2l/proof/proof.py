@@ -331,7 +331,9 @@ class Proof(Subject):
         failure: Exception | None = None
         for on_host in self._places(room):
             for short in (True, False) if cut else (False,):
-                rows = self.server.world.gather_facts(proof_rows(batch, rule, cut=short))[0]
+                own = proof_rows(batch, rule, cut=short)
+                # Of the first rank that has all entries.
+                rows = max(self.server.world.gather_facts(own), key=lambda one: len(one[0]))
                 self.on_host = on_host
                 self._reference = Reference(
                     of=self,

@@ -72,8 +72,8 @@ class Trial:
         if known.rows and not wants_rule:
             return known
         rows = move_batch(trial_batch(microbatch, cut=False), "cpu")
-        if self.server.world.is_parallel:  # all ranks learn the same: from rows of the first
-            microbatch = self.server.world.gather_facts(rows)[0]
+        if self.server.world.is_parallel:  # all ranks learn the same: from rows with all entries
+            microbatch = max(self.server.world.gather_facts(rows), key=len)
         few, whole = trial_batch(microbatch, cut=True), trial_batch(microbatch, cut=False)
         try:
             found = self._learn(few, known, wants_rule=wants_rule)
