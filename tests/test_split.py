@@ -477,6 +477,54 @@ def test_pieces_of_the_epilogue_keep_rows_and_their_images_together():
         assert torch.allclose(mine, theirs, atol=1e-6), name
 
 
+class Boxes(nn.Module):
+    """Finds boxes: the targets of a row are a dict, or a tensor of its own length."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.before = nn.Linear(6, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, pixel_values: Tensor, labels: list[Any]) -> dict[str, Tensor]:
+        hidden = self.before(pixel_values)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        found = [one["boxes"] if isinstance(one, dict) else one for one in labels]
+        pairs = zip(self.head(hidden), found, strict=True)
+        return {"loss": torch.stack([(a - b).square().mean() for a, b in pairs]).mean()}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_lists_of_targets_go_with_their_rows(named: bool):
+    boxes = [noise(number, 2) for number in (3, 1, 4, 2)]
+    targets: list[Any] = [{"boxes": one} for one in boxes] if named else boxes
+    batch = {"pixel_values": noise(4, 6), "labels": targets}
+    parts = [{name: value[i : i + 2] for name, value in batch.items()} for i in (0, 2)]
+    assert_exact(Boxes, batch, parts, Rule.ROWS, microbatch_size=2)
+
+
+class Sentences(Boxes):
+    """Rows of unequal length, which the model's code joins itself."""
+
+    def forward(self, rows: list[Tensor], labels: list[Any]) -> dict[str, Tensor]:
+        return super().forward(torch.stack([row.mean(0) for row in rows]), labels)
+
+
+def test_rows_of_unequal_length_in_lists():
+    rows = [noise(number, 6) for number in (3, 1, 4, 2)]
+    batch = {"rows": rows, "labels": [noise(2, 2)] * 4}
+    parts = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(4)]
+    assert_exact(Sentences, batch, parts, Rule.ROWS, microbatch_size=1)
+
+
+def test_a_list_of_something_else_is_not_cut():
+    batch = {"rows": [noise(3, 6), noise(1, 6)], "pixel_values": noise(3, 6)}
+    assert isinstance(cutting_of(known(batch)), Whole)
+    assert isinstance(cutting_of(known({**batch, "rows": (noise(3, 6),)})), Whole)
+
+
 # ----------------------------------------------------------------------------------------------
 # The rule itself
 
@@ -521,6 +569,8 @@ def test_parts_are_joined_turned_and_sent_as_they_were():
         for name, value in found.items():
             same = torch.equal if isinstance(value, Tensor) else list.__eq__
             assert same(one[name], value), name
+    given = Splitting((lambda batch, start, end: batch), ()).of(graph_batch(3, 5))
+    assert cutting_of(pickle.loads(pickle.dumps(given))) == Whole(2, "", is_sure=True)
     assert sizes(take_rows(sent, 2, 4))["video_grid_thw"] == (2, 0)
     assert [one.keys() for one in split_batch(found, microbatch_size=1)] == [
         one.keys() for one in rows

@@ -26,6 +26,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from l2l.model.modules import configs_of
 from l2l.model.splitting import (
@@ -35,6 +36,7 @@ from l2l.model.splitting import (
     Split,
     Whole,
     has_rows,
+    is_rows,
     row_count,
 )
 
@@ -69,7 +71,7 @@ class Splitting:
         if self.split is not None:
             return CutBatch(batch, Given(self.split))
         tensors = {name: value for name, value in batch.items() if has_rows(value)}
-        if not tensors or not row_count(tensors)[0]:
+        if not row_count(batch)[0]:
             return batch
         return _Search(batch, tensors, self.placeholders).run()
 
@@ -90,19 +92,25 @@ class _Search:
         for grid in self.grids:
             self._by_grid(grid)
         self._by_number()
+        for name, value in self.batch.items():
+            if isinstance(value, list | tuple) and any(map(has_rows, pytree.tree_leaves(value))):
+                if is_rows(value) and len(value) == self.rows:
+                    self._note(name, (1,) * self.rows)
+                else:
+                    self.uncertain.append(name)
         second = frozenset(filter(self._is_second, self.tensors))
         left = [name for name in self.flat if name not in self.sizes and name not in second]
         if any(self._is_mistaken(name) for name in left):
             return self.batch
         if uncertain := [*self.uncertain, *left]:
-            return CutBatch(self.batch, Whole(self.rows, uncertain[0], row_count(self.tensors)[1]))
+            return CutBatch(self.batch, Whole(self.rows, uncertain[0], row_count(self.batch)[1]))
         if not self.sizes and not second:
             return self.batch
         return CutBatch(self.batch, Counted(self.rows, self.sizes, second))
 
     @cached_property
     def rows(self) -> int:
-        return row_count({n: v for n, v in self.tensors.items() if n not in self.grids})[0]
+        return row_count({n: v for n, v in self.batch.items() if n not in self.grids})[0]
 
     @cached_property
     def tokens(self) -> Tensor | None:

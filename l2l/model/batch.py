@@ -43,6 +43,7 @@ from l2l.model.splitting import (
     Whole,
     cutting_of,
     has_rows,
+    is_rows,
     join_cut,
     like,
 )
@@ -108,13 +109,17 @@ def turned(batch: Mapping[str, Any]) -> Microbatch:
     if isinstance(cutting, Counted):
         rows = reversed(range(cutting.rows))
         return join_cut([take_rows(batch, row, row + 1) for row in rows])
-    turn = cutting is None
-    return map_batch(lambda one: one.flip(0) if turn and one.dim() else one, batch)
+    turns = cutting is None
+    return like(batch, {n: v.flip(0) if turns and has_rows(v) else v for n, v in batch.items()})
 
 
 def map_batch(change: Callable[[Tensor], Tensor], batch: Mapping[str, Any]) -> Microbatch:
-    """The batch with its tensors changed."""
-    return like(batch, {n: change(v) if isinstance(v, Tensor) else v for n, v in batch.items()})
+    """The batch with its tensors changed, also those in lists of rows."""
+    found = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, Tensor) or is_rows(value):
+            found[name] = pytree.tree_map_only(Tensor, change, value)
+    return like(batch, found)
 
 
 def move_batch(batch: Mapping[str, Any], device: torch.device | str) -> Microbatch:

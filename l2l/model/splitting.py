@@ -1,8 +1,8 @@
 """How a batch is cut into rows where these are not the first dimension of all of its tensors.
 
 Patches of all images below each other, one entry per image, ends of packed sequences, nodes of
-graphs: such entries are *flat*. A batch that has some is made a `CutBatch`, which knows what of
-them belongs to which row:
+graphs: such entries are *flat*. A batch that has some, or that has lists of rows, is made a
+`CutBatch`, which knows what of them belongs to which row:
 
 - `Given`: by the user's `split`.
 - `Counted`: by the placeholders of images, videos or sounds among a row's tokens (attribution.py).
@@ -20,6 +20,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 Split = Callable[[Mapping[str, Any], int, int], Mapping[str, Any]]
@@ -29,6 +30,12 @@ Split = Callable[[Mapping[str, Any], int, int], Mapping[str, Any]]
 def has_rows(value: Any) -> bool:
     """Whether an entry of a batch has rows of its own."""
     return isinstance(value, Tensor) and value.dim() > 0
+
+
+def is_rows(value: Any) -> bool:
+    """Whether it may be a list of rows: tensors of their own lengths, or dicts of tensors."""
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(any(map(has_rows, pytree.tree_leaves(one))) for one in value)
 
 
 def longest(tensors: Mapping[str, Any], *, rows: int) -> int:
@@ -224,8 +231,9 @@ def row_count(batch: Mapping[str, Any]) -> tuple[int, bool]:
     for name in ("input_ids", "labels"):
         if name in tensors:
             return tensors[name].shape[0], True
+    lists = [len(value) for value in batch.values() if is_rows(value)]
     words = [one for one in tensors.values() if one.dim() == 2 and not one.is_floating_point()]
-    sizes = [one.shape[0] for one in words or tensors.values()]
+    sizes = [one.shape[0] for one in words or tensors.values()] or lists
     return max(sizes, key=sizes.count, default=0), False
 
 
