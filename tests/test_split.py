@@ -5,11 +5,13 @@ Exactly is bit by bit against plain PyTorch over the same microbatches, cut here
 
 import logging
 import pickle
+import random
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import inside
+import numpy
 import pytest
 import torch
 import transformers
@@ -633,6 +635,67 @@ def test_what_is_not_certain_is_not_cut(name: str):
     assert trial_batch(found, cut=True).keys() == found.keys()
 
 
+def random_rows(draw: random.Random, kind: str) -> tuple[Batch, dict[str, tuple[int, ...]]]:
+    """Rows with images and videos in any order, and what of every entry is a row's."""
+    rows = [
+        [draw.choice((IMAGE, VIDEO)) for _ in range(draw.choice((0, 1, 1, 2, 3)))] for _ in "abc"
+    ]
+    gap, same = draw.choice((0, 1)), {which: draw.randint(1, 6) for which in (IMAGE, VIDEO)}
+    ids, batch, truth = torch.full((3, 60), 50), {}, {}
+    patches: dict[int, list[list[int]]] = {IMAGE: [[], [], []], VIDEO: [[], [], []]}
+    for row, pictures in enumerate(rows):
+        place = 1
+        for which in pictures:
+            number = same[which] if kind == "same" else draw.choice((1, 2, 3, 4, 6))
+            patches[which][row].append(4 * number)
+            ids[row, place : place + number] = which
+            place += number + gap
+    for which, pixels, grid in (
+        (IMAGE, "pixel_values", "image_grid_thw"),
+        (VIDEO, "pixel_values_videos", "video_grid_thw"),
+    ):
+        every = [one for row in patches[which] for one in row]
+        if every and kind == "grid":
+            batch[grid] = torch.tensor([[1, 2, one // 2] for one in every])
+            batch[pixels] = torch.zeros(sum(every), 4)
+            truth[pixels] = tuple(map(sum, patches[which]))
+        elif every:
+            batch[pixels] = torch.zeros(
+                len(every), *((3, 4, 4) if which == IMAGE else (2, 3, 4, 4))
+            )
+            truth[pixels] = tuple(map(len, patches[which]))
+    return {"input_ids": ids, **batch}, truth
+
+
+@pytest.mark.parametrize("kind", ["grid", "same", "varied"])
+def test_what_is_cut_is_cut_right(kind: str):
+    draw, num_cut = random.Random(0), 0
+    for _ in range(1000):
+        batch, truth = random_rows(draw, kind)
+        found = known(batch, image_token_id=IMAGE, video_token_id=VIDEO)
+        if not isinstance(cutting_of(found), Whole):
+            mine = {} if found is batch else sizes(found)
+            assert {name: mine.get(name, (1, 1, 1)) for name in truth} == truth
+            num_cut += 1
+    assert num_cut > (900 if kind == "grid" else 100)
+
+
+def test_images_as_a_processor_gives_them():
+    processor = transformers.Qwen2VLImageProcessor()
+    shapes = (60, 90), (200, 100), (56, 56)
+    pictures = [numpy.zeros((*shape, 3), dtype=numpy.uint8) for shape in shapes]
+    images = processor(pictures, return_tensors="pt")
+    numbers = (images["image_grid_thw"].prod(1) // processor.merge_size**2).tolist()
+    ids = torch.full((3, 100), 50)
+    ids[0, 1 : 1 + numbers[0]] = ids[2, 9 : 9 + numbers[1]] = IMAGE
+    ids[2, 90 - numbers[2] : 90] = IMAGE
+    found = known({"input_ids": ids, **images})
+    assert sizes(found)["image_grid_thw"] == (1, 0, 2)
+    assert torch.equal(
+        take_rows(found, 2, 3)["pixel_values"], images["pixel_values"][4 * numbers[0] :]
+    )
+
+
 def test_what_may_belong_to_images_or_to_videos_is_not_cut():
     rows = ((IMAGE, 4), (IMAGE, 4)), ((VIDEO, 4),), ((VIDEO, 4),)
     batch = {**grid_batch(rows, (1, 4, 4), (1, 4, 4)), "seconds": torch.tensor([0.5, 1.0])}
@@ -648,15 +711,22 @@ def test_two_ids_that_disagree_are_not_believed():
     batch = {**tokens(((IMAGE, 4), (VIDEO, 4)), ((IMAGE, 4),), ((VIDEO, 4),))}
     batch["pixel_values"] = noise(2, 3, 16, 16)
     assert isinstance(cutting_of(known(batch, image_token_id=IMAGE, video_token_id=VIDEO)), Whole)
-    batch["pixel_values_videos"] = noise(4, 2, 3, 16, 16)
+    batch["pixel_values_videos"] = noise(2, 2, 3, 16, 16)
     found = known(batch, image_token_id=IMAGE, video_token_id=VIDEO)
-    assert sizes(found) == {"pixel_values": (1, 1, 0), "pixel_values_videos": (2, 0, 2)}
+    assert sizes(found) == {"pixel_values": (1, 1, 0), "pixel_values_videos": (1, 0, 1)}
+    batch["video_seconds"] = batch["image_sizes"] = torch.ones(2, 2)
+    more = known(batch, image_token_id=IMAGE, video_token_id=VIDEO)
+    assert sizes(more) == sizes(found) | {"image_sizes": (1, 1, 0), "video_seconds": (1, 0, 1)}
+    batch["seconds"] = torch.ones(2)
+    assert isinstance(cutting_of(known(batch, image_token_id=IMAGE, video_token_id=VIDEO)), Whole)
 
 
 def test_images_close_to_each_other_and_what_belongs_to_them():
     batch = tokens(((IMAGE, 4), (IMAGE, 4)), ((IMAGE, 4),), close=True)
     batch |= {"pixel_values": noise(3, 3, 16, 16), "image_sizes": torch.full((3, 2), 16)}
-    assert sizes(known(batch)) == {"pixel_values": (2, 1), "image_sizes": (2, 1)}
+    known_number = known(batch, image_token_id=IMAGE, image_seq_length=4)
+    assert sizes(known_number) == {"pixel_values": (2, 1), "image_sizes": (2, 1)}
+    assert isinstance(cutting_of(known(batch)), Whole)  # they may be of 3, 5 and 4
 
 
 def test_a_batch_without_any_image_loses_its_empty_entries():

@@ -8,7 +8,8 @@ so rows can be told from counting:
   has these patches below each other. A row has as many of the images, in order, as have its number
   of placeholders. All rows must come out even.
 - images of one size, [images, channels, ..]: every image has the same number of placeholders. That
-  is believed if it divides every run of placeholders.
+  is believed if they stand in as many runs; or if it divides every run, as of images close to each
+  other, and the config has this number too (`image_seq_length`, `mm_tokens_per_image`).
 
 If several ids come out and disagree, if an entry is left, or if there are as many images as rows,
 some rows have none, and images may have been padded, nothing is certain: the batch is `Whole`.
@@ -17,9 +18,9 @@ some rows have none, and images may have been padded, nothing is certain: the ba
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, final
 
@@ -41,6 +42,7 @@ from l2l.model.splitting import (
 )
 
 PLACEHOLDER = re.compile(r"(image|video|vision|audio|speech|media)_.*token_(id|index)")
+NUMBER = re.compile(r".*(seq_len|tokens_per|token_num|num_.*tokens).*")
 
 
 @final
@@ -50,17 +52,21 @@ class Splitting:
 
     split: Split | None  # the user's
     placeholders: tuple[tuple[str, int], ...]  # of what, and the id
+    numbers: frozenset[int] = frozenset()
+    """Those that may be of an image's placeholders."""
 
     @classmethod
     def of_model(cls, model: nn.Module, split: Split | None) -> Splitting:
         """By the user's function, or else by what the model's config names."""
-        named = (item for config in configs_of(model) for item in vars(config).items())
-        found = {
-            (match[1], value)
-            for name, value in named
-            if isinstance(value, int) and (match := PLACEHOLDER.fullmatch(name))
-        }
-        return cls(split, tuple(sorted(found)))
+        named = [
+            (name, value)
+            for config in configs_of(model)
+            for name, value in vars(config).items()
+            if isinstance(value, int)
+        ]
+        found = {(m[1], value) for name, value in named if (m := PLACEHOLDER.fullmatch(name))}
+        numbers = frozenset(value for name, value in named if NUMBER.fullmatch(name))
+        return cls(split, tuple(sorted(found)), numbers)
 
     def of(self, batch: Any) -> Any:
         """A batch, or each of a list: a `CutBatch` if not all of its tensors have rows first."""
@@ -73,7 +79,7 @@ class Splitting:
         tensors = {name: value for name, value in batch.items() if has_rows(value)}
         if not row_count(batch)[0]:
             return batch
-        return _Search(batch, tensors, self.placeholders).run()
+        return _Search(batch, tensors, self.placeholders, self.numbers).run()
 
 
 @final
@@ -84,6 +90,7 @@ class _Search:
     batch: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     placeholders: tuple[tuple[str, int], ...]
+    numbers: frozenset[int]
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     uncertain: list[str] = field(default_factory=list)
 
@@ -132,6 +139,12 @@ class _Search:
         return found
 
     @cached_property
+    def pictures(self) -> list[str]:
+        """Values in three dimensions and more."""
+        tensors = self.tensors.items()
+        return [n for n, one in tensors if one.is_floating_point() and one.dim() > 2]
+
+    @cached_property
     def flat(self) -> list[str]:
         return [name for name, value in self.tensors.items() if value.shape[0] != self.rows]
 
@@ -159,7 +172,7 @@ class _Search:
 
     def _by_grid(self, grid: str) -> None:
         patches = self.grids[grid]
-        found = self._agreed([grid], lambda one: _by_size(one.by_row, patches))
+        found = self._agreed(grid, lambda one: _by_size(one.by_row, patches))
         if found is None:
             self.uncertain.append(grid)
             return
@@ -186,37 +199,47 @@ class _Search:
         return all(len(self.tensors[one]) != size for one in named)
 
     def _by_number(self) -> None:
-        """Entries of images of one size, with all that have as many values."""
-        free = {name: value for name, value in self.tensors.items() if name not in self.sizes}
-        groups: dict[int, list[str]] = {}
-        for name, value in free.items():
-            if value.is_floating_point() and value.dim() > 2:
-                groups.setdefault(value.shape[0], []).append(name)
-        for name in groups.pop(self.rows, ()):
-            self._doubt(name, [one for one in free if one != name])
-        for number, names in groups.items():
-            if not number:
-                continue
-            found = self._agreed(names, partial(_Placed.shared_by, number=number))
-            for name, value in free.items() if found else ():
-                is_second = self._is_second(name)
-                if found and len(value) == number and _may_be_cut(value) and not is_second:
-                    self._note(name, found)
+        """Entries of images of one size, and what has a value for each of these."""
+        found: dict[int, set[tuple[int, ...] | None]] = {}
+        for name in [one for one in self.pictures if one not in self.sizes]:
+            number = len(self.tensors[name])
+            if number == self.rows:
+                self._doubt(name)
+            elif number:
+                found.setdefault(number, set()).add(self._noted(name))
         for name in self.flat:
-            if not len(self.tensors[name]):
+            value = self.tensors[name]
+            own = found.get(len(value), set())
+            if not len(value):
                 self._note(name, (0,) * self.rows)
+            elif name in self.sizes or not own or not _may_be_cut(value) or self._is_second(name):
+                continue
+            elif self._spoken([name]):
+                self._noted(name)
+            elif len(own) == 1 and (only := next(iter(own))) is not None:
+                self._note(name, only)
 
-    def _doubt(self, name: str, others: Sequence[str]) -> None:
+    def _noted(self, name: str) -> tuple[int, ...] | None:
+        found = self._shared(name)
+        if found is not None:
+            self._note(name, found)
+        return found
+
+    def _shared(self, name: str) -> tuple[int, ...] | None:
+        number = len(self.tensors[name])
+        return self._agreed(name, lambda one: one.shared_by(number, self.numbers))
+
+    def _doubt(self, name: str) -> None:
         """As many images as rows: one for each, unless some rows have none.
 
         Then each must have its own run of placeholders, and nothing else as many values.
         """
-        placed = [one for one in self._placed([name]) if any(one.by_row)]
-        found = self._agreed([name], partial(_Placed.shared_by, number=self.rows))
+        placed = [one for one in self._placed(name) if any(one.by_row)]
+        found = self._shared(name)
         if found == (1,) * self.rows or all(all(one.by_row) for one in placed):
             return
-        others = [one for one in others if not self._is_of_rows(one)]
-        is_alone = all(self.tensors[one].shape[0] != self.rows for one in others)
+        alike = {n for n, v in self.tensors.items() if n != name and len(v) == self.rows}
+        is_alone = all(map(self._is_of_rows, alike - self.sizes.keys()))
         is_one = self.tensors[name].dim() < 5 and all(len(one.runs) == self.rows for one in placed)
         if found is not None and is_alone and is_one:
             self._note(name, found)
@@ -235,17 +258,16 @@ class _Search:
         if self.sizes.setdefault(name, sizes) != sizes:
             self.uncertain.append(name)
 
-    def _placed(self, names: Sequence[str]) -> list[_Placed]:
-        """Placeholders that may stand for these entries, which have as many values.
+    def _placed(self, name: str) -> list[_Placed]:
+        """Placeholders that may stand for an entry.
 
-        Those of what an entry's name speaks of, or else of all that no other entry's does.
+        Those of what its name speaks of, or else of what that of no other picture does.
         """
         if self.tokens is None:
             return []
-        number = len(self.tensors[names[0]])
-        others = [name for name in self.flat if len(self.tensors[name]) != number]
         every = {kind for kind, _ in self.placeholders}
-        kinds = self._spoken(names) or every - self._spoken(others)
+        others = [one for one in self.pictures if one != name]
+        kinds = self._spoken([name]) or every - self._spoken(others)
         ids = {one for kind, one in self.placeholders if kind in kinds}
         return [_Placed.of(self.tokens, one) for one in sorted(ids)]
 
@@ -253,9 +275,9 @@ class _Search:
         """What the names of entries speak of."""
         return {kind for kind, _ in self.placeholders if any(kind in name for name in names)}
 
-    def _agreed(self, names: Sequence[str], attribute: Attribute) -> tuple[int, ...] | None:
+    def _agreed(self, name: str, attribute: Attribute) -> tuple[int, ...] | None:
         """What rows have by all placeholders by which they come out even."""
-        by_placeholder = map(attribute, self._placed(names))
+        by_placeholder = map(attribute, self._placed(name))
         found = {one for one in by_placeholder if one is not None}
         return found.pop() if len(found) == 1 else None
 
@@ -275,10 +297,14 @@ class _Placed:
         starts, ends = (edges == 1).nonzero()[:, 1], (edges == -1).nonzero()[:, 1]
         return cls(is_here.sum(1).tolist(), (ends - starts).tolist())
 
-    def shared_by(self, number: int) -> tuple[int, ...] | None:
-        """How many of so many images each row has, if all have as many placeholders."""
+    def shared_by(self, number: int, numbers: Collection[int]) -> tuple[int, ...] | None:
+        """How many of so many images each row has, if all have as many placeholders.
+
+        Images close to each other share a run. Then their number must be among those known.
+        """
         each, rest = divmod(sum(self.by_row), number)
-        if not each or rest or any(run % each for run in self.runs):
+        is_known = each in numbers or len(self.runs) == number
+        if not each or rest or not is_known or any(run % each for run in self.runs):
             return None
         return tuple(count // each for count in self.by_row)
 
