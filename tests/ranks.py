@@ -155,7 +155,7 @@ def gradients_pictures(rank: Rank) -> Any:
 def gradients_graphs(rank: Rank) -> Any:
     """Rows that the user's function cuts."""
     family = Family("graphs", Graphs, graph_batch, "rows")
-    sizes = own_of(rank, [3, 5, 2, 4])
+    sizes = own_of(rank, [3, 5, 2, 4, 6, 2, 3, 7])
     batch = {**graph_batch(*sizes), "y": torch.tensor(sizes) % 4}
     return gradients_of(rank, family, batch, split=split_graphs, microbatch_size=1)
 
