@@ -22,9 +22,22 @@ import torch._dynamo
 import torch.distributed as dist
 from families import FAMILIES, HIDDEN, Family, SequentialClassifier
 from safetensors.torch import load_file
+from test_split import (
+    IMAGE,
+    TEXT,
+    VIDEO,
+    Graphs,
+    build_qwen,
+    graph_batch,
+    qwen_batch,
+    qwen_rows,
+    split_graphs,
+)
 from torch import Tensor
 
 import l2l
+from l2l.model import Splitting
+from l2l.model.batch import joined
 
 ROWS = 8
 STEPS = 20
@@ -71,9 +84,14 @@ def scenario(function: Callable[[Rank], Any]) -> Callable[[Rank], Any]:
 
 def gradients(rank: Rank, name: str, **settings: Any) -> dict[str, Any]:
     """This rank's pieces of all gradients, each with where it begins."""
-    family, recorder = FAMILIES[name], l2l.RecordGradients()
+    family = FAMILIES[name]
+    return gradients_of(rank, family, rank.rows(family.batch(ROWS)), **settings)
+
+
+def gradients_of(rank: Rank, family: Family, rows: Any, **settings: Any) -> dict[str, Any]:
+    recorder = l2l.RecordGradients()
     with rank.engine(family, family.build(), optimizer=recorder, **settings) as engine:
-        report = engine.step(rank.rows(family.batch(ROWS)))
+        report = engine.step(rows)
         loss, norm = report.loss, report.gradient_norm
         world = inside.world(engine)
         starts = {
@@ -122,6 +140,29 @@ def gradients_experts(rank: Rank) -> Any:
 def gradients_copies(rank: Rank) -> Any:
     """Groups of ranks that hold copies of the model."""
     return gradients(rank, "llama_tied", group_size=max(1, rank.size // 2))
+
+
+@scenario
+def gradients_pictures(rank: Rank) -> Any:
+    """Rows of which the first has no images."""
+    family = Family("pictures", build_qwen, qwen_batch, "shifted", TEXT)
+    ids = Splitting(None, (("image", IMAGE), ("video", VIDEO)))
+    rows = ids.of([qwen_rows()[row] for row in (1, 2, 3, 0)])
+    return gradients_of(rank, family, dict(joined(own_of(rank, rows))), microbatch_size=1)
+
+
+@scenario
+def gradients_graphs(rank: Rank) -> Any:
+    """Rows that the user's function cuts."""
+    family = Family("graphs", Graphs, graph_batch, "rows")
+    sizes = own_of(rank, [3, 5, 2, 4, 6, 2, 3, 7])
+    batch = {**graph_batch(*sizes), "y": torch.tensor(sizes) % 4}
+    return gradients_of(rank, family, batch, split=split_graphs, microbatch_size=1)
+
+
+def own_of(rank: Rank, rows: list[Any]) -> list[Any]:
+    number = len(rows) // rank.size
+    return rows[number * rank.rank : number * (rank.rank + 1)]
 
 
 @scenario

@@ -67,6 +67,7 @@ def test_arguments_of_the_engine() -> None:
         "model": inspect.Parameter.empty,
         "optimizer": None,
         "loss": None,
+        "split": None,
         "weights": None,
         "allow_missing_weights": False,
         "device": None,

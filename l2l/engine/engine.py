@@ -25,7 +25,7 @@ from l2l.engine.proving import Batches
 from l2l.engine.resources import Execution, Resources, expect, find_kernel, server_bytes
 from l2l.engine.stepping import Stepping
 from l2l.hugging_face import SHARD_BYTES, Incoming, RandomInit
-from l2l.model import Compiler, LossFunction, Partition, parse_backend
+from l2l.model import Compiler, LossFunction, Partition, Split, parse_backend
 from l2l.parameter_server import (
     Arena,
     HostBudget,
@@ -60,6 +60,7 @@ class Engine:
         *,
         optimizer: Optimizer | torch.optim.Optimizer | None = None,
         loss: LossFunction | None = None,
+        split: Split | None = None,
         weights: Path | str | RandomInit | None = None,
         allow_missing_weights: bool = False,
         device: str | torch.device | Device | None = None,
@@ -85,6 +86,11 @@ class Engine:
                 or SGD over the model's parameters, whose groups are taken over. None: AdamW.
             loss: None is the model's own (`outputs.loss`); or (outputs, batch) -> (sum, weight),
                 or a scalar, taken as a mean over rows.
+            split: (batch, start, end) -> a dict with these rows of the batch, where its tensors do
+                not all have rows as their first dimension; also of what it has returned. Rows are
+                counted by its attribute `num_rows`, a function of a batch, or else by `input_ids`
+                or `labels`. None: images and the like go with the rows whose placeholders they
+                fill; a batch whose rows are not certain is one microbatch.
             weights: for a model on the meta device: a Hugging Face folder or a safetensors file,
                 read tensor by tensor, or `l2l.RandomInit(seed=0)`.
             allow_missing_weights: whether weights missing from the files are initialized randomly
@@ -172,6 +178,7 @@ class Engine:
         self._resources = has = Resources(
             model=model,
             loss=loss,
+            split=split,
             optimizer=self.optimizer,
             precision=types,
             policy=policy,

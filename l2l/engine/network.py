@@ -17,7 +17,7 @@ from l2l.checkpoint import Persistence
 from l2l.engine.depth import Choice
 from l2l.engine.resources import Resources
 from l2l.hugging_face import export_model
-from l2l.model import Partition, Route
+from l2l.model import Partition, Route, like
 from l2l.parameter_server import units_of
 from l2l.planner import Plan
 from l2l.proof import Proof, ProofMemory
@@ -91,7 +91,7 @@ class Network:
     def learn(self, rows: Mapping[str, Any], *, needs_loss: bool) -> Facts:
         """Try some rows, unless all is known."""
         is_first = not self.facts.rows
-        self.facts = self.trial.run(dict(rows), self.facts, needs_loss=needs_loss)
+        self.facts = self.trial.run(like(rows, rows), self.facts, needs_loss=needs_loss)
         if is_first:
             changing, device = self.facts.changing_in_layers, self._has.device.torch_device
             self.relay.buffers.keep(changing, device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from l2l.engine.condition import Condition
-from l2l.model import Microbatch, Rule
+from l2l.model import Microbatch, Rule, like
 from l2l.proof import FLOAT16_SCALE, Evidence
 from l2l.run import PROLOGUE_SEED, mix_seed
 from l2l.schedule import Lane
@@ -52,7 +52,7 @@ class Proving:
         """Run a step that changes nothing, to its end, with layers as they are, not compiled."""
         has, network = self.condition.has, self.condition.network
         step = self.condition.new_step(
-            [dict(one) for one in rows],
+            [like(one, one) for one in rows],
             self.condition.chosen(),
             seed=self.condition.seed,  # of all ranks that of the first, whose rows they run
             settings=has.optimizer.settings(),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from l2l.device import Device
 from l2l.distributed import World
-from l2l.model import Compiler, LossFunction, Partition
+from l2l.model import Compiler, LossFunction, Partition, Split
 from l2l.parameter_server import (
     Arena,
     HostBudget,
@@ -63,6 +63,7 @@ class Resources:
 
     model: nn.Module
     loss: LossFunction | None  # None: the model's own
+    split: Split | None  # None: rows are found in the batch
     optimizer: ServerOptimizer
     precision: PrecisionPolicy
     policy: UpdatePolicy

@@ -22,8 +22,12 @@ from l2l.engine.proving import Batches, Proving
 from l2l.model import (
     Microbatch,
     Rule,
+    Splitting,
+    Whole,
     can_join,
+    cutting_of,
     join_outputs,
+    map_batch,
     move_batch,
     no_rows,
     num_rows,
@@ -38,6 +42,10 @@ from l2l.run import Step
 logger = logging.getLogger("l2l")
 
 RANK_SEED = 0x9E3779B9  # ranks draw different random numbers
+REMEDY = (
+    "split=, a function of (batch, start, end) that returns these rows, or a list of dicts, each "
+    "of which is a microbatch"
+)
 
 
 @final
@@ -48,7 +56,9 @@ class Stepping:
         """Nothing has run yet; signals of the guard are handled while a step may be given up."""
         self._condition, self._has, self._guard = condition, condition.has, guard
         self._proving = Proving(condition)
+        self._splitting = Splitting.of_model(self._has.model, self._has.split)
         self._is_warned = False  # of statistics over microbatches
+        self._is_told = False  # that batches cannot be cut
 
     def perform(
         self, batch: Batches, choice: Choice, *, settings: Settings | None = None, **wanted: bool
@@ -133,15 +143,18 @@ class Stepping:
         """
         has, network, training = self._has, self._condition.network, settings is not None
         # A rank without rows tries, plans and proves with one of another rank, and counts nothing.
-        given, batch = batch, self._with_rows(batch)
-        first = batch if isinstance(batch, Mapping) else split_batch(batch, microbatch_size=1)[0]
+        given = self._splitting.of(batch)
+        batch = self._with_rows(given)
+        has_own, batch = batch is given, self._as_one(batch)
+        parts = [batch] if isinstance(batch, Mapping) else split_batch(batch, microbatch_size=1)
+        first = max(parts, key=len)  # rows without images, say, would not show what these need
         num_rows(first)
         rule = network.learn(first, needs_loss=needs_loss).rule or Rule.ROWS
         proves = training and has.proves
         self._decide(batch, proves=proves)
         rows = self._rows_of(batch)
         # All ranks need as many microbatches as the one with most: their lanes meet line by line.
-        own = split_batch(batch, microbatch_size=rows) if batch is given else []
+        own = split_batch(batch, microbatch_size=rows) if has_own else []
         reasons, ignored, counts, numbers, tokens = self._ranks(
             own, rule, choice, counts=not keep_outputs
         )
@@ -168,13 +181,37 @@ class Stepping:
             rule=rule,
             joint=joint,
             total=total,
-            num_own=num_own if batch is given else 0,
+            num_own=num_own if has_own else 0,
             num_tokens_elsewhere=sum(tokens) - num_tokens(own),
             keep_outputs=keep_outputs,
         )
 
     # ----------------------------------------------------------------------------------------------
     # The batch
+
+    def _as_one(self, batch: Batches) -> Batches:
+        """The batch, or a list of it alone if it cannot be cut.
+
+        Raises:
+            ValueError: it has more rows than a microbatch was to have, on this rank or another.
+        """
+        size, refusal = self._has.microbatch_size, None
+        cutting = cutting_of(batch) if isinstance(batch, Mapping) else None
+        if isinstance(batch, Mapping) and isinstance(cutting, Whole):
+            if cutting.rows > (size or 1):
+                reason = cutting.reason(batch)
+                refusal = f"microbatch_size={size}, but {reason}. Pass {REMEDY}." if size else None
+                self._tell_uncut(reason)
+            batch = [batch]
+        refusals = [] if size is None else self._has.world.gather_facts(refusal)
+        for one in filter(None, refusals):
+            raise ValueError(one)
+        return batch
+
+    def _tell_uncut(self, reason: str) -> None:
+        if not self._is_told and self._has.microbatch_size is None:
+            self._is_told = True
+            logger.warning("%s. It is one microbatch. To have it cut, pass %s.", reason, REMEDY)
 
     def _with_rows(self, batch: Batches) -> Batches:
         """The batch; for a rank that has no rows, while others have, one of theirs."""
@@ -204,10 +241,10 @@ class Stepping:
             ValueError: they do not run the same layers, or of rows that may not be cut.
         """
         network = self._condition.network
-        trial = network.trial
+        uncounted = rule.why_not_counted(own) if counts else None
         mine = (
             choice.layers,
-            trial.why_not_cut(rule, own, network.route) if counts else None,
+            (network.trial.why_not_cut(rule, own, network.route) if counts else None) or uncounted,
             rule.ignored_targets(own) if counts else None,
             rule.total(own) if own and counts else 0,
             len(own),
@@ -236,8 +273,7 @@ class Stepping:
         return False
 
     def _pinned(self, microbatch: Microbatch) -> Microbatch:
-        pinned = self._has.device.pinned
-        return {k: pinned(v) if isinstance(v, Tensor) else v for k, v in microbatch.items()}
+        return map_batch(self._has.device.pinned, microbatch)
 
     def _warn_of_batch_statistics(self) -> None:
         kind = None if self._is_warned else self._condition.network.partition.batch_statistics()

@@ -1,5 +1,6 @@
 """The user's model: cut into its layers and the code around them, recorded, run layer by layer."""
 
+from l2l.model.attribution import Splitting
 from l2l.model.batch import (
     IGNORED,
     LossFunction,
@@ -8,19 +9,22 @@ from l2l.model.batch import (
     can_join,
     compare_cut_loss,
     find_rule,
-    join_batches,
     join_outputs,
+    join_rows,
     map_batch,
     move_batch,
     no_rows,
     num_rows,
     require_loss,
     same,
+    some_rows,
     split_batch,
     split_into,
+    take_positions,
     take_rows,
     token_length,
     trial_batch,
+    turned,
 )
 from l2l.model.captures import emit, open_lists
 from l2l.model.fake_weights import FakeWeights, fake_weight
@@ -64,3 +68,4 @@ from l2l.model.passing import (
     states_of,
 )
 from l2l.model.route import Key, Route
+from l2l.model.splitting import Split, Whole, cutting_of, has_flat_numbers, like

@@ -2,7 +2,7 @@
 
 A batch is a dict of tensors that share their first dimension (entries that are not tensors, or are
 scalars, go to every microbatch), or a list of such dicts, each of which is one microbatch with a
-length of its own.
+length of its own. Of a `CutBatch` (splitting.py), rows are something else than the first dimension.
 
 The loss of a step over its microbatches is the loss of the whole batch.
 
@@ -36,21 +36,29 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from l2l.model.modules import CutError
+from l2l.model.splitting import (
+    Counted,
+    CutBatch,
+    Given,
+    Whole,
+    cutting_of,
+    has_rows,
+    is_rows,
+    join_cut,
+    like,
+)
 
 Microbatch = dict[str, Any]
 
 
-def has_rows(value: Any) -> bool:
-    """Whether an entry of a batch has rows of its own."""
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
 def num_rows(batch: Mapping[str, Any]) -> int:
-    """The common first dimension of a batch's tensors.
+    """The rows that a batch can be cut into: the common first dimension of its tensors.
 
     Raises:
         ValueError: there is no tensor, the tensors disagree, or there are no rows.
     """
+    if (cutting := cutting_of(batch)) is not None:
+        return cutting.num_rows(batch)
     rows: dict[str, int] = {
         name: value.shape[0] for name, value in batch.items() if has_rows(value)
     }
@@ -58,25 +66,60 @@ def num_rows(batch: Mapping[str, Any]) -> int:
         raise ValueError(
             f"of the entries {sorted(batch)} of the batch, these have rows: {rows}. Expected a "
             "dict such as {'input_ids': tensor of [rows, length], 'labels': ...}, with the same "
-            "number of rows in each tensor, and at least one."
+            "number of rows in each tensor, and at least one. If rows are to be found otherwise, "
+            "give the engine split=."
         )
     return next(iter(rows.values()))
 
 
 def token_length(batch: Mapping[str, Any]) -> int:
     """Positions in a row: the second dimension of the batch's tensors of two."""
+    if (cutting := cutting_of(batch)) is not None:
+        return cutting.length(batch)
     lengths = [v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.dim() == 2]
     return max(lengths, default=1) or 1
 
 
 def take_rows(batch: Mapping[str, Any], start: int, end: int) -> Microbatch:
     """Rows `start` to `end` of every tensor that has rows."""
+    if isinstance(batch, CutBatch):
+        return batch.cutting.take(batch, start, end)
     return {name: value[start:end] if has_rows(value) else value for name, value in batch.items()}
 
 
+def take_positions(batch: Mapping[str, Any], positions: slice, length: int) -> Microbatch:
+    """Some positions of every tensor that has so many of them in a row."""
+    found = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:
+            found[name] = value[:, positions]
+    return like(batch, found)
+
+
+def some_rows(batch: Mapping[str, Any]) -> Microbatch:
+    """Two rows of a batch; where rows have different entries, such as have most of them."""
+    if isinstance(batch, CutBatch):
+        return batch.cutting.some(batch)
+    return take_rows(batch, 0, 2)
+
+
+def turned(batch: Mapping[str, Any]) -> Microbatch:
+    """The rows of a batch in the opposite order, if that can be had."""
+    cutting = cutting_of(batch)
+    if isinstance(cutting, Counted):
+        rows = reversed(range(cutting.rows))
+        return join_cut([take_rows(batch, row, row + 1) for row in rows])
+    turns = cutting is None
+    return like(batch, {n: v.flip(0) if turns and has_rows(v) else v for n, v in batch.items()})
+
+
 def map_batch(change: Callable[[Tensor], Tensor], batch: Mapping[str, Any]) -> Microbatch:
-    """The batch with its tensors changed."""
-    return {n: change(v) if isinstance(v, Tensor) else v for n, v in batch.items()}
+    """The batch with its tensors changed, also those in lists of rows."""
+    found = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, Tensor) or is_rows(value):
+            found[name] = pytree.tree_map_only(Tensor, change, value)
+    return like(batch, found)
 
 
 def move_batch(batch: Mapping[str, Any], device: torch.device | str) -> Microbatch:
@@ -102,7 +145,7 @@ def split_batch(batch: Any, *, microbatch_size: int) -> list[Microbatch]:
         )
     for one in batch:
         num_rows(one)
-    return [dict(one) for one in batch]
+    return [like(one, one) for one in batch]
 
 
 def split_into(batch: Any, number: int, *, microbatch_size: int) -> tuple[list[Microbatch], int]:
@@ -117,25 +160,18 @@ def split_into(batch: Any, number: int, *, microbatch_size: int) -> tuple[list[M
         parts = min(rows, number)
         ends = [rows * index // parts for index in range(parts + 1)]
         found = [take_rows(batch, ends[i], ends[i + 1]) for i in range(parts)]
-    return [*found, *(dict(found[-1]) for _ in range(number - len(found)))], len(found)
+    return [*found, *(like(found[-1], found[-1]) for _ in range(number - len(found)))], len(found)
 
 
 def can_join(microbatches: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the rows of microbatches are of one length, as in one batch."""
-    shapes = [
-        {name: value.shape[1:] for name, value in one.items() if has_rows(value)}
+    names = set(microbatches[0]).intersection(*microbatches)
+    return all(
+        one[name].shape[1:] == microbatches[0][name].shape[1:]
         for one in microbatches
-    ]
-    return all(shape == shapes[0] for shape in shapes)
-
-
-def join_batches(microbatches: Sequence[Mapping[str, Any]]) -> Microbatch:
-    """The rows of microbatches in one batch."""
-    first = microbatches[0]
-    return {
-        name: torch.cat([one[name] for one in microbatches]) if has_rows(value) else value
-        for name, value in first.items()
-    }
+        for name in names
+        if has_rows(one[name])
+    )
 
 
 def no_rows(outputs: Any) -> Any:
@@ -219,9 +255,9 @@ class Rule(enum.Enum):
 
     def count(self, microbatch: Mapping[str, Any]) -> int:
         """What a microbatch's mean is over."""
-        labels = microbatch.get("labels")
+        labels, cutting = microbatch.get("labels"), cutting_of(microbatch)
         if self not in (Rule.LABELS, Rule.SHIFTED_LABELS) or not isinstance(labels, Tensor):
-            return num_rows(microbatch)
+            return num_rows(microbatch) if cutting is None else cutting.num_counted(microbatch)
         return int(((labels if self is Rule.LABELS else labels[..., 1:]) != IGNORED).sum())
 
     def total(self, microbatches: Sequence[Microbatch]) -> int:
@@ -237,6 +273,19 @@ class Rule(enum.Enum):
                 if integers and bool((value == IGNORED).any()):
                     return name
         return None
+
+    def why_not_counted(self, microbatches: Sequence[Microbatch]) -> str | None:
+        """Why nobody knows how many rows these have, over which it averages; None: it is known."""
+        cuttings = map(cutting_of, microbatches if self is Rule.ROWS else ())
+        unsure = any(isinstance(one, Whole) and not one.is_sure for one in cuttings)
+        if len(microbatches) < 2 or not unsure:
+            return None
+        return (
+            f"the loss of {len(microbatches)} microbatches averages over rows, and how many these "
+            "have is not certain: their tensors differ in the first dimension, and none is called "
+            "'labels' or 'input_ids'. Pass loss=(outputs, batch) -> (sum, weight), or split= with "
+            "an attribute num_rows, a function of a batch."
+        )
 
     def refuse_uncountable(self, *, num_microbatches: int, total: int, ignored: str | None) -> None:
         """Refuse a batch whose loss cannot be put together from those of its microbatches.
@@ -304,13 +353,20 @@ def require_loss(outputs: Any) -> Tensor:
 
 def trial_batch(microbatch: Mapping[str, Any], *, cut: bool) -> Microbatch:
     """Two rows of a microbatch; `cut`: of a language model, with few tokens."""
-    rows = take_rows(microbatch, 0, 2)
-    rows = joined([rows, rows]) if num_rows(rows) == 1 else rows
+    rows = some_rows(microbatch)
+    can_join = cutting_of(rows) is None or isinstance(cutting_of(rows), Counted)
+    rows = join_rows([rows, rows]) if num_rows(rows) == 1 and can_join else rows
     return shortened(rows) if cut else rows
 
 
-def joined(parts: Sequence[Mapping[str, Any]]) -> Microbatch:
-    """The rows of all parts."""
+def join_rows(parts: Sequence[Mapping[str, Any]]) -> Microbatch:
+    """The rows of all parts.
+
+    Raises:
+        ValueError: they are not cut so that they can be joined.
+    """
+    if any(isinstance(part, CutBatch) for part in parts):
+        return join_cut(parts)
     return {
         name: torch.cat([part[name] for part in parts]) if has_rows(value) else value
         for name, value in parts[0].items()
@@ -319,6 +375,8 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> Microbatch:
 
 def shortened(microbatch: Microbatch) -> Microbatch:
     """Rows of a language model with few tokens; of anything else, as they are."""
+    if isinstance(microbatch, CutBatch):  # tokens belong to something else in it
+        return microbatch
     tensors = [value for value in microbatch.values() if has_rows(value)]
     integers = all(one.dim() == 2 and not one.is_floating_point() for one in tensors)
     if not integers or len({one.shape[1] for one in tensors}) != 1:
@@ -362,7 +420,7 @@ def compare_cut_loss(rule: Rule, microbatches: Sequence[Microbatch], loss: Measu
 
 def _compare_parts(rule: Rule, parts: Sequence[Microbatch], loss: Measure) -> str | None:
     try:
-        whole = joined(parts)
+        whole = join_rows(parts)
         found = loss(whole, 1)
     except CutError:
         raise
@@ -405,29 +463,49 @@ def find_rule(
         the rule, and whether that is final: with weights that give no finite loss it is a guess.
     """
     labels = trial.get("labels")
-    rule = Rule.ROWS
+    rule, parts = Rule.ROWS, list[Microbatch]()
     if isinstance(labels, Tensor) and not labels.is_floating_point():
         rule = Rule.LABELS
+        chosen = torch.where(labels == IGNORED, 0, labels)
         if labels.dim() == 2 and labels.shape[1] > 1:
-            chosen = torch.where(labels == IGNORED, 0, labels)
             first_only = torch.full_like(labels, IGNORED)
             first_only[:, 0] = chosen[:, 0]
-            alone = loss({**trial, "labels": first_only})
+            alone = loss(like(trial, {**trial, "labels": first_only}))
             if math.isnan(alone) or alone == 0.0:
                 rule = Rule.SHIFTED_LABELS
-            uneven = torch.full_like(labels, IGNORED)
-            uneven[0, :3] = chosen[0, :3]
-            uneven[1, -1] = chosen[1, -1]
-            trial = {**trial, "labels": uneven}
-        elif labels.dim() == 1:
-            trial = {**trial, "labels": torch.where(labels == IGNORED, 0, labels)}
-    first, second = take_rows(trial, 0, 1), take_rows(trial, 1, 2)
-    counts = rule.count(first), rule.count(second)
-    expected = (counts[0] * loss(first) + counts[1] * loss(second)) / max(1, sum(counts))
+        parts, trial = _by_labels(trial, chosen)
+    if num_rows(trial) > 1:
+        parts = [take_rows(trial, 0, 1), take_rows(trial, 1, 2)]
+    if not parts:  # it cannot be tried; more rows may tell more, if they can be cut
+        return Rule.UNKNOWN, not isinstance(cutting_of(trial), Given)
+    counts = [rule.count(part) for part in parts]
+    terms = [count * loss(part) for count, part in zip(counts, parts, strict=True)]
+    expected = sum(terms) / max(1, sum(counts))
     found = loss(trial)
     if not math.isfinite(found) or not math.isfinite(expected):
-        return rule, False
+        is_told = math.isfinite(found) and num_rows(trial) == 1  # by labels alone
+        return (Rule.UNKNOWN if is_told else rule), False
     # 16-bit losses carry two to three digits; most wrong rules are off by far more.
     tolerance = SINGLE_TOLERANCE if is_single else HALF_TOLERANCE
     close = math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance / 200)
     return (rule if close else Rule.UNKNOWN), True
+
+
+def _by_labels(trial: Microbatch, labels: Tensor) -> tuple[list[Microbatch], Microbatch]:
+    """Rows with some of their labels, then with the others, and with both; the rest is ignored.
+
+    In two dimensions they are three of the first row and one of the last, so that rows differ in
+    their number. Where rows cannot be cut, the loss of these shows what it averages over.
+    """
+    few, first = torch.full_like(labels, IGNORED), torch.zeros_like(labels, dtype=torch.bool)
+    if labels.dim() == 2 and labels.shape[1] > 1:
+        first[0, : 3 if len(labels) > 1 else min(3, labels.shape[1] - 1)] = True
+        few[-1, -1] = labels[-1, -1]
+        few = torch.where(first, labels, few)
+    elif labels.dim() == 1:
+        first[:1], few = True, labels
+    else:
+        return [], trial
+    halves = few.masked_fill(~first, IGNORED), few.masked_fill(first, IGNORED)
+    parts = [like(trial, {**trial, "labels": one}) for one in halves]
+    return parts, like(trial, {**trial, "labels": few})

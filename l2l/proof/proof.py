@@ -37,14 +37,15 @@ from l2l.model import (
     Route,
     Rule,
     lent,
-    map_batch,
     modules_kept,
     move_batch,
     num_rows,
     require_loss,
     same,
+    some_rows,
     take_rows,
     trial_batch,
+    turned,
 )
 from l2l.parameter_server import ParameterServer
 from l2l.proof.evidence import ODD_FACTOR, TOLERANCE, Evidence, ProofError, check
@@ -339,7 +340,9 @@ class Proof(Subject):
         failure: Exception | None = None
         for on_host in self._places(room):
             for short in (True, False) if cut else (False,):
-                rows = self.server.world.gather_facts(proof_rows(batch, rule, cut=short))[0]
+                own = proof_rows(batch, rule, cut=short)
+                # Of the first rank that has all entries.
+                rows = max(self.server.world.gather_facts(own), key=lambda one: len(one[0]))
                 self.on_host = on_host
                 self._reference = Reference(
                     of=self,
@@ -462,12 +465,13 @@ def proof_rows(batch: Batches, rule: Rule, *, cut: bool) -> list[Microbatch]:
         cut: whether rows of tokens are cut short.
     """
     if isinstance(batch, Mapping):
-        first, second = take_rows(batch, 0, 2), take_rows(batch, 2, 4)
-        if num_rows(batch) < 4:  # the same rows, the other way round
-            second = map_batch(lambda one: one.flip(0) if one.dim() else one, first)
+        first = some_rows(batch)
+        # Of fewer rows the same, the other way round.
+        second = turned(first) if num_rows(batch) < 4 else take_rows(batch, 2, 4)
+        given: list[Mapping[str, Any]] = [first, second]
     else:
-        first, second = dict(batch[0]), dict(batch[-1])
-    parts = [trial_batch(one, cut=cut) for one in (first, second)]
+        given = [max(batch, key=len), batch[-1]]
+    parts = [trial_batch(one, cut=cut) for one in given]
     for part in parts:  # something to learn from, also if the first tokens are a prompt
         if not rule.count(part):
             part["labels"] = torch.where(part["labels"] == IGNORED, 0, part["labels"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from l2l.model import Microbatch, Recording, join_batches, take_gradients
+from l2l.model import Microbatch, Recording, join_rows, map_batch, take_gradients
 from l2l.run.buffers import ChangingBuffers
 from l2l.run.layer_passes import LayerPasses, or_nothing
 from l2l.run.outer_pass import Outer, OuterPass, joined, parted
@@ -173,8 +173,8 @@ class AroundLayers:
         if m + 1 < step.program.shape.num_microbatches:
             return
         outers: list[Outer] = list(step.joined)
-        inputs = join_batches([self._inputs(step, index) for index in range(m + 1)])
-        host = join_batches(step.microbatches)
+        inputs = join_rows([self._inputs(step, index) for index in range(m + 1)])
+        host = join_rows(step.microbatches)
         bound = self._outer.bind(slots)
         if self._scale_of is not None and step.training:
             step.loss_scale = self._scale_of(step)
@@ -326,10 +326,7 @@ class AroundLayers:
 
     def _inputs(self, step: Step, m: int) -> Microbatch:
         device = self._device.torch_device
-        return {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in step.microbatches[m].items()
-        }
+        return map_batch(lambda one: one.to(device, non_blocking=True), step.microbatches[m])
 
 
 def _leaf(tensor: Tensor, *, requires: bool) -> Tensor:

@@ -35,9 +35,14 @@ from l2l.model import (
     Recording,
     Route,
     Rule,
+    has_flat_numbers,
     leaves,
+    like,
+    num_rows,
     require_loss,
     take_gradients,
+    take_positions,
+    take_rows,
 )
 from l2l.run.parts import Parts
 from l2l.run.program import Program
@@ -60,14 +65,8 @@ class Piece:
 
     def cut(self, microbatch: Mapping[str, Any], length: int) -> Microbatch:
         """The piece of a batch."""
-        found: Microbatch = {}
-        for name, value in microbatch.items():
-            if isinstance(value, Tensor) and value.dim() > 0:
-                value = value[self.rows]
-                if self.positions is not None and value.dim() > 1 and value.shape[1] == length:
-                    value = value[:, self.positions]
-            found[name] = value
-        return found
+        found = take_rows(microbatch, self.rows.start, self.rows.stop)
+        return found if self.positions is None else take_positions(found, self.positions, length)
 
 
 def pieces(num_rows: int, length: int, *, tokens: int | None, within_rows: bool) -> list[Piece]:
@@ -90,7 +89,7 @@ def with_shifted_labels(microbatch: Mapping[str, Any]) -> Microbatch:
     """A batch whose labels stand where a causal loss needs them, for positions to be cut out."""
     labels = microbatch["labels"]
     shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    return {**microbatch, "labels": shifted, "shift_labels": shifted}
+    return like(microbatch, {**microbatch, "labels": shifted, "shift_labels": shifted})
 
 
 @dataclass(slots=True)
@@ -415,7 +414,9 @@ class OuterPass:
             tokens = program.part_tokens if facts.puts_off else program.piece_tokens
             if tokens is not None and rule is Rule.ROWS and _ignores(host):
                 tokens = None  # what the loss ignores is not counted, so pieces cannot be weighed
-            within_rows = facts.within_rows
+            if num_rows(host) != hidden.shape[0]:
+                tokens = None  # nobody knows which rows of the one are which of the other
+            within_rows = facts.within_rows and not has_flat_numbers(host, rows=hidden.shape[0])
             found = pieces(hidden.shape[0], length, tokens=tokens, within_rows=within_rows)
         within = any(piece.positions is not None for piece in found)
         if within and rule is Rule.SHIFTED_LABELS:

@@ -23,6 +23,7 @@ from l2l.model import (
     Route,
     Rule,
     find_rule,
+    like,
     move_batch,
     require_loss,
     same,
@@ -246,7 +247,7 @@ class OuterTrial:
         length = labels.shape[1]
         if length < 4 or hidden.shape[1] != length:
             return False
-        whole = trial = {**trial, "labels": torch.where(labels == IGNORED, 0, labels)}
+        whole = trial = like(trial, {**trial, "labels": torch.where(labels == IGNORED, 0, labels)})
         if rule is Rule.SHIFTED_LABELS:
             trial = with_shifted_labels(trial)
         noise = _noise_like(hidden)

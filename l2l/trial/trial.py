@@ -40,7 +40,6 @@ from l2l.model import (
     leaves,
     move_batch,
     num_rows,
-    take_rows,
     token_length,
     trial_batch,
 )
@@ -76,9 +75,8 @@ class Trial:
         if known.rows and not wants_rule:
             return known
         rows = move_batch(trial_batch(microbatch, cut=False), "cpu")
-        if self.server.world.is_parallel:  # all ranks learn the same: from rows of the first
-            theirs = take_rows(move_batch(microbatch, "cpu"), 0, 2)
-            microbatch = self.server.world.gather_facts(theirs)[0]
+        if self.server.world.is_parallel:  # all ranks learn the same: from rows with all entries
+            microbatch = max(self.server.world.gather_facts(rows), key=len)
         few, whole = trial_batch(microbatch, cut=True), trial_batch(microbatch, cut=False)
         try:
             found = self._learn(few, known, wants_rule=wants_rule)
