@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import l2l
 from l2l.model import Splitting, Whole, cutting_of, num_rows, some_rows, take_rows, token_length
-from l2l.model.batch import Rule, joined, split_batch, trial_batch, turned
+from l2l.model.batch import Rule, join_rows, split_batch, trial_batch, turned
 
 IMAGE, VIDEO, BEGIN, END = 5, 6, 7, 8
 WORDS, IGNORED, LENGTH = 99, -100, 24
@@ -564,7 +564,7 @@ def test_entries_are_counted_by_row():
 def test_parts_are_joined_turned_and_sent_as_they_were():
     found = known(qwen_batch(), image_token_id=IMAGE, video_token_id=VIDEO)
     rows = [take_rows(found, row, row + 1) for row in range(4)]
-    again = turned(turned(joined(rows)))
+    again = turned(turned(join_rows(rows)))
     assert sizes(again) == sizes(found)
     sent = pickle.loads(pickle.dumps(again))
     for one in (again, sent):

@@ -225,12 +225,12 @@ def take_gradients(
         sums: gradients that some inputs have had from elsewhere. These are added first, and the
             others one by one, as autograd does where it sees all of it at once.
     """
-    whole = len(outputs) == 1
     pairs = [
         (output, gradient)
         for output, gradient in zip(outputs, gradients, strict=True)
-        if (isinstance(output, GradientEdge) or (output is not None and output.requires_grad))
-        and (whole or gradient is not None)
+        if isinstance(output, GradientEdge | Tensor)
+        and (isinstance(output, GradientEdge) or output.requires_grad)
+        and (gradient is not None or (isinstance(output, Tensor) and output.dim() == 0))
     ]
     pairs = [(inputs[key], one) for key, one in sums.items() if key in inputs] + pairs
     if not inputs or not pairs:
