@@ -152,7 +152,8 @@ class LayerInputs:
         """Run the layer ([Note: flags]); one that writes into its input gets a copy of it."""
         given = self.leaves()
         self.part.bind(given.parameters)
-        with torch.set_grad_enabled(with_graph), self.call.autocasting():
+        has_graph = with_graph and self.call.has_graph
+        with torch.set_grad_enabled(has_graph), self.call.autocasting():
             hidden = given.hidden.clone() if self.changes_input else given.hidden
             args, kwargs = self.call.arguments(hidden, given.recorded, given.beside)
             value = self.call.run(self.part.module, args, kwargs)

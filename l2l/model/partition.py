@@ -214,21 +214,14 @@ class Partition:
         """
         route, delivered = route or self.straight, delivered or {}
         recording, has_graph = Recording(), torch.is_grad_enabled()
-        states = None if learn is None else [stub.layer_state() for stub in self.stubs]
+        states = None if learn is None else self.layer_states()
 
         def visit(call: int, args: Any, kwargs: Any, handed: Sequence[Tensor]) -> None:
             index = route.layers[call]
-            if has_graph and not torch.is_grad_enabled():
-                raise CutError(
-                    f"the model runs layer {index} under torch.no_grad(). To leave layers "
-                    "untrained, freeze their parameters instead: requires_grad_(False)."
-                )
-            if states is not None and self.stubs[index].layer_state() != states[index]:
-                raise CutError(
-                    f"the model modifies layer {index} before calling it, or calls it with other "
-                    f"weights than its own (torch.func.functional_call). {APART}, as they were and "
-                    "with their own parameters: pass them what they need as an argument."
-                )
+            if learn is not None and has_graph and not torch.is_grad_enabled():
+                raise CutError(f"the model runs layer {index} under torch.no_grad().")
+            if states is not None:
+                self.refuse_changed(index, states)
             args, kwargs = self._as_before(route, call, args, kwargs, delivered)
             recording.add(call, args, kwargs, handed)
             if meet is not None:
@@ -243,6 +236,19 @@ class Partition:
         for key in route.rides(stack):
             recording.ride(delivered.get(key), key)
         return recording
+
+    def layer_states(self) -> list[Any]:
+        """What the user's layers are now, for `refuse_changed`."""
+        return [stub.layer_state() for stub in self.stubs]
+
+    def refuse_changed(self, index: int, states: Sequence[Any]) -> None:
+        """Refuse a layer that is not what it was."""
+        if self.stubs[index].layer_state() != states[index]:
+            raise CutError(
+                f"the model modifies layer {index} before calling it, or calls it with other "
+                f"weights than its own (torch.func.functional_call). {APART}, as they were and "
+                "with their own parameters: pass them what they need as an argument."
+            )
 
     @staticmethod
     def _as_before(

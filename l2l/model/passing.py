@@ -220,6 +220,7 @@ class Call:
     spec: pytree.TreeSpec
     autocast: tuple[Autocast, ...] = ()  # where the model's own code has set it around the layer
     lists: Open = ()  # that were open around the layer (captures.py)
+    has_graph: bool = True  # whether the model's own code runs the layer with one
 
     def autocasting(self) -> contextlib.AbstractContextManager[object]:
         """What torch.autocast did where the layer was called; the layer runs inside it."""
@@ -255,6 +256,7 @@ class Recording:
     handed: dict[int, list[Tensor]] = field(default_factory=dict)
     """What every call was handed on, where layers have run."""
     _outside: tuple[Autocast, ...] = field(default_factory=autocast_state)
+    _has_graph: bool = field(default_factory=torch.is_grad_enabled)
     _last: tuple[int, Any, Any, Sequence[Tensor]] | None = None
 
     def add(self, call: int, args: Any, kwargs: Any, handed: Sequence[Tensor]) -> None:
@@ -267,9 +269,10 @@ class Recording:
             self._add(call, args, kwargs, handed)
         self._last = (call, args, kwargs, handed)
         autocast = tuple(one for one in autocast_state() if one not in self._outside)
-        lists = open_lists()
-        if autocast != self.calls[call].autocast or lists != self.calls[call].lists:
-            self.calls[call] = replace(self.calls[call], autocast=autocast, lists=lists)
+        one, lists = self.calls[call], open_lists()
+        has_graph = torch.is_grad_enabled() or not self._has_graph
+        if (autocast, lists, has_graph) != (one.autocast, one.lists, one.has_graph):
+            self.calls[call] = replace(one, autocast=autocast, lists=lists, has_graph=has_graph)
 
     def ride(self, tensor: Tensor | None, key: Key | None = None) -> None:
         """Let a tensor pass by the stack, for the code after it; or an argument of a layer here."""

@@ -170,7 +170,8 @@ class LayerPasses:
 
     def _program(self, step: Step, call: int, m: int) -> Program | None:
         returning, keep, how = step.program.returning, step.program.keep, step.calls[m][call]
-        if not step.training or call not in returning or how.autocast or how.lists:
+        is_plain = not how.autocast and not how.lists and how.has_graph
+        if not step.training or call not in returning or not is_plain:
             return None
         return self._compiler.program(
             self._partition.structures[self._layer(step, call)], keep=keep
@@ -248,7 +249,7 @@ class LayerPasses:
             walked, outputs = self._walk(call, inputs, step, m)
             handed_on = self._keep_asides(step, call, m, inputs.weighed(outputs))
             walks.append((inputs, walked))
-            needs = needs or self._adds_gradient(step, call, m)
+            needs = self._passes_gradient(step, call, m, needs)
         return walks, handed_on
 
     def unwind_tail(
@@ -314,7 +315,8 @@ class LayerPasses:
         self._seed(step, call, m)
         layer = self._layer(step, call)
         program = self._compiler.program(self._partition.structures[layer], keep=EVERYTHING)
-        if program is not None and not inputs.call.autocast and not inputs.call.lists:
+        how = inputs.call
+        if program is not None and not how.autocast and not how.lists and how.has_graph:
             outputs, handed = self._try(layer, program, inputs, None, room=True)
             if outputs is not None and handed is not None:
                 return handed, outputs
@@ -381,9 +383,15 @@ class LayerPasses:
 
     def requires_gradient(self, step: Step, below: Iterable[int], m: int, *, stack: int) -> bool:
         """Whether the hidden state after these layers of a stack requires a gradient."""
-        return step.hidden_requires[stack, m] or any(
-            self._adds_gradient(step, one, m) for one in below
-        )
+        requires = step.hidden_requires[stack, m]
+        for call in below:
+            requires = self._passes_gradient(step, call, m, requires)
+        return requires
+
+    def _passes_gradient(self, step: Step, call: int, m: int, requires: bool) -> bool:  # noqa: FBT001
+        """Whether the hidden state after a layer requires one, if that before it does or not."""
+        has_graph = step.calls[m][call].has_graph
+        return has_graph and (requires or self._adds_gradient(step, call, m))
 
     def _adds_gradient(self, step: Step, call: int, m: int) -> bool:
         """Whether a layer is trained, or is given something recorded that requires a gradient."""

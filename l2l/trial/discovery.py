@@ -78,7 +78,7 @@ class Discovery(TorchFunctionMode):
         Raises:
             CutError: no layer was called.
         """
-        self._num_rows = num_rows(batch)
+        self._num_rows, self._states = num_rows(batch), self._partition.layer_states()
         with self:
             outputs = self._partition.walk_with(batch, self._call)
             loss = None if loss_of is None else loss_of(outputs, batch)
@@ -95,6 +95,7 @@ class Discovery(TorchFunctionMode):
     # What happens
 
     def _call(self, index: int, args: Any, kwargs: Any) -> Any:
+        self._partition.refuse_changed(index, self._states)
         given = pytree.tree_leaves((list(args), dict(kwargs)))
         self._alive.append(given)
         one = Call(index, given)
