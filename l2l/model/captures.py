@@ -34,22 +34,27 @@ def hooked_copy(model: nn.Module, copy: Callable[[nn.Module], nn.Module]) -> nn.
     if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
         return model
     made = copy(model)
+    for module in made.modules():  # a part that has run may have its hooks already
+        module.__dict__.pop("_output_capturing_hooks_installed", None)
+        _take_off(module)
     for module in made.modules():
         if isinstance(module, PreTrainedModel):
             _module().maybe_install_capturing_hooks(module)
     return made
 
 
+def _take_off(module: nn.Module) -> dict[int, Any]:
+    """A module's hooks that collect, which it has no more."""
+    mine = {k: h for k, h in module._forward_hooks.items() if getattr(h, "__name__", "") == HOOK}
+    for key in mine:
+        del module._forward_hooks[key]
+    return mine
+
+
 def take_hooks_off(layer: nn.Module) -> None:
     """Let a layer run without its hooks that collect, but where lists are open."""
-    taken = []
-    for module in layer.modules():
-        mine = {k: h for k, h in module._forward_hooks.items() if h.__name__ == HOOK}
-        if mine:
-            taken.append((module, mine))
-            for key in mine:
-                del module._forward_hooks[key]
-    layer.__dict__["_collecting"] = taken
+    found = ((module, _take_off(module)) for module in layer.modules())
+    layer.__dict__["_collecting"] = [(module, mine) for module, mine in found if mine]
 
 
 def open_lists() -> Open:

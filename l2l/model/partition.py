@@ -458,7 +458,7 @@ class Walk:
             return self._present(call, entry, hidden)
         with torch._C.DisableTorchFunctionSubclass():
             one = hidden if hidden.is_floating_point() else hidden.float()
-            return torch.full_like(one[..., :1], torch.nan).expand(one.shape)
+            return torch.full_like(one, torch.nan)
 
 
 # --------------------------------------------------------------------------------------------------

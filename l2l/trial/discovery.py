@@ -48,7 +48,7 @@ class Call:
     layer: int
     given: list[Any]  # leaves of its arguments
     made: dict[int, Tensor] = field(default_factory=dict)  # what it returned, by entry
-    hidden_shape: torch.Size = field(default_factory=torch.Size)
+    first_shape: torch.Size = field(default_factory=torch.Size)  # of what entered its stack
 
 
 @final
@@ -131,7 +131,10 @@ class Discovery(TorchFunctionMode):
                 f"layer {one.layer} is called without any tensor. Expected the hidden state as its "
                 "first argument."
             )
-        one.hidden_shape = tensors[0].shape
+        before = self._calls[number - 1].made.values() if number else ()
+        is_straight = any(leaf is other for leaf in tensors for other in before)
+        first = self._calls[number - 1] if is_straight else None
+        one.first_shape = tensors[0].shape if first is None else first.first_shape
         for entry in self._partition.returns[self._partition.structures[one.layer]].own:
             one.made[entry] = made[entry]
             self._makers[id(made[entry])] = (number, entry)
@@ -173,7 +176,7 @@ class Discovery(TorchFunctionMode):
 
     def _is_reshaped(self, key: Key) -> bool:
         one = self._calls[key[0]]
-        return one.made[key[1]].shape != one.hidden_shape
+        return one.made[key[1]].shape != one.first_shape
 
     def _has_rows(self, key: Key) -> bool:
         shape = self._calls[key[0]].made[key[1]].shape
@@ -329,7 +332,10 @@ def _writes(name: str, given: list[Tensor], made: list[Tensor]) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
+    try:
+        found: int = tensor.untyped_storage()._cdata
+    except NotImplementedError:  # inside torch.vmap
+        found = id(tensor)
     return found
 
 
@@ -346,6 +352,8 @@ def run_through(
     for stack in range(route.num_stacks):
         found = partition.prologue(batch, route, stack=stack, delivered=delivered)
         recordings.append(found)
+        rides = zip(route.rides(stack), found.rides, strict=True)
+        delivered.update({key: found.tensors[place] for key, place in rides})
         assert found.hidden is not None
         if route.is_straight:
             delivered = dict.fromkeys(route.ends(stack), found.hidden)

@@ -120,7 +120,10 @@ class LayerTrial:
             its value, of which that requires gradients which does so in training.
         """
         if self._partition.structures[index] not in self._partition.returns:
+            states = states_of(named_arguments(self._partition.layers[index].module, args, kwargs))
             self._partition.learn(index, self.run, args, kwargs)
+            for state in states:
+                state.restore()
         else:
             self.meet(index, args, kwargs)
         trained = self._server.units[f"L{index}"].form.trained.names

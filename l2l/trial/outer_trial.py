@@ -232,7 +232,9 @@ class OuterTrial:
             return Rule.UNKNOWN, True  # router losses are too small a share of a loss to be seen
         try:
             return find_rule(trial, loss, is_single=_are_single(ends))
-        except IndexError:  # the loss ignores another number than what the trial has put there
+        except CutError:
+            raise
+        except (IndexError, RuntimeError):  # the model does not take the labels of the trial
             return Rule.UNKNOWN, True
 
     def pieces_agree(self, trial: Microbatch, rule: Rule) -> bool:
