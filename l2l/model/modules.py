@@ -85,7 +85,9 @@ def _worthwhile(
     chosen: list[LayerList] = []
     for one in largest:
         share = sum(sizes[other.name] for other in chosen) / max(1, total)
-        least = WORTH if share >= ENOUGH else LEAST
+        kinds = {type(model.get_submodule(path)) for path in one.paths}
+        are_alike = len(kinds) == 1 and len(one.paths) > 2  # not a head, say
+        least = WORTH if share >= ENOUGH and not are_alike else LEAST
         inside = any(a.holds(path) for other in chosen for a, path in _pairs(one, other))
         if not inside and (not chosen or sizes[one.name] > least * total):
             chosen.append(one)
