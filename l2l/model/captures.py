@@ -27,18 +27,18 @@ def _module() -> Any:
 
 def hooked_copy(model: nn.Module, copy: Callable[[nn.Module], nn.Module]) -> nn.Module:
     """A copy of a model of transformers whose modules collect, as it would have them do itself."""
-    if _module() is None:
+    # A model of transformers has these modules loaded; nobody else needs them.
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if _module() is None or kind is None:
         return model
-    from transformers import PreTrainedModel
-
-    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
+    if not any(isinstance(module, kind) for module in model.modules()):
         return model
     made = copy(model)
     for module in made.modules():  # a part that has run may have its hooks already
         module.__dict__.pop("_output_capturing_hooks_installed", None)
         _take_off(module)
     for module in made.modules():
-        if isinstance(module, PreTrainedModel):
+        if isinstance(module, kind):
             _module().maybe_install_capturing_hooks(module)
     return made
 

@@ -59,6 +59,7 @@ from l2l.model.modules import (
     find_layers,
     modules_kept,
     own_numbers,
+    refuse_unsupported,
     structure_of,
     takes_use_cache,
     without_cache,
@@ -104,6 +105,7 @@ class Partition:
         """
         self.lists = find_layers(model, layers)
         self.list_name = ", ".join(one.name or "the model itself" for one in self.lists)
+        refuse_unsupported(model)
         _refuse_gradient_hooks(model)
         tensors = [*model.named_parameters(), *model.named_buffers()]
         model = hooked_copy(model, lambda one: copy_tree(one, {}))

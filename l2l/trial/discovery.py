@@ -116,10 +116,7 @@ class Discovery(TorchFunctionMode):
         """What a layer returns as leaves of new graphs, so that no graph keeps its weights."""
         leaves, spec = pytree.tree_flatten(value)
         entries = self._partition.returns[self._partition.structures[index]].own
-        new = {
-            id(leaves[entry]): leaves[entry].detach().requires_grad_(leaves[entry].requires_grad)
-            for entry in entries
-        }
+        new = {id(leaves[entry]): _new(leaves[entry]) for entry in entries}
         return pytree.tree_unflatten([new.get(id(leaf), leaf) for leaf in leaves], spec)
 
     def _note_made(self, one: Call, number: int, made: list[Any]) -> None:
@@ -321,6 +318,11 @@ class Discovery(TorchFunctionMode):
         return self._needed(made, len(self._calls), reshaped)
 
 
+def _new(tensor: Tensor) -> Tensor:
+    """A tensor without its graph, which the model's code may write into."""
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+
+
 def _writes(name: str, given: list[Tensor], made: list[Tensor]) -> bool:
     """Whether a function has changed its first argument."""
     in_place = name.endswith("_") and not name.endswith("__")
@@ -334,7 +336,7 @@ def _writes(name: str, given: list[Tensor], made: list[Tensor]) -> bool:
 def _storage(tensor: Tensor) -> int:
     try:
         found: int = tensor.untyped_storage()._cdata
-    except NotImplementedError:  # inside torch.vmap
+    except (NotImplementedError, RuntimeError):  # inside torch.vmap, or sparse
         found = id(tensor)
     return found
 

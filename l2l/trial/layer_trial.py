@@ -153,16 +153,7 @@ class LayerTrial:
 
     def _try_layer(self, index: int, args: Any, kwargs: Any) -> Any:
         """Run a layer; what it returns."""
-        try:
-            value = self._run(index, args, kwargs)
-        except Exception as error:
-            if self.reshaped is None:
-                raise
-            raise CutError(
-                f"layer {index} does not run on the hidden state that enters the first layer: "
-                f"{self.reshaped}. Expected layers that keep the shape of their hidden state; "
-                "name another list with layers='dotted.name'."
-            ) from error
+        value = self._run(index, args, kwargs)
         given, hidden = first_argument(args, kwargs), first_tensor(value)
         if not isinstance(given, Tensor) or given.shape != hidden.shape:
             shape = list(getattr(given, "shape", ()))

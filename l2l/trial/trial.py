@@ -205,7 +205,13 @@ class Trial:
                 if not wants_rule:
                     return facts
                 self.partition.set_training(False)
-                return self._learn_rule(trial, weights, facts)
+                try:
+                    return self._learn_rule(trial, weights, facts)
+                except (CutError, torch.OutOfMemoryError):
+                    raise
+                except Exception:  # some models return something else in evaluation mode
+                    self.partition.set_training(True)
+                    return self._learn_rule(trial, weights, facts)
             except BaseException:
                 if not known.rows:
                     self.partition.forget()  # the next batch is to be tried as the first
@@ -227,7 +233,7 @@ class Trial:
                 reason = error
             try:
                 return self._discover(trial, weights)
-            except CutError as error:
+            except (CutError, torch.OutOfMemoryError) as error:
                 raise error from reason
         return self._discover(trial, weights)
 
