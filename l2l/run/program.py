@@ -40,6 +40,7 @@ class Facts:
     changing_in_layers: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     rule: Rule | None = None  # what the loss averages over; None: nobody has asked
     rule_is_final: bool = False  # whether other rows cannot tell more of it
+    mixes_rows: bool = False  # whether rows are computed with other rows before the loss
     rows: Microbatch = field(
         default_factory=dict
     )  # a few, on the host; none: nothing was tried yet

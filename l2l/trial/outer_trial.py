@@ -27,6 +27,7 @@ from l2l.model import (
     move_batch,
     require_loss,
     same,
+    take_rows,
 )
 from l2l.parameter_server import ParameterServer, UnitForm
 from l2l.run import OuterPass, Piece, TableLookup, Usage, with_shifted_labels
@@ -89,6 +90,27 @@ class OuterTrial:
             found.append(now - frozenset[str]().union(*found))
         kept.put_back()
         return tuple(found)
+
+    def mixes_rows(self, trial: Microbatch) -> bool:
+        """Whether what the layers return for a row depends on the other rows."""
+        kept, draws = KeptBuffers(self._partition), self._device.random_numbers.num_draws
+        both = self._layers.through(trial, self._route)[1]
+        is_random = self._device.random_numbers.num_draws > draws
+        if is_random:  # masks differ with the number of rows
+            self._partition.set_training(False)
+            both = self._layers.through(trial, self._route)[1]
+        try:
+            one = self._layers.through(take_rows(trial, 0, 1), self._route)[1]
+        except Exception:  # the model takes no single row
+            return False
+        finally:
+            self._partition.set_training(True)
+            kept.put_back()
+        return not all(
+            _close(one[key], both[key][: one[key].shape[0]])
+            for key in self._route.needs[-1]
+            if key in one and key not in self._route.shared and one[key].is_floating_point()
+        )
 
     def learn_usage(
         self, trial: Microbatch, weights: Mapping[str, Tensor], changing: Collection[str]

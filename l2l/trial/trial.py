@@ -21,7 +21,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,12 @@ from l2l.model import (
     Route,
     Rule,
     compare_cut_loss,
+    compare_parts,
+    has_masks,
     leaves,
     move_batch,
     num_rows,
+    require_loss,
     token_length,
     trial_batch,
 )
@@ -50,6 +53,11 @@ from l2l.trial.layer_trial import LayerTrial
 from l2l.trial.outer_trial import KeptBuffers, OuterTrial
 
 TRIAL_MARGIN = 1.5  # of weights, for what is computed with them
+
+
+def require_own_loss(outputs: Any, _: Mapping[str, Any]) -> Tensor:
+    """The loss in a model's outputs."""
+    return require_loss(outputs)
 
 
 @final
@@ -109,20 +117,24 @@ class Trial:
     def why_not_cut(
         self, rule: Rule, microbatches: Sequence[Microbatch], route: Route
     ) -> str | None:
-        """Why a given loss over these microbatches is not that of the batch; None: it is.
+        """Why a loss over these microbatches is not that of the batch; None: it is.
 
-        As with the model's own ([Note: counting rule] in batch.py), the layers are left out.
+        Losses that count labels are known by the rule that was found ([Note: counting rule] in
+        batch.py); as there, layers that hand on a hidden state alone are left out.
         """
-        function = self.outer.loss_function
-        if function is None:
+        function, is_own = self.outer.loss_function, self.outer.loss_function is None
+        if is_own and (rule is not Rule.ROWS or len(microbatches) < 2):
             return None
+        if is_own and any(map(has_masks, microbatches)):
+            return "the loss may count what a mask among the batch leaves, not rows"
         rows = num_rows(microbatches[0]) if len(microbatches) > 1 else 0
         is_known = rows in self._checked_rows
         if all(self.server.world.gather_facts(is_known)):  # ranks bring their weights together
             return None
         with self._with_weights(training=False):
-            loss = partial(self._around_by(route).measure, function)
-            verdict = None if is_known else compare_cut_loss(rule, microbatches, loss)
+            loss = partial(self._around_by(route).measure, function or require_own_loss)
+            compare = compare_parts if is_own else compare_cut_loss
+            verdict = None if is_known else compare(rule, microbatches, loss)
         if verdict is None:
             self._checked_rows.add(rows)
         return verdict
@@ -278,6 +290,7 @@ class Trial:
         changing = around.changing(trial)
         usage = around.learn_usage(trial, weights, frozenset[str]().union(*changing))
         return Facts(
+            mixes_rows=not route.is_straight and around.mixes_rows(trial),
             route=route,
             whole_route=whole_route,
             usage=usage or {},
