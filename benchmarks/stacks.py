@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -156,7 +157,7 @@ def plain(row: Row, small: bool, steps: int, recompute: bool) -> dict[str, Any]:
         total = 0.0
         for start in range(0, rows, row.plain_rows):
             part = {name: one[start : start + row.plain_rows] for name, one in batch.items()}
-            loss = model(**part).loss * (row.plain_rows / rows)
+            loss = model(**part).loss * (len(part["labels"]) / rows)
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -179,6 +180,7 @@ def ours(row: Row, small: bool, steps: int, **settings: Any) -> dict[str, Any]: 
     batch = row.batch(small)
     torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
+    logging.basicConfig(level=logging.INFO)
     with l2l.Engine(
         model,
         optimizer=l2l.AdamW(lr=1e-5),

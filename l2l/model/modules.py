@@ -257,10 +257,10 @@ def attributes_of(layer: nn.Module) -> dict[tuple[str, str], Any]:
     }
 
 
-def own_numbers(layers: list[nn.Module]) -> Numbering:
+def own_numbers(layers: Sequence[nn.Module], numbers: Sequence[int] | None = None) -> Numbering:
     """Attributes that hold the layer's own number, in every layer that has them."""
     found: dict[tuple[str, str], list[bool]] = {}
-    for index, layer in enumerate(layers):
+    for index, layer in zip(numbers or range(len(layers)), layers, strict=True):
         for key, value in attributes_of(layer).items():
             found.setdefault(key, []).append(type(value) is int and value == index)
     return frozenset(

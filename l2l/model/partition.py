@@ -123,7 +123,8 @@ class Partition:
         copies = [copy_tree(layer, {}) for layer in originals]
         for copy in copies:
             take_hooks_off(copy)
-        numbering = own_numbers(copies)
+        in_list = [number for one in self.lists for number in range(len(one.paths))]
+        numbering = own_numbers(copies, in_list)
         self.layers = [Part(copy, owners) for copy in copies]
         self.layer_tensors = [part.tensors for part in self.layers]
         self.structures = [structure_of(copy, numbering) for copy in copies]
@@ -134,7 +135,7 @@ class Partition:
             module = modules.setdefault(self.structures[index], part.module)
             numbered = sorted(numbering & attributes_of(module).keys())
             numbers = tuple((module.get_submodule(path), name) for path, name in numbered)
-            self.templates.append(Template(module, part.names, index, numbers))
+            self.templates.append(Template(module, part.names, in_list[index], numbers))
         self._refuse_shared_weights()
         self.returns: dict[str, Returns] = {}
         self.changing_input: set[str] = set()  # structures that write into their hidden state
