@@ -998,6 +998,17 @@ def test_evaluating_between_steps_sees_the_updated_weights(first: Lane | None) -
         assert torch.equal(model.state_dict()[name], tensor)
 
 
+def test_gradients_of_rows_looked_up_twice_add_up_as_in_plain_pytorch() -> None:
+    """Those of the decoder before those of the encoder."""
+    case = Case(
+        build=partial(build_of, TokenTranslator),
+        batch=make_pairs,
+        settings={"embedding": "host", "microbatch_size": FEW_ROWS},
+        num_steps=5,
+    )
+    assert is_same(engine_result(case, make_schedule, None), plain_result(case))
+
+
 @every_order
 def test_the_device_updates_layers_of_fewer_blocks_than_pieces(first: Lane | None) -> None:
     """The last pieces are empty."""
