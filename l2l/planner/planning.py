@@ -369,8 +369,17 @@ class Planning:
         for world in worlds:
             own, decisions = replace(problem, together=world), found.decisions
             if world.num_ranks > 1:  # tables are gathered, not looked up on the host
+                stays = problem.route.num_stacks > 1
                 outer = tuple(
-                    (replace(unit, in_prologue=unit.before_layers, looked_up=False), size)
+                    (
+                        replace(
+                            unit,
+                            in_prologue=unit.before_layers,
+                            in_epilogue=unit.in_epilogue or (stays and unit.before_layers),
+                            looked_up=False,
+                        ),
+                        size,
+                    )
                     for unit, size in problem.outer
                 )
                 own, decisions = replace(own, outer=outer), decisions.override(STATE_ON_HOST)
