@@ -50,6 +50,7 @@ def t5(small: bool) -> Any:  # noqa: FBT001
 
 
 def t5_batch(small: bool) -> dict[str, torch.Tensor]:  # noqa: FBT001
+    """Rows of 512 tokens, in and out."""
     rows, length = (4, 64) if small else (64, 512)
     ids = torch.randint(1, WORDS, (rows, length), generator=torch.manual_seed(1))
     labels = torch.randint(1, WORDS, (rows, length), generator=torch.manual_seed(2))
@@ -80,6 +81,7 @@ def llava(small: bool) -> Any:  # noqa: FBT001
 
 
 def llava_batch(small: bool) -> dict[str, torch.Tensor]:  # noqa: FBT001
+    """An image in every row."""
     rows, length, pixels = (4, 64, 56) if small else (16, 1024, 336)
     patches = (pixels // 14) ** 2
     ids = torch.randint(3, IMAGE, (rows, length), generator=torch.manual_seed(1))
@@ -95,7 +97,8 @@ def mixture(small: bool) -> Any:  # noqa: FBT001
              "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8}  # fmt: skip
     if not small:
         sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 16,
-                 "num_attention_heads": 16, "num_key_value_heads": 4, "num_experts": 64}  # fmt: skip
+                 "num_attention_heads": 16, "num_key_value_heads": 4,
+                 "num_experts": 64}  # fmt: skip
     config = tf.Qwen3MoeConfig(
         vocab_size=WORDS,
         intermediate_size=1024,
@@ -109,6 +112,7 @@ def mixture(small: bool) -> Any:  # noqa: FBT001
 
 
 def mixture_batch(small: bool) -> dict[str, torch.Tensor]:  # noqa: FBT001
+    """Rows of 1,024 tokens."""
     rows, length = (4, 64) if small else (32, 1024)
     ids = torch.randint(1, WORDS, (rows, length), generator=torch.manual_seed(1))
     return {"input_ids": ids, "labels": ids}
