@@ -390,3 +390,37 @@ def test_insertion_is_refused_with_several_lists():
         pytest.raises(ValueError, match="one list"),
     ):
         engine.layers.insert(1, copy_of=0)
+
+
+class Seeing(EncoderDecoder):
+    """Rows may come without what the encoder sees."""
+
+    def forward(self, ids: Tensor, labels: Tensor, seen: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = memory = self.embedding(ids)
+        if seen is not None:
+            memory = self.embedding(seen)
+            for layer in self.encoder:
+                memory = layer(memory)
+        for layer in self.decoder:
+            hidden = layer(hidden, memory)
+        return {"loss": mean_loss(self.head(hidden), labels)}
+
+
+@pytest.mark.parametrize("size", [1, ROWS])
+@pytest.mark.parametrize("tail", [0, 2])
+def test_batches_of_several_kinds(size, tail):
+    kinds = [True, False, False, True, False]
+    batches = [batch_of(seed=step) for step in range(len(kinds))]
+    for batch, sees in zip(batches, kinds, strict=True):
+        batch |= {"seen": batch["ids"].flip(1)} if sees else {}
+    expected, found = Seeing(), Seeing()
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=0.01)
+    for batch in batches:
+        optimizer.zero_grad()
+        expected(**batch)["loss"].backward()
+        optimizer.step()
+    settings = {"optimizer": l2l.AdamW(lr=0.01), "overrides": {"num_tail": tail}}
+    with engine_of(found, microbatch_size=size, **settings) as engine:
+        for batch in batches:
+            engine.step(batch)
+    assert_close(found, expected, 1e-5)
