@@ -4,6 +4,7 @@ The models are small and of our own; those of transformers are in test_census.py
 """
 
 import copy
+from collections import UserDict
 
 import inside
 import pytest
@@ -424,3 +425,41 @@ def test_batches_of_several_kinds(size, tail):
         for batch in batches:
             engine.step(batch)
     assert_close(found, expected, 1e-5)
+
+
+class StoringBlock(CrossBlock):
+    """Writes keys and values into a dict, or reads what another layer has written."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def forward(self, hidden: Tensor, store: dict[str, Tensor]) -> Tensor:
+        if not self.reads:
+            store["memory"] = hidden.tanh()
+        return super().forward(hidden, store["memory"])
+
+
+class Storing(Base):
+    def __init__(self, store: type) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(StoringBlock(reads) for reads in (False, True, True))
+        self.store = store
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden, store = self.embedding(ids), self.store()
+        for layer in self.layers:
+            hidden = layer(hidden, store=store)
+        return {"loss": mean_loss(self.head(hidden), labels)}
+
+
+@pytest.mark.parametrize("store", [dict, UserDict])
+def test_what_layers_leave_in_a_dict_for_others(store):
+    expected, found = Storing(store), Storing(store)
+    losses = plain_steps(expected)
+    assert engine_steps(found, microbatch_size=ROWS) == losses
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+    again = Storing(store)
+    engine_steps(again, microbatch_size=1)
+    assert_close(again, expected)

@@ -28,7 +28,7 @@ from l2l.model.batch import (
     trial_batch,
     turned,
 )
-from l2l.model.captures import emit, open_lists
+from l2l.model.captures import emit, leaves_more, open_lists, run_layer
 from l2l.model.fake_weights import FakeWeights, fake_weight
 from l2l.model.held import Reader, hold, is_held, lent, reason_for, release
 from l2l.model.interception import Answers, Head, HostMirror, Lookup, Readers, Reading, Sum
@@ -66,7 +66,6 @@ from l2l.model.passing import (
     first_argument,
     named_arguments,
     objects_in,
-    run_layer,
     states_of,
 )
 from l2l.model.route import Key, Route

@@ -46,7 +46,7 @@ from l2l.model.captures import (
     COLLECTING,
     emit,
     hooked_copy,
-    open_lists,
+    leaves_more,
     take_hooks_off,
 )
 from l2l.model.modules import (
@@ -403,9 +403,9 @@ class Walk:
         if is_past and number == len(route.layers) - 1 and self._on_delivery is not None:
             self._on_delivery()
         value = returns.wrap(made, (list(args), dict(kwargs)))
-        if open_lists():
-            value, captured = value
-            emit(captured)
+        if leaves_more(args, kwargs):
+            value, left = value
+            emit(left, args, kwargs)
         return value
 
     def refuse_incomplete(self) -> None:

@@ -171,6 +171,9 @@ class LayerPasses:
     def _program(self, step: Step, call: int, m: int) -> Program | None:
         returning, keep, how = step.program.returning, step.program.keep, step.calls[m][call]
         is_plain = not how.autocast and not how.lists and how.has_graph
+        structure = self._partition.structures[self._layer(step, call)]
+        entries = step.program.route.entries(call)
+        is_plain = is_plain and not self._partition.returns[structure].has_left(entries)
         if not step.training or call not in returning or not is_plain:
             return None
         return self._compiler.program(

@@ -32,8 +32,8 @@ from l2l.model import (
     Returns,
     Route,
     emit,
+    leaves_more,
     num_rows,
-    open_lists,
     require_loss,
 )
 
@@ -107,9 +107,9 @@ class Discovery(TorchFunctionMode):
             self._note_made(one, number, pytree.tree_leaves(value))
         finally:
             self._is_inside = False
-        if open_lists():
-            value, captured = value
-            emit(captured)
+        if leaves_more(args, kwargs):
+            value, left = value
+            emit(left, args, kwargs)
         return value
 
     def _without_graph(self, index: int, value: Any) -> Any:

@@ -91,8 +91,11 @@ class OuterTrial:
         kept.put_back()
         return tuple(found)
 
-    def mixes_rows(self, trial: Microbatch) -> bool:
-        """Whether what the layers return for a row depends on the other rows."""
+    def rows_in(self, trial: Microbatch) -> tuple[bool, dict[Key, int]]:
+        """Whether what the layers return for a row depends on others, and which dimension is rows.
+
+        Of what has no rows, there is none.
+        """
         kept, draws = KeptBuffers(self._partition), self._device.random_numbers.num_draws
         both = self._layers.through(trial, self._route)[1]
         is_random = self._device.random_numbers.num_draws > draws
@@ -102,15 +105,21 @@ class OuterTrial:
         try:
             one = self._layers.through(take_rows(trial, 0, 1), self._route)[1]
         except Exception:  # the model takes no single row
-            return False
+            return False, {key: 0 for key in both if key not in self._route.shared}
         finally:
             self._partition.set_training(True)
             kept.put_back()
-        return not all(
-            _close(one[key], both[key][: one[key].shape[0]])
-            for key in self._route.needs[-1]
-            if key in one and key not in self._route.shared and one[key].is_floating_point()
-        )
+        dimensions: dict[Key, int] = {}
+        is_mixed = False
+        for key in self._route.needs[-1] & one.keys():
+            sizes = zip(one[key].shape, both[key].shape, strict=True)
+            place = next((i for i, (a, b) in enumerate(sizes) if a != b), None)
+            if place is not None:
+                dimensions[key] = place
+                first = both[key].narrow(place, 0, one[key].shape[place])
+                is_float = first.is_floating_point()
+                is_mixed |= is_float and not _close(one[key], first)
+        return is_mixed, dimensions
 
     def learn_usage(
         self, trial: Microbatch, weights: Mapping[str, Tensor], changing: Collection[str]

@@ -289,8 +289,12 @@ class Trial:
         around = self._around_by(route)
         changing = around.changing(trial)
         usage = around.learn_usage(trial, weights, frozenset[str]().union(*changing))
+        mixes_rows, dimensions = False, dict.fromkeys(route.needs[-1], 0)
+        if not route.is_straight:
+            mixes_rows, dimensions = around.rows_in(trial)
         return Facts(
-            mixes_rows=not route.is_straight and around.mixes_rows(trial),
+            mixes_rows=mixes_rows,
+            row_dimensions=dimensions,
             route=route,
             whole_route=whole_route,
             usage=usage or {},
