@@ -32,7 +32,7 @@ Their tensors are bound from outside, so a tree sees whatever weights are there 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
@@ -580,6 +580,16 @@ class Part:
         for _, registry, local, owner in self._places:
             if owner in tensors:
                 registry[local] = tensors[owner]
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put back what the tree sees now; inside the block other tensors may be bound."""
+        before = [(registry, local, registry[local]) for _, registry, local, _ in self._places]
+        try:
+            yield
+        finally:
+            for registry, local, tensor in before:
+                registry[local] = tensor
 
     def unbind(self) -> None:
         """Let go of every tensor."""

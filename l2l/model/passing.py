@@ -252,6 +252,7 @@ class Recording:
     rides: list[int] = field(default_factory=list)  # of these tensors, what passes by the stack
     handed: dict[int, list[Tensor]] = field(default_factory=dict)
     """What every call was handed on, where layers have run."""
+    aside_bytes: int = 0  # of what these layers have left for later code
     _outside: tuple[Autocast, ...] = field(default_factory=autocast_state)
     _has_graph: bool = field(default_factory=torch.is_grad_enabled)
     _last: tuple[int, Any, Any, Sequence[Tensor]] | None = None

@@ -11,6 +11,7 @@ code between them, or after them, computes with it. From that follows the `Route
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from l2l.model import (
 
 RunLayer = Callable[[int, Any, Any], Any]
 LossOf = Callable[[Any, Microbatch], Any]
+Bound = Callable[[int], contextlib.AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
@@ -342,12 +344,12 @@ def _storage(tensor: Tensor) -> int:
 
 
 def run_through(
-    partition: Partition, batch: Microbatch, route: Route, bind: Callable[[int], None]
+    partition: Partition, batch: Microbatch, route: Route, bound: Bound
 ) -> tuple[list[Recording], dict[Key, Tensor]]:
     """What the code before every stack makes of a few rows, and what the layers return.
 
     Where the route is straight, what enters the layers stands for what leaves them. Otherwise they
-    run, each after `bind` has brought its weights.
+    run, each inside the block of `bound`, in which it has its weights.
     """
     delivered: dict[Key, Tensor] = {}
     recordings = []
@@ -364,12 +366,12 @@ def run_through(
         for call in route.calls(stack):
             found.handed[call] = handed
             index, how, entries = route.layers[call], found.calls[call], route.entries(call)
-            bind(index)
             args, kwargs = how.arguments(handed[0], found.tensors, handed[1:])
-            with how.autocasting():
+            with bound(index), how.autocasting():
                 value = how.run(partition.layers[index].module, args, kwargs)
             made = dict(zip(entries, Returns.unwrap(value, entries), strict=True))
             delivered.update({(call, entry): one for entry, one in made.items()})
+            found.aside_bytes += sum(made[entry].nbytes for entry in route.asides.get(call, ()))
             handed = [made[entry] for entry in route.gives[call]]
     return recordings, delivered
 
