@@ -277,13 +277,13 @@ class Stepping:
 
     def _warn_of_batch_statistics(self) -> None:
         network = self._condition.network
-        if not self._is_warned and network.facts.mixes_rows:
+        kind = None if self._is_warned else network.partition.batch_statistics()
+        if not self._is_warned and kind is None and network.facts.mixes_rows:
             logger.warning(
                 "the model computes rows with other rows before its loss: in several microbatches "
                 "only those of the same one are seen, as with gradient accumulation in PyTorch. "
                 "Give microbatch_size=all rows of a batch for what the whole batch gives."
             )
-        kind = None if self._is_warned else network.partition.batch_statistics()
         self._is_warned = True
         if kind is not None:
             logger.warning(

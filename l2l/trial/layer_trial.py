@@ -34,12 +34,23 @@ from l2l.model import (
 from l2l.parameter_server import ParameterServer
 from l2l.trial.discovery import run_through
 
+ROW_TOLERANCE = 1e-4  # of float32 values
+HALF_TOLERANCE = 0.05  # of those of 16 bits
 TRIAL_SEED = 1  # of whatever is run again
 
 
 def first_tensor(value: Any) -> Tensor:
     """The first tensor in a value: of a layer's return value, its hidden state."""
     return next(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def same_rows(found: Tensor, expected: Tensor) -> bool:
+    """Whether rows are the same, computed alone and with another."""
+    if found.shape != expected.shape:
+        return True  # no rows, or nobody knows which
+    tolerance = ROW_TOLERANCE if found.dtype is torch.float32 else HALF_TOLERANCE
+    difference = (found.float() - expected.float()).norm()
+    return float(difference) <= tolerance * float(expected.float().norm())
 
 
 def repeats(device: Device, first: Any, again: Any) -> bool:
@@ -63,6 +74,7 @@ class LayerTrial:
     """By structure, positions among buffers."""
     _left: dict[int, tuple[State, int]] = field(default_factory=dict)
     """Objects before a layer changed them."""
+    mixes_rows: bool = False  # whether a layer computes rows with other rows
     reshaped: str | None = None  # a layer that changes the shape of the hidden state
 
     def changing(self) -> dict[int, tuple[str, ...]]:
@@ -113,7 +125,26 @@ class LayerTrial:
             self._compiler.note_random(structure)
         if changed:
             self._compiler.uncompiled.add(structure)
+        if structure not in self._compiler.random and not self.mixes_rows:
+            part.bind(self._layer_weights(index))
+            self.mixes_rows = self._mixes_rows(index, given[0], given[1], value)
         return value
+
+    def _mixes_rows(self, index: int, args: Any, kwargs: Any, value: Any) -> bool:
+        """Whether a layer gives the first row something else if it is alone, as far as is seen."""
+        hidden = first_tensor((args, kwargs))
+        rows = hidden.shape[0] if hidden.dim() else 1
+        if rows < 2 or first_tensor(value).shape[:1] != hidden.shape[:1]:
+            return False
+
+        def cut(one: Tensor) -> Tensor:
+            return one[:1] if one.dim() and one.shape[0] == rows else one
+
+        try:
+            alone = self._run(index, *pytree.tree_map_only(Tensor, cut, (args, kwargs)))
+        except Exception:  # it takes no single row
+            return False
+        return not same_rows(first_tensor(alone), first_tensor(value)[:1])
 
     def _run(self, index: int, args: Any, kwargs: Any) -> Any:
         self._device.seed(TRIAL_SEED)

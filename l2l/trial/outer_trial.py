@@ -31,7 +31,7 @@ from l2l.model import (
 )
 from l2l.parameter_server import ParameterServer, UnitForm
 from l2l.run import OuterPass, Piece, TableLookup, Usage, with_shifted_labels
-from l2l.trial.layer_trial import TRIAL_SEED, LayerTrial, repeats
+from l2l.trial.layer_trial import TRIAL_SEED, LayerTrial, repeats, same_rows
 
 NO_ENDS: Mapping[Key, Tensor] = {}
 PROOF_TOLERANCE = 0.02  # of 16-bit losses and gradients
@@ -118,7 +118,7 @@ class OuterTrial:
                 dimensions[key] = place
                 first = both[key].narrow(place, 0, one[key].shape[place])
                 is_float = first.is_floating_point()
-                is_mixed |= is_float and not _close(one[key], first)
+                is_mixed |= is_float and not same_rows(one[key], first)
         return is_mixed, dimensions
 
     def learn_usage(

@@ -289,7 +289,7 @@ class Trial:
         around = self._around_by(route)
         changing = around.changing(trial)
         usage = around.learn_usage(trial, weights, frozenset[str]().union(*changing))
-        mixes_rows, dimensions = False, dict.fromkeys(route.needs[-1], 0)
+        mixes_rows, dimensions = layers.mixes_rows, dict.fromkeys(route.needs[-1], 0)
         if not route.is_straight:
             mixes_rows, dimensions = around.rows_in(trial)
         return Facts(
