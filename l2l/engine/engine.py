@@ -69,7 +69,7 @@ class Engine:
         microbatch_size: int | None = None,
         precision: str | torch.dtype = "bfloat16",
         clip_norm: float | None = None,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         nonfinite: str = "stop",
         compile: bool | str | None = None,  # noqa: A002 (torch's name for torch's thing)
         seed: int | None = None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -66,7 +66,7 @@ def plan(
     microbatch_size: int | None = None,
     precision: str | torch.dtype = "bfloat16",
     clip_norm: float | None = None,
-    layers: str | None = None,
+    layers: str | Sequence[str] | None = None,
     compile: bool = True,  # noqa: A002 (torch's name for torch's thing)
     hardware: Hardware | None = None,
     overrides: Mapping[str, Any] | None = None,
