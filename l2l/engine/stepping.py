@@ -267,7 +267,15 @@ class Stepping:
         if number < 2 or (reason is None and rule is not Rule.UNKNOWN):
             return False
         if not self._has.world.is_parallel and can_join(own):
-            return True
+            network = self._condition.network
+            if network.trial.may_join(own, network.facts):
+                return True
+            reason = reason or (
+                f"the loss of {number} microbatches cannot be taken over all of their rows: what "
+                "the model makes of a row before its loss depends on the other rows (it takes a "
+                "mean over rows, say). Let one microbatch hold all rows: microbatch_size=all rows "
+                "of a batch."
+            )
         if reason is not None:
             raise ValueError(reason)
         return False

@@ -164,7 +164,12 @@ def split_into(batch: Any, number: int, *, microbatch_size: int) -> tuple[list[M
 
 
 def can_join(microbatches: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the rows of microbatches are of one length, as in one batch."""
+    """Whether the rows of microbatches make one batch: of one length, and such as can be joined."""
+    if any(isinstance(one, CutBatch) for one in microbatches):
+        try:
+            join_cut(microbatches)
+        except ValueError:
+            return False
     names = set(microbatches[0]).intersection(*microbatches)
     return all(
         one[name].shape[1:] == microbatches[0][name].shape[1:]

@@ -334,12 +334,17 @@ def _storage(tensor: Tensor) -> int:
 
 
 def run_through(
-    partition: Partition, batch: Microbatch, route: Route, bind: Callable[[int], None]
+    partition: Partition,
+    batch: Microbatch,
+    route: Route,
+    bind: Callable[[int], None],
+    *,
+    with_layers: bool = False,
 ) -> tuple[list[Recording], dict[Key, Tensor]]:
     """What the code before every stack makes of a few rows, and what the layers return.
 
-    Where the route is straight, what enters the layers stands for what leaves them. Otherwise they
-    run, each after `bind` has brought its weights.
+    Where the route is straight, what enters the layers stands for what leaves them, unless it is
+    to be found `with_layers`. Otherwise they run, each after `bind` has brought its weights.
     """
     delivered: dict[Key, Tensor] = {}
     recordings = []
@@ -347,7 +352,7 @@ def run_through(
         found = partition.prologue(batch, route, stack=stack, delivered=delivered)
         recordings.append(found)
         assert found.hidden is not None
-        if route.is_straight:
+        if route.is_straight and not with_layers:
             delivered = dict.fromkeys(route.ends(stack), found.hidden)
             continue
         handed = [found.hidden]

@@ -127,9 +127,11 @@ class LayerTrial:
         self._partition.layers[index].bind(leaves(self._layer_weights(index), trained))
         return self._run(index, args, kwargs)
 
-    def through(self, batch: Microbatch, route: Route) -> tuple[list[Recording], dict[Key, Tensor]]:
+    def through(
+        self, batch: Microbatch, route: Route, *, with_layers: bool = False
+    ) -> tuple[list[Recording], dict[Key, Tensor]]:
         """As `run_through`, with real weights."""
-        return run_through(self._partition, batch, route, self._bind)
+        return run_through(self._partition, batch, route, self._bind, with_layers=with_layers)
 
     def _bind(self, index: int) -> None:
         """Have a layer ready to run, with its weights."""

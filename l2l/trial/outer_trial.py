@@ -27,6 +27,7 @@ from l2l.model import (
     move_batch,
     require_loss,
     same,
+    take_rows,
 )
 from l2l.parameter_server import ParameterServer, UnitForm
 from l2l.run import OuterPass, Piece, TableLookup, Usage, with_shifted_labels
@@ -34,6 +35,7 @@ from l2l.trial.layer_trial import TRIAL_SEED, LayerTrial, repeats
 
 NO_ENDS: Mapping[Key, Tensor] = {}
 PROOF_TOLERANCE = 0.02  # of 16-bit losses and gradients
+JOIN_TOLERANCE = {True: 1e-3, False: 0.1}  # in float32; in 16 bits, where tokens change experts
 TRIAL_SCALE = 0.5  # a loss is multiplied with something in every step; so it is in the trial
 
 
@@ -235,6 +237,34 @@ class OuterTrial:
         except IndexError:  # the loss ignores another number than what the trial has put there
             return Rule.UNKNOWN, True
 
+    def joins(self, trial: Microbatch) -> bool:
+        """Whether what the layers make of two rows is what they make of each, put together.
+
+        Then the loss may be taken over what they have made of the rows of all microbatches. Where
+        random numbers are drawn, there is nothing to compare.
+        """
+        drawn = self._device.random_numbers.num_draws
+        try:
+            batches = [trial, *(take_rows(trial, row, row + 1) for row in range(2))]
+            whole, *parts = (
+                self._layers.through(one, self._route, with_layers=True)[1] for one in batches
+            )
+            if self._device.random_numbers.num_draws > drawn:
+                return True
+            tolerance = JOIN_TOLERANCE[_are_single(whole)]
+            return all(
+                _close(one, expected, tolerance)
+                for key, expected in whole.items()
+                if key in self._route.needs[-1]
+                for one in self._joined(key, [part[key] for part in parts])
+            )
+        except Exception:  # a single row is not taken, or makes something of another shape
+            return False
+
+    def _joined(self, key: Key, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What a joint loss takes for what microbatches have made; it is one of these."""
+        return parts if key in self._route.shared else [torch.cat([*parts])]
+
     def pieces_agree(self, trial: Microbatch, rule: Rule) -> bool:
         """Whether the loss, and its gradient, may be taken position by position."""
         if rule not in (Rule.LABELS, Rule.SHIFTED_LABELS) or self._outer.loss_function:
@@ -323,10 +353,10 @@ def _are_single(ends: Mapping[Key, Tensor]) -> bool:
     return all(one.dtype is torch.float32 for one in ends.values() if one.is_floating_point())
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
-    """Whether two results are the same but for rounding to 16 bits."""
+def _close(found: Tensor, expected: Tensor, tolerance: float = PROOF_TOLERANCE) -> bool:
+    """Whether two results are the same but for rounding, by default to 16 bits."""
     difference = (found.float() - expected.float()).norm()
-    return float(difference) <= PROOF_TOLERANCE * float(expected.float().norm())
+    return float(difference) <= tolerance * float(expected.float().norm())
 
 
 def _noise_like(hidden: Tensor) -> Tensor:

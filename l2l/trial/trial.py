@@ -37,9 +37,12 @@ from l2l.model import (
     Route,
     Rule,
     compare_cut_loss,
+    join_rows,
     leaves,
     move_batch,
     num_rows,
+    shortened,
+    some_rows,
     token_length,
     trial_batch,
 )
@@ -64,6 +67,7 @@ class Trial:
     compiler: Compiler
     _checked_rows: set[int] = field(default_factory=lambda: {0})
     """Of microbatches that a given loss may be cut into; 0: of one."""
+    _joins: list[bool] = field(default_factory=list)  # whether a loss may be joint; empty: unknown
 
     def run(self, microbatch: Microbatch, known: Facts, *, needs_loss: bool) -> Facts:
         """Learn what is not known yet; `needs_loss` asks for the counting rule too.
@@ -126,6 +130,19 @@ class Trial:
         if verdict is None:
             self._checked_rows.add(rows)
         return verdict
+
+    def may_join(self, microbatches: Sequence[Microbatch], facts: Facts) -> bool:
+        """Whether one loss may be taken over what the layers have made of all microbatches.
+
+        Not where rows have to do with each other before the loss: microbatches would be apart.
+        """
+        if not self._joins:
+            assert facts.route is not None
+            rows = some_rows(join_rows(microbatches[:2]))
+            rows = move_batch(shortened(rows) if facts.cut else rows, self.device.torch_device)
+            with self._with_weights(training=False):
+                self._joins.append(self._around_by(facts.route).joins(rows))
+        return self._joins[0]
 
     def refuse_layer(self, module: nn.Module, position: int, rows: Microbatch) -> None:
         """Refuse a module that does not run, on these rows, where a layer runs.
