@@ -91,8 +91,9 @@ class Stepping:
         first, network = batch if isinstance(batch, Mapping) else batch[0], self._condition.network
         if (word := network.partition.collected(first)) is not None:
             raise ValueError(
-                f"{word} requests outputs of individual layers, which are not kept. Turn it off "
-                "in the batch or in the model's config."
+                f"{word}={first[word]} in the batch requests outputs of single layers. Which of "
+                "them are kept is found once: turn it off in the batch, or on in the model's "
+                "config before the first one."
             )
         has_labels = "labels" in first
         step, own = self.perform(batch, choice, needs_loss=has_labels, keep_outputs=True)

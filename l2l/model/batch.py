@@ -242,7 +242,8 @@ def _same_tensor(first: Any, second: Any) -> bool:
 
 IGNORED = -100
 TRIAL_TOKENS = 16
-MAX_TRIAL_ROWS = 16
+MIN_TRIAL_ROWS = 6  # of all parts: two may be told apart so well that a loss of both is nothing
+MAX_TRIAL_ROWS = 16  # of one
 SINGLE_TOLERANCE = 2e-6
 HALF_TOLERANCE = 2e-2
 
@@ -396,23 +397,25 @@ Measure = Callable[[Microbatch, int], tuple[float, float, bool]]
 def compare_cut_loss(rule: Rule, microbatches: Sequence[Microbatch], loss: Measure) -> str | None:
     """Whether a user's loss is made of those of microbatches; None, or why it is not.
 
-    Tried with some rows of the first two: so few that pairs and other groups stay together where
-    they do in a microbatch, or, if these show a difference, all of them.
+    Tried with some rows of the first two, or of more if these have one or two each: so few that
+    pairs and other groups stay together where they do in a microbatch, or, if these show a
+    difference, all of them.
 
     Args:
         rule: how losses of microbatches are put together.
         microbatches: of the batch.
         loss: gives the loss of rows, with a seed for what it draws.
     """
-    first, second = microbatches[:2]
-    rows = num_rows(first)
+    rows = num_rows(microbatches[0])
     few = rows if rows <= MAX_TRIAL_ROWS else MAX_TRIAL_ROWS + rows % MAX_TRIAL_ROWS
+    first, second, *others = microbatches[: max(2, MIN_TRIAL_ROWS // rows)]
+    alike = (one for one in others if num_rows(one) == rows and can_join([first, one]))
+    chosen = [first, second, *alike]
     verdict = None
     for number in dict.fromkeys((few, rows)):
-        parts = take_rows(first, 0, number), take_rows(second, 0, number)
+        parts = [take_rows(one, 0, number) for one in chosen]
         for cut in (True, False):  # of fixed length, it may not take a few tokens
-            chosen = [shortened(part) if cut else part for part in parts]
-            verdict = _compare_parts(rule, chosen, loss)
+            verdict = _compare_parts(rule, [shortened(p) if cut else p for p in parts], loss)
             if verdict is None:
                 return None
     return (
@@ -449,7 +452,7 @@ def _compare_parts(rule: Rule, parts: Sequence[Microbatch], loss: Measure) -> st
                 return None  # it draws random numbers, so there is nothing to compare
             return (
                 f"that of {sum(counts)} rows is {found[0]:.6g}, and {sum(terms):.6g} put "
-                f"together from {counts[0]} and {counts[1]} of them"
+                f"together from {' and '.join(map(str, counts))} of them"
             )
     return None
 

@@ -119,7 +119,7 @@ class LayerTrial:
         Returns:
             its value, of which that requires gradients which does so in training.
         """
-        if self._partition.structures[index] not in self._partition.returns:
+        if self._partition.form(index) not in self._partition.returns:
             self._partition.learn(index, self.run, args, kwargs)
         else:
             self.meet(index, args, kwargs)

@@ -65,8 +65,8 @@ class Trial:
     device: Device
     outer: OuterPass
     compiler: Compiler
-    _checked_rows: set[int] = field(default_factory=lambda: {0})
-    """Of microbatches that a given loss may be cut into; 0: of one."""
+    _verdicts: dict[int, str | None] = field(default_factory=lambda: {0: None})
+    """By rows of microbatches, why a given loss may not be cut into them; 0: of one."""
     _joins: list[bool] = field(default_factory=list)  # whether a loss may be joint; empty: unknown
 
     def run(self, microbatch: Microbatch, known: Facts, *, needs_loss: bool) -> Facts:
@@ -121,15 +121,13 @@ class Trial:
         if function is None:
             return None
         rows = num_rows(microbatches[0]) if len(microbatches) > 1 else 0
-        is_known = rows in self._checked_rows
-        if all(self.server.world.gather_facts(is_known)):  # ranks bring their weights together
-            return None
-        with self._with_weights(training=False):
-            loss = partial(self._around_by(route).measure, function)
-            verdict = None if is_known else compare_cut_loss(rule, microbatches, loss)
-        if verdict is None:
-            self._checked_rows.add(rows)
-        return verdict
+        is_known = rows in self._verdicts
+        if not all(self.server.world.gather_facts(is_known)):  # ranks bring their weights together
+            with self._with_weights(training=False):
+                loss = partial(self._around_by(route).measure, function)
+                if not is_known:  # what is true of one batch is true of the next, too
+                    self._verdicts[rows] = compare_cut_loss(rule, microbatches, loss)
+        return self._verdicts[rows]
 
     def may_join(self, microbatches: Sequence[Microbatch], facts: Facts) -> bool:
         """Whether one loss may be taken over what the layers have made of all microbatches.
