@@ -653,6 +653,24 @@ def test_what_is_found_of_a_given_loss_stays_so():
     assert all(0 < one < before for before, one in itertools.pairwise(losses))
 
 
+@pytest.mark.parametrize("scale", [30.0, 1000.0])
+def test_a_given_loss_of_rows_that_are_told_apart_well_is_taken_over_all_rows(scale: float):
+    """That of the first six is all but nothing, or nothing, as that of any three of them is."""
+
+    def sharp(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+        found = nn.functional.normalize(batch["inputs"] + 1e-6 * outputs["logits"].mean(), dim=-1)
+        return nn.functional.cross_entropy(scale * found @ found.T, torch.arange(len(found)))
+
+    inputs = torch.eye(WIDTH)[[0, 1, 2, 3, 4, 5, 0, 1, 2]]
+    batch = {"inputs": inputs, "labels": torch.arange(9) % CLASSES}
+    with torch.no_grad():
+        model = prepared(Net)
+        assert float(sharp(model(inputs[:6]), {"inputs": inputs[:6]})) < 1e-8
+        expected = float(sharp(model(inputs), batch))
+    with engine_for(prepared(Net), loss=sharp, microbatch_size=3) as engine:
+        assert float(engine.step(batch).loss) == pytest.approx(expected, rel=1e-5)
+
+
 class Centered(Net):
     """Compares rows before its loss does."""
 

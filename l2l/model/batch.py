@@ -445,8 +445,11 @@ def _compare_parts(rule: Rule, parts: Sequence[Microbatch], loss: Measure) -> st
     terms = [one[0] * share for one, share in zip(losses, shares, strict=True)]
     weights = [one[1] * share for one, share in zip(losses, shares, strict=True)]
     tolerance = SINGLE_TOLERANCE if found[2] else HALF_TOLERANCE
+    compares = rule is Rule.ROWS  # perhaps, as in `find_rule`
+    if compares and not any([found[0], *terms]):
+        return "it is 0 of all rows that were tried, and of each part of them, which tells nothing"
     for mine, own in ((found[0], terms), (found[1], weights)):
-        scale = max(abs(mine), *map(abs, own), 1 / 200)
+        scale = max(abs(mine), *map(abs, own), 0.0 if compares else 1 / 200)
         if math.isfinite(mine + sum(own)) and abs(mine - sum(own)) > tolerance * scale:
             if loss(whole, 2) != found:
                 return None  # it draws random numbers, so there is nothing to compare
@@ -493,9 +496,13 @@ def find_rule(
     if not math.isfinite(found) or not math.isfinite(expected):
         is_told = math.isfinite(found) and num_rows(trial) == 1  # by labels alone
         return (Rule.UNKNOWN if is_told else rule), False
+    compares = rule is Rule.ROWS  # perhaps: a contrastive loss is small of two rows, and 0 of one
+    if compares and found == expected == 0.0:
+        return Rule.UNKNOWN, False
     # 16-bit losses carry two to three digits; most wrong rules are off by far more.
     tolerance = SINGLE_TOLERANCE if is_single else HALF_TOLERANCE
-    close = math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance / 200)
+    least = 0.0 if compares else tolerance / 200
+    close = math.isclose(found, expected, rel_tol=tolerance, abs_tol=least)
     return (rule if close else Rule.UNKNOWN), True
 
 
