@@ -123,6 +123,86 @@ class TokenClassifier(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
+class CrossLayer(nn.Module):
+    """Is given what the encoder has made."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.linear, self.query = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor, memory: Tensor, scale: Tensor) -> Tensor:
+        shares = (self.query(hidden) @ memory.mT / WIDTH).softmax(dim=-1)
+        return hidden + scale * torch.tanh(self.linear(hidden + shares @ memory))
+
+
+class Translator(nn.Module):
+    """Two lists of layers, and code of its own between them."""
+
+    def __init__(self, *, contrasts: bool = False) -> None:
+        super().__init__()
+        self.encoder_entry, self.decoder_entry = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.encoder = nn.ModuleList(ScaledLayer() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.decoder = nn.ModuleList(CrossLayer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.loss = contrast if contrasts else F.cross_entropy
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        memory, scale = self.encoder_entry(inputs), 1 + inputs.mean(dim=(1, 2))[:, None, None]
+        for layer in self.encoder:
+            memory = layer(memory, scale)
+        memory, hidden = self.norm(memory), torch.tanh(self.decoder_entry(inputs.flip(1)))
+        for layer in self.decoder:
+            hidden = layer(hidden, memory, scale)
+        logits = self.head(hidden.mean(dim=1))
+        return {"loss": self.loss(logits, labels), "logits": logits}
+
+
+class TokenTranslator(nn.Module):
+    """Encoder, decoder and head have one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, TABLE_WIDTH)
+        self.encoder = nn.ModuleList([ScaledLayer(TABLE_WIDTH)])
+        self.decoder = nn.ModuleList([CrossLayer(TABLE_WIDTH)])
+        self.norm = nn.LayerNorm(TABLE_WIDTH)
+        self.head = nn.Linear(TABLE_WIDTH, WORDS, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor, answers: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        memory = torch.tanh(self.table(ids))
+        scale = 1 + ids.float().mean(dim=1)[:, None, None] / WORDS
+        memory = torch.tanh(self.encoder[0](memory, scale))
+        hidden = self.decoder[0](torch.tanh(self.table(answers)), memory, scale)
+        logits = self.head(self.norm(hidden)).mean(dim=1) / LENGTH**4
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class TwiceClassifier(ScaledClassifier):
+    """Calls each layer twice."""
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden, scale = self.entry(inputs), 1 + inputs.mean(dim=1, keepdim=True)
+        for layer in (*self.layers, *self.layers):
+            hidden = layer(hidden, scale)
+        logits = self.head(hidden)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class ContrastiveClassifier(ScaledClassifier):
+    """Its loss compares rows with each other."""
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = super().forward(inputs, labels)["logits"]
+        return {"loss": contrast(logits, labels), "logits": logits}
+
+
+def contrast(logits: Tensor, labels: Tensor) -> Tensor:
+    found = F.normalize(logits, dim=-1)
+    return F.cross_entropy(found @ found.T, torch.arange(len(found)))
+
+
 def build() -> nn.Module:
     torch.manual_seed(0)
     return ScaledClassifier([ScaledLayer() for _ in range(4)])
@@ -148,6 +228,13 @@ def build_untied(width: int = TABLE_WIDTH) -> nn.Module:
     return TokenClassifier(tied=False, width=width)
 
 
+def build_of(kind: type[nn.Module], **settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    if issubclass(kind, ScaledClassifier):
+        settings["layers"] = [ScaledLayer() for _ in range(3)]
+    return kind(**settings)
+
+
 def make_batch(seed: int, rows: int = ROWS) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -162,6 +249,18 @@ def make_tokens(seed: int) -> Batch:
         "ids": torch.randint(0, WORDS, (FEW_ROWS, LENGTH), generator=generator),
         "labels": torch.randint(0, WORDS, (FEW_ROWS,), generator=generator),
     }
+
+
+def make_pairs(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    answers = torch.randint(0, WORDS, (FEW_ROWS, LENGTH), generator=generator)
+    return {"answers": answers, **make_tokens(seed)}
+
+
+def make_sequences(seed: int, rows: int = FEW_ROWS) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(rows, LENGTH + 1, WIDTH, generator=generator)
+    return {**make_batch(seed, rows), "inputs": inputs}
 
 
 def leave(model: nn.Module) -> None:
@@ -296,6 +395,11 @@ CASES = {
     ),
     "frozen": Case(with_numbers(num_cells=4, num_gradient_slots=1), change=freeze_below),
     "stash_on_device": Case(golden_schedule, settings={"stash": "device"}),
+    "encoder_decoder": Case(
+        with_numbers(num_cells=4, num_recorded_cells=2),
+        build=partial(build_of, Translator),
+        batch=make_sequences,
+    ),
 }
 
 
@@ -517,6 +621,51 @@ LATER = {  # the waits are those of the second step, which settles what the firs
         ),
     ),
 }
+BETWEEN = ("compute waits fetch v m", "unstash waits backward Int m")
+ROUTES = {  # other ways through the layers, or to the loss
+    "encoder and decoder, just in time, tail": Case(
+        build=partial(build_of, Translator),
+        batch=make_sequences,
+        settings={"update": "just in time", "overrides": {"num_tail": 1, "num_cells": 3}},
+        kinds=BETWEEN,
+    ),
+    "encoder and decoder, table on the host, clipped": Case(
+        build=partial(build_of, TokenTranslator),
+        batch=make_pairs,
+        settings={"embedding": "host", "clip_norm": 0.05},
+        kinds=("unstash waits lookup m", *BETWEEN),
+    ),
+    "layers called twice": Case(
+        build=partial(build_of, TwiceClassifier), batch=partial(make_batch, rows=FEW_ROWS)
+    ),
+    "layers called twice, in halves": Case(
+        build=partial(build_of, TwiceClassifier),
+        batch=partial(make_batch, rows=FEW_ROWS),
+        settings={
+            "optimizer": ADAMW,
+            "overrides": {"halves": True, "num_slots": 1},
+            "update": "just in time",
+        },
+        kinds=HALVES,
+    ),
+    "layers called twice, on the device": Case(
+        build=partial(build_of, TwiceClassifier),
+        batch=partial(make_batch, rows=FEW_ROWS),
+        settings={"overrides": {"num_cells": 4}, "optimizer": l2l.Adafactor(lr=0.05)},
+        kinds=("drain waits update U device", "fetch waits drain U free"),
+    ),
+    "a loss that compares rows": Case(
+        build=partial(build_of, ContrastiveClassifier),
+        batch=partial(make_batch, rows=4),
+        settings={"overrides": {"num_cells": 3}},
+    ),
+    "encoder and decoder, a loss that compares rows": Case(
+        build=partial(build_of, Translator, contrasts=True),
+        batch=make_sequences,
+        settings={"overrides": {"num_cells": 5}},
+        kinds=BETWEEN,
+    ),
+}
 KEPT = Case(
     build=build_wide,
     batch=partial(make_batch, rows=2),
@@ -631,6 +780,25 @@ def test_a_step_that_leaves_or_settles_updates_fails_when_any_wait_is_deleted(na
     assert len(kinds) > (5 if name == "tail of all" else 20)
 
 
+@pytest.mark.parametrize("name", ROUTES)
+def test_a_step_along_another_route_fails_when_any_wait_is_deleted(name: str) -> None:
+    """All rows at once give the bits of plain PyTorch; microbatches add up in another order."""
+    case = ROUTES[name]
+    expected = engine_result(case, make_schedule, None)
+    if case.settings.get("optimizer") in (None, ADAMW) and "clip_norm" not in case.settings:
+        whole = dataclasses.replace(case, settings={**case.settings, "microbatch_size": ROWS})
+        assert is_same(engine_result(whole, make_schedule, None), plain_result(whole))
+        assert is_near(expected, plain_result(whole))
+    (shape, *_) = schedules_of(case)
+    assert shape.num_microbatches == 2
+    assert bool(shape.stacks) == ("decoder" in name)
+    assert bool(shape.repeated) == ("twice" in name)
+    assert shape.joint == ("compares rows" in name)
+    kinds = assert_every_wait_is_missed(case, expected)
+    assert set(case.kinds) <= set(kinds)
+    assert len(kinds) > 30
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_step_that_keeps_results_fails_when_any_wait_is_deleted(
     monkeypatch: pytest.MonkeyPatch,
@@ -686,6 +854,10 @@ EVALUATED = {
     ),
     "tied table on the host, in halves": LATER["in halves, tied table on the host, clipped"],
     "tail with state": dataclasses.replace(LATER["tail with state"], num_steps=1),
+    "layers called twice": dataclasses.replace(ROUTES["layers called twice"], num_steps=0),
+    "encoder and decoder, a loss that compares rows": dataclasses.replace(
+        ROUTES["encoder and decoder, a loss that compares rows"], num_steps=0
+    ),
 }
 
 
@@ -824,6 +996,17 @@ def test_evaluating_between_steps_sees_the_updated_weights(first: Lane | None) -
     assert train_plain(plain, [make_batch(1)], **settings) == [between]
     for name, tensor in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor)
+
+
+def test_gradients_of_rows_looked_up_twice_add_up_as_in_plain_pytorch() -> None:
+    """Those of the decoder before those of the encoder."""
+    case = Case(
+        build=partial(build_of, TokenTranslator),
+        batch=make_pairs,
+        settings={"embedding": "host", "microbatch_size": FEW_ROWS},
+        num_steps=5,
+    )
+    assert is_same(engine_result(case, make_schedule, None), plain_result(case))
 
 
 @every_order

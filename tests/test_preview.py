@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import l2l
 from l2l.bench.workload import Workload
 from l2l.model.fake_weights import LARGE_BYTES, FakeWeights, fake_weight, is_fake
-from l2l.planner import DoesNotFitError
+from l2l.planner import DoesNotFitError, Together
 from l2l.planner.hardware import H200
 from l2l.planner.preview import STREAMED, largest_model
 
@@ -48,6 +48,22 @@ def plan_of(family: Family, model: nn.Module, batch: dict[str, Tensor]) -> l2l.P
         compile=False,
         hardware=H200,
     )
+
+
+def test_a_table_of_encoder_and_decoder_is_planned_for_several_devices() -> None:
+    """One looks its rows up on the host; where several gather it, it stays between the stacks."""
+    sizes = {f"{part}_layers": 2 for part in ("encoder", "decoder")}
+    sizes |= {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")}
+    config = transformers.BartConfig(
+        vocab_size=70_000, d_model=64, tie_word_embeddings=False, **sizes
+    )
+    with META:
+        model = transformers.BartForConditionalGeneration(config)
+        ids = torch.empty((4, 8), dtype=torch.int64)
+    batch = {"input_ids": ids, "decoder_input_ids": ids, "labels": ids}
+    settings = {"precision": "float32", "compile": False, "hardware": H200}
+    plan = l2l.plan(model, batch, world=Together(num_ranks=2), **settings)
+    assert [point.num_ranks for point in plan.scaling] == [1, 2]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -12,7 +12,8 @@ Properties are checked with a second, slower model of what lines touch and what 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -290,6 +291,67 @@ def combined_shapes() -> Iterator[Shape]:
             yield dataclasses.replace(shape, pending=left, held=frozenset(shape.on_device))
 
 
+ROUTES = (  # which layers are called when
+    {"layers": first_layers(3), "stacks": (2,)},
+    {"layers": first_layers(4), "units": (2, 0, 1, 3), "stacks": (1, 3)},
+    {"layers": first_layers(4), "units": (0, 1, 0, 1)},
+    {"layers": first_layers(5), "units": (0, 1, 0, 1, 2), "stacks": (2,)},
+    {"layers": first_layers(4), "units": (1, 1, 0, 2), "stacks": (1,)},
+    {"layers": (1, 4), "stacks": (1, 3, 4)},  # nothing is left of the first stack and the third
+    {"layers": first_layers(2)},
+)
+RANKS = (
+    {"parallel": True},
+    {"parallel": True, "num_late": 9, "halves": True},
+    {"parallel": True, "device_updates": True},
+)
+TIGHT = {**FEW, "num_recorded_cells": 2}
+NUM_DRAWN = 3000  # of which about a third can be
+
+
+def routed_shapes() -> Iterator[Shape]:
+    """Several stacks, layers called again, joint losses and ranks, at random with all else."""
+    draw = random.Random(0).choice
+    for _ in range(NUM_DRAWN):
+        route, mode = draw(ROUTES), draw((*MODES, *MODES_WITH_MANY_CELLS, *RANKS, *RANKS))
+        outer = draw((*OUTER_KINDS.values(),))
+        joint, shares_memory = draw((False, True)), draw((False, True))
+        num_tail, num_states = draw(((0, 0), (0, 0), (1, 0), (1, 1)))
+        layers = route["layers"]
+        units = route.get("units", range(layers[-1] + 1))
+        again = {unit for unit in units if list(units).count(unit) > 1}
+        frozen = draw(((), (), (), (0,), (1,), (0, 1)))
+        has_state = num_states or any(unit.device_state for unit in outer)
+        has_rows = any(unit.looked_up and (unit.trained or "parallel" in mode) for unit in outer)
+        if num_tail and (joint or units[layers[-1]] in again):
+            continue
+        if "stacks" in route and outer is APART:
+            continue  # the code before later stacks reads what is there for the whole step
+        if {"parallel", "device_updates"} & {*mode} and (has_state or has_rows):
+            continue
+        if shares_memory and not any(unit.passes for unit in outer):
+            continue
+        if "shared" in mode:
+            shared = (call for call in layers[: len(layers) - num_tail] if units[call] not in again)
+            mode = {**mode, "shared": frozenset(shared)}
+        shape = Shape(
+            **route,
+            num_microbatches=draw((1, 2, 3)),
+            outer=outer,
+            num_tail=num_tail,
+            device_state=frozenset(layers[len(layers) - num_states :]),
+            frozen_layers=frozenset(call for call in layers if units[call] in frozen),
+            joint=joint,
+            shares_memory=shares_memory,
+            **mode,
+            **draw(
+                ({"num_slots": 1}, {"num_kept_cells": 2}, TIGHT, {**TIGHT, "num_kept_cells": 1})
+            ),
+        )
+        left = dataclasses.replace(shape, training=True).late_units
+        yield dataclasses.replace(shape, pending=left, held=frozenset(shape.on_device))
+
+
 @functools.cache
 def small_schedules() -> tuple[Schedule, ...]:
     """Of all small sizes; in training."""
@@ -308,8 +370,16 @@ def combined_schedules() -> tuple[Schedule, ...]:
     return tuple(make_schedule(shape) for shape in combined_shapes())
 
 
+@functools.cache
+def routed_schedules() -> tuple[Schedule, ...]:
+    """Of several stacks, layers called again, joint losses and ranks."""
+    return tuple(make_schedule(shape) for shape in dict.fromkeys(routed_shapes()))
+
+
 def all_schedules() -> Iterator[Schedule]:
-    return itertools.chain(small_schedules(), varied_schedules(), combined_schedules())
+    return itertools.chain(
+        small_schedules(), varied_schedules(), combined_schedules(), routed_schedules()
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -384,6 +454,11 @@ def test_golden_schedules_use_every_kind_of_line_and_every_lane() -> None:
         ("update L0 HL0 host", "in this order"),
         ("update L0 host HL0 moments", "found 'update U host moments'"),
         ("drain h0 C0", "found 'drain v'"),
+        ("forward Int1 m0 SO R0 C0 C1", "takes 'I S< R< R> C< C>'"),
+        ("backward Int1 m0 SO GO R0 C0 - C1 C2", "takes 'I S< G> R< C< C< C>'"),
+        ("forward Int m0 SO R0 R1 C0 C1", "takes 'I S< R< R> C< C>'"),
+        ("fetch U S0", "takes 'LTO S>'"),
+        ("drain L0:v0.grad G0 H0", "found 'drain L0:v0.grad'"),
         ("take C0", "takes 'SGW>'"),
         ("fetch T0.all:p0 HT0 W0", "takes 'L H< W>'"),
         ("loading waits release L0 S0", "no lane 'loading'; lanes are compute"),
@@ -408,24 +483,91 @@ def test_lines_are_counted_by_kind() -> None:
 # Properties
 
 
-def test_computing_goes_layer_by_layer_and_within_a_layer_over_all_microbatches() -> None:
-    schedule = make_schedule(GOLDEN["three_layers_two_microbatches"])
-    passes = [
-        " ".join(filter(None, (action.verb, action.unit, f"m{action.microbatch}")))
-        for action in schedule.actions
-        if action.lane is Lane.COMPUTE and action.verb != "release"
+def unit_of(shape: Shape, call: int) -> str:
+    return f"L{shape.units[call] if shape.units else call}"
+
+
+def units_at(shape: Shape, calls: Iterable[int]) -> set[str]:
+    return {unit_of(shape, call) for call in calls}
+
+
+def call_of(shape: Shape, action: Action) -> int:
+    """The call that a pass through a layer is of: it is named where there are several."""
+    calls = [call for call in shape.layers if unit_of(shape, call) == action.unit]
+    assert (action.call is None) == (len(calls) == 1), action
+    call = calls[0] if action.call is None else action.call
+    assert call in calls, action
+    return call
+
+
+def streamed(shape: Shape) -> tuple[int, ...]:
+    return shape.layers[: len(shape.layers) - shape.num_tail]
+
+
+def calls_in(shape: Shape, stack: int) -> list[int]:
+    """The streamed calls of a stack."""
+    return [call for call in streamed(shape) if stack_of(shape, call) == stack]
+
+
+def stack_of(shape: Shape, call: int) -> int:
+    return sum(first <= call for first in shape.stacks)
+
+
+def trains_before(shape: Shape) -> bool:
+    """Whether anything is trained that the first hidden state is made of."""
+    return any(unit.trained and (unit.in_prologue or unit.looked_up) for unit in shape.outer)
+
+
+def returning(shape: Shape) -> list[int]:
+    """Streamed calls with a backward pass: something is trained there, or comes before."""
+    trained = [call for call in streamed(shape) if call not in shape.frozen_layers]
+    needs = trains_before(shape)
+    return [
+        call
+        for call in streamed(shape)
+        if shape.training and (needs or any(one <= call for one in trained))
     ]
-    assert passes == [
-        f"{part} {microbatch}"
-        for part in (
-            "forward Pro",
-            *("forward L0", "forward L1", "forward L2"),
-            "loss",
-            *("backward L2", "backward L1", "backward L0"),
-            "backward Pro",
-        )
-        for microbatch in ("m0", "m1")
+
+
+def parts_of(shape: Shape) -> list[str]:
+    """What the device computes, for all microbatches each, as lines begin."""
+    units = [unit_of(shape, call) for call in shape.layers]
+    last, returns, needs = len(shape.stacks), returning(shape), trains_before(shape)
+
+    def name(call: int) -> str:
+        unit = unit_of(shape, call)
+        return unit if units.count(unit) == 1 else f"{unit}:v{call}"
+
+    ways, found = ["Pro", *(f"Int{stack + 1}" for stack in range(last))], []
+    for stack, way in enumerate(ways):
+        found += [f"forward {one}" for one in (way, *map(name, calls_in(shape, stack)))]
+    found.append("loss")
+    if shape.joint and shape.training and (returns or needs):
+        found.append("loss")  # the gradients of each microbatch
+    for stack, way in reversed([*enumerate(ways)]):
+        calls = [call for call in calls_in(shape, stack) if call in returns]
+        found += [f"backward {name(call)}" for call in reversed(calls)]
+        if shape.training and (needs or any(stack_of(shape, call) < stack for call in returns)):
+            found.append(f"backward {way}")
+    return found
+
+
+def test_computing_goes_part_by_part_and_within_a_part_over_all_microbatches() -> None:
+    assert parts_of(GOLDEN["two_stacks"]) == [
+        *("forward Pro", "forward L0", "forward L1", "forward Int1", "forward L2"),
+        "loss",
+        *("backward L2", "backward Int1", "backward L1", "backward L0", "backward Pro"),
     ]
+    for schedule in all_schedules():
+        shape = schedule.shape
+        parts, microbatches = parts_of(shape), range(shape.num_microbatches)
+        expected = [f"{part} m{m}" for part in parts for m in microbatches]
+        if any(unit.looked_up for unit in shape.outer) and calls_in(shape, 0):
+            # Rows of later microbatches may be late: the first layer does not wait for them.
+            number = 2 * len(microbatches)
+            expected[:number] = [f"{part} m{m}" for m in microbatches for part in parts[:2]]
+        passes = [a.text for a in schedule.actions if a.verb in PASSES]
+        assert [text[: text.index(" m") + 3] for text in passes] == expected, shape
 
 
 def places(operand: str) -> list[str]:
@@ -441,6 +583,7 @@ def test_a_unit_is_resident_when_computed_on_and_slots_hold_one_unit_and_end_fre
             kind, unit, slot = action.kind, action.unit, (*action.places, "")[0]
             if kind == "fetch U":
                 assert slot not in held, (shape, action)
+                assert unit not in held.values(), (shape, action)
                 held[slot] = unit
             elif kind in ("release U", "drain U free"):
                 assert held.pop(slot) == unit, (shape, action)
@@ -450,6 +593,7 @@ def test_a_unit_is_resident_when_computed_on_and_slots_hold_one_unit_and_end_fre
             ):
                 assert held[slot] == unit, (shape, action)
             elif action.verb in PASSES:
+                assert action.kind == "loss m" or action.unit[:3] in ("Pro", "Int")
                 assert [held[slot] for slot in places(slot)] == read_by(shape, action), action
             assert sum(slot[1:].isdigit() for slot in held) <= shape.num_slots
         assert sorted(held.values()) == sorted(units_with_state(shape)), shape
@@ -457,10 +601,10 @@ def test_a_unit_is_resident_when_computed_on_and_slots_hold_one_unit_and_end_fre
 
 def read_by(shape: Shape, action: Action) -> list[str]:
     """Units that a pass around the layers reads, in order."""
-    if action.unit == "Pro":
+    if action.verb != "loss":
         return [unit.name for unit in shape.outer if unit.in_prologue]
-    tail = shape.layers[len(shape.layers) - shape.num_tail :]
-    return [*(unit.name for unit in shape.outer if unit.in_epilogue), *(f"L{i}" for i in tail)]
+    tail = [unit_of(shape, call) for call in shape.layers[len(shape.layers) - shape.num_tail :]]
+    return [*(unit.name for unit in shape.outer if unit.in_epilogue), *tail]
 
 
 def units_with_state(shape: Shape) -> set[str]:
@@ -470,19 +614,98 @@ def units_with_state(shape: Shape) -> set[str]:
         for unit in shape.outer
         if unit.device_state and (unit.in_prologue or unit.in_epilogue)
     }
-    return outer | {f"L{layer}" for layer in shape.device_state}
+    return outer | units_at(shape, shape.device_state)
+
+
+def frozen_units(shape: Shape) -> set[str]:
+    frozen = {unit.name for unit in shape.outer if not unit.trained}
+    return frozen | units_at(shape, shape.frozen_layers)
 
 
 def test_passes_around_the_layers_sum_gradients_of_what_they_read_and_is_trained() -> None:
     for schedule in all_schedules():
         shape = schedule.shape
-        frozen = {f"L{layer}" for layer in shape.frozen_layers}
-        frozen |= {unit.name for unit in shape.outer if not unit.trained}
+        frozen = frozen_units(shape)
         for action in schedule.actions:
-            if action.kind in ("loss m", "backward Pro m"):
+            if action.kind in ("loss m", "backward Pro m", "backward Int m"):
                 trained = [unit for unit in read_by(shape, action) if unit not in frozen]
                 expected = [f"G{unit}" for unit in trained] if shape.training else []
                 assert places(action.places[1]) == expected, (shape, action)
+
+
+def test_gradients_of_a_layer_are_summed_in_one_place_until_all_are_there() -> None:
+    """Those of a layer that is called several times have a place of their own."""
+    for schedule in all_schedules():
+        shape, summing = schedule.shape, dict[str, str]()
+        expected = {
+            (call, m)
+            for call in returning(shape)
+            if call not in shape.frozen_layers
+            for m in range(shape.num_microbatches)
+        }
+        left = {unit: set[tuple[int, int]]() for unit in units_at(shape, streamed(shape))}
+        for call, m in expected:
+            left[unit_of(shape, call)].add((call, m))
+        calls = [unit_of(shape, call) for call in shape.layers]
+        for action in schedule.actions:
+            kind, unit = action.kind, action.unit
+            if kind == "backward U m" and action.places[1] != NOTHING:
+                place, number = action.places[1], calls.count(unit)
+                assert summing.setdefault(place, unit) == unit, (shape, action)
+                assert (place == f"G{unit}") == (number > 1), (shape, action)
+                assert place == f"G{unit}" or int(place[1:]) < shape.num_gradient_slots
+                left[unit].remove((call_of(shape, action), action.microbatch))
+            elif kind in ("reduce U", "drain U.grad", "update U device", "update U:p device"):
+                place = action.places[kind not in ("reduce U", "drain U.grad")]
+                assert not left.get(unit), (shape, action)
+                assert place == f"G{unit}" or summing[place] == unit, (shape, action)
+                is_last = action.piece in (None, shape.num_pieces - 1)
+                if kind != "reduce U" and is_last and place in summing:
+                    del summing[place]
+        assert not summing, shape
+        assert not any(left.values()), shape
+
+
+def test_ranks_gather_all_that_is_fetched_and_reduce_all_gradients_and_losses() -> None:
+    num_parallel = 0
+    for schedule in all_schedules():
+        shape = schedule.shape
+        verbs = {action.verb for action in schedule.actions}
+        assert shape.parallel or not {"gather", "reduce"} & verbs, shape
+        num_parallel += shape.parallel
+        apart, reduced = set[str](), set[str]()  # weights of which a rank has a part; whole sums
+        for action in schedule.actions if shape.parallel else ():
+            kind, place = action.kind, (*action.places, "loss")[0]
+            if kind == "fetch U":
+                apart.add(place)
+            elif kind == "gather U":
+                apart.remove(place)
+            elif action.verb == "reduce":
+                assert place not in reduced, (shape, action)
+                reduced.add(place)
+            elif kind in ("drain U.grad", "drain loss", "update U device"):
+                reduced.remove(action.places[1] if kind == "update U device" else place)
+            elif action.verb in PASSES:
+                assert not apart & {*places(place)}, (shape, action)
+        assert not apart | reduced, shape
+    assert num_parallel > 50
+
+
+def test_a_layer_is_fetched_again_only_where_others_need_its_slot() -> None:
+    """As many as there are slots are walked in between."""
+    num_again = 0
+    for schedule in all_schedules():
+        shape, gone = schedule.shape, dict[str, set[str]]()
+        for action in schedule.actions:
+            if action.kind == "release U":
+                gone[action.unit] = set()
+            elif action.kind in ("forward U m", "backward U m"):
+                since = gone.pop(action.unit, None)
+                num_again += since is not None
+                assert since is None or len(since) >= shape.num_slots, (shape, action)
+                for others in gone.values():
+                    others.add(action.unit)
+    assert num_again > 1000
 
 
 def test_a_step_fetches_twice_the_layers_less_the_slots() -> None:
@@ -526,7 +749,7 @@ def trained_units(shape: Shape) -> set[str]:
         for unit in shape.outer
         if unit.trained and (unit.in_prologue or unit.in_epilogue or unit.looked_up)
     }
-    return outer | {f"L{layer}" for layer in shape.layers if layer not in shape.frozen_layers}
+    return outer | units_at(shape, shape.layers) - units_at(shape, shape.frozen_layers)
 
 
 def test_every_trained_unit_is_updated_once_and_no_other() -> None:
@@ -579,7 +802,9 @@ def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> No
         each = {(u, m) for u in pending & looked_up for m in range(shape.num_microbatches)}
         assert set(refreshed) == each, shape
         assert len(refreshed) == len(each), shape
-        assert_state_is_lent(schedule, sorted(reworked), [*shape.redone])
+        in_order = [unit_of(shape, call) for call in streamed(shape)]
+        left = [unit for unit in in_order if unit in reworked]
+        assert_state_is_lent(schedule, left, [*shape.redone])
         num_settled += len(settled - halved)
         num_halved += len(halved)
         num_renewed += len(renewed)
@@ -614,7 +839,7 @@ def assert_done_before_needed(
             done.add(f"{unit} m{action.microbatch}")
         elif kind in NEEDS_IT_DONE:
             assert unit not in pending - done, (shape, action)
-        elif action.verb in PASSES and unit in ("", "Pro"):
+        elif action.verb in PASSES and not unit.startswith("L"):
             assert not renewed & {*read_by(shape, action)} - done, (shape, action)
         elif action.verb == "lookup":
             needed = {f"{unit} m{action.microbatch}" for unit in pending & looked_up}
@@ -694,8 +919,7 @@ def test_what_a_pass_fetches_is_submitted_before_the_pass_that_precedes_it() -> 
 
 def borrowing_units(shape: Shape) -> set[str]:
     """Streamed layers whose update, once it was left, is done with borrowed state."""
-    streamed = shape.layers[: len(shape.layers) - shape.num_tail]
-    return {f"L{layer}" for layer in streamed if layer in shape.shared and shape.training}
+    return units_at(shape, {*streamed(shape)} & shape.shared) if shape.training else set()
 
 
 def test_places_that_take_turns_have_memory_when_used_and_never_both() -> None:
@@ -804,9 +1028,11 @@ TOUCHED = {  # kind -> what it reads, what it writes: by name, or by its positio
     "reduce loss": ([], ["loss"]),
     "forward Pro m": ([0, 2], [1, 3]),
     "forward U m": ([0, 1, 2], [3, 4]),
+    "forward Int m": ([0, 1, 3], [2, 4]),
     "loss m": ([0, 2, 3], [1, "loss", 4]),
     "backward U m": ([0, 2, 3, 4, 5], [1, 6]),
     "backward Pro m": ([0, 2, 3, 4, 5], [1, 6]),
+    "backward Int m": ([0, 2, 3, 4], [1, 5]),
     "lookup m": (["tables"], ["rows"]),
     "collect U m": (["gradients of rows"], [0]),
     "update U host": ([0, "drained loss"], ["weights"]),
@@ -900,10 +1126,9 @@ def earlier_steps(schedule: Schedule) -> list[str]:
 
 def needed_of_earlier_steps(action: Action, shape: Shape) -> str | None:
     """What of earlier steps must be done before a line."""
-    frozen = {f"L{layer}" for layer in shape.frozen_layers}
-    frozen |= {unit.name for unit in shape.outer if not unit.trained}
     if action.kind == "fetch U" and not shape.device_updates:
-        return action.unit if action.unit not in frozen | units_with_state(shape) else None
+        own = frozen_units(shape) | units_with_state(shape)
+        return action.unit if action.unit not in own else None
     if action.kind == "drain U.grad":
         return action.places[1]
     return "drain" if "late" in action.text and action.lane is Lane.UPDATE else None
@@ -926,25 +1151,48 @@ def test_the_second_account_of_order_sees_a_deleted_wait(name: str) -> None:
 Values = dict[str, str]
 
 
+def after(shape: Shape, call: int, stack: int) -> str:
+    """The call that follows one in a stack, or the code after that; -1 is the code before it."""
+    later = [str(one) for one in calls_in(shape, stack) if one > call]
+    return (*later, f"I{stack + 1}" if stack < len(shape.stacks) else "E")[0]
+
+
+def recorded(stack: int, m: str) -> str:
+    return f"r{stack} {m}" if stack else f"r {m}"
+
+
 def values_of(action: Action, shape: Shape) -> tuple[Values, Values]:
     """What a pass must find in cells and what it leaves there, worked out from the layers."""
     m, found = f"m{action.microbatch}", action.places
-    layers = shape.layers[: len(shape.layers) - shape.num_tail]
-    after = dict(itertools.pairwise([*layers, "E"]))
-    first = [*layers, "E"][0]
-    if action.kind == "forward Pro m":
-        return {found[2]: f"e {m}"}, {found[1]: f"r {m}", found[3]: f"h{first} {m}"}
     if action.kind == "loss m":
-        return {found[2]: f"r {m}", found[3]: f"hE {m}"}, {found[4]: f"gE {m}"}
+        reads = {found[2]: recorded(len(shape.stacks), m), found[3]: f"hE {m}"}
+        return reads, {found[4]: f"gE {m}"}
+    if not action.unit.startswith("L"):
+        return values_around(action, shape)
+    call = call_of(shape, action)
+    stack = stack_of(shape, call)
+    hidden, kept, to = f"h{call} {m}", f"k{call} {m}", after(shape, call, stack)
+    if action.verb == "forward":
+        reads = {found[1]: recorded(stack, m), found[2]: hidden}
+        return reads, {found[3]: f"h{to} {m}", found[4]: kept}
+    reads = {found[2]: recorded(stack, m), found[3]: hidden, found[4]: kept}
+    return {**reads, found[5]: f"g{to} {m}"}, {found[6]: f"g{call} {m}"}
+
+
+def values_around(action: Action, shape: Shape) -> tuple[Values, Values]:
+    """The same of the code before a stack."""
+    m, found = f"m{action.microbatch}", action.places
+    stack = 0 if action.unit == "Pro" else int(action.unit[3:])
+    first, end = after(shape, -1, stack), f"I{stack} {m}"
+    if action.kind == "forward Pro m":
+        return {found[2]: f"e {m}"}, {found[1]: recorded(0, m), found[3]: f"h{first} {m}"}
     if action.kind == "backward Pro m":
         return {found[3]: f"e {m}", found[5]: f"g{first} {m}"}, {found[6]: f"x {m}"}
-    layer = int(action.unit[1:])
-    hidden, kept = f"h{layer} {m}", f"k{layer} {m}"
-    if action.verb == "forward":
-        reads = {found[1]: f"r {m}", found[2]: hidden}
-        return reads, {found[3]: f"h{after[layer]} {m}", found[4]: kept}
-    reads = {found[2]: f"r {m}", found[3]: hidden, found[4]: kept}
-    return {**reads, found[5]: f"g{after[layer]} {m}"}, {found[6]: f"g{layer} {m}"}
+    if action.kind == "forward Int m":
+        reads = {found[1]: recorded(stack - 1, m), found[3]: f"h{end}"}
+        return reads, {found[2]: recorded(stack, m), found[4]: f"h{first} {m}"}
+    reads = {found[2]: recorded(stack - 1, m), found[3]: f"h{end}", found[4]: f"g{first} {m}"}
+    return reads, {found[5]: f"g{end}"}
 
 
 def test_every_boundary_value_is_in_the_cell_it_is_read_from() -> None:
@@ -972,37 +1220,59 @@ def test_every_boundary_value_is_in_the_cell_it_is_read_from() -> None:
         assert {*cells} <= {f"{kind}{i}" for kind, number in numbers.items() for i in range(number)}
 
 
+def test_what_is_copied_out_of_cells_comes_back_and_is_read() -> None:
+    for schedule in all_schedules():
+        shape, out, read = schedule.shape, set[str](), set[str]()
+        arrived: dict[str, str] = {}  # cell -> value that no pass has read yet
+        for action in schedule.actions:
+            if action.kind == "drain v m":
+                assert action.value not in out, (shape, action)
+                out.add(action.value)
+            elif action.kind == "fetch v m":
+                assert arrived.setdefault(action.places[0], action.value) == action.value
+            elif action.verb == "collect":
+                read.add(f"x m{action.microbatch}")
+            elif action.verb in PASSES:
+                read |= {arrived.pop(cell) for cell in action.places if cell in arrived}
+        assert not arrived, shape
+        assert out <= read, shape
+
+
 def test_a_pass_has_a_cell_for_everything_it_needs_and_for_nothing_else() -> None:
     for schedule in all_schedules():
         shape = schedule.shape
         looked_up = [unit for unit in shape.outer if unit.looked_up]
         trains_rows = any(unit.trained for unit in looked_up)
-        before = trains_rows or any(unit.trained and unit.in_prologue for unit in shape.outer)
-        streamed = shape.layers[: len(shape.layers) - shape.num_tail]
-        trained = [layer for layer in streamed if layer not in shape.frozen_layers]
-        lowest = streamed[:1] if before else trained[:1]  # that needs a backward pass
+        before, returns = trains_before(shape), returning(shape)
+        returns_any = shape.training and (before or bool(returns))
+        walks = shape.num_tail > 0 or bool(shape.stacks)
+        num_losses = 0
         for action in schedule.actions:
             if action.verb not in PASSES:
                 continue
-            layer = action.layer if action.unit.startswith("L") else -1
-            passed = bool(shape.training and lowest and layer >= lowest[0])  # backward, too
+            call = call_of(shape, action) if action.unit.startswith("L") else -1
+            num_losses += action.verb == "loss"
+            is_second = num_losses > shape.num_microbatches  # of a joint loss that was taken
             needed = {  # the places that a pass may do without
                 "forward Pro m": {2: bool(looked_up)},
-                "forward U m": {4: passed and shape.num_kept_cells > 0},
+                "forward Int m": {},
+                "forward U m": {4: call in returns and shape.num_kept_cells > 0},
                 "loss m": {
-                    2: shape.num_tail > 0,
-                    4: shape.training and (before or bool(trained)),
+                    2: walks and not is_second,
+                    3: not is_second,
+                    4: returns_any and is_second == shape.joint,
                 },
                 "backward U m": {
-                    1: layer not in shape.frozen_layers,
+                    1: call not in shape.frozen_layers,
                     4: shape.num_kept_cells > 0,
-                    6: before or layer != (lowest or (None,))[0],
+                    6: before or call != (*returns, None)[0],
                 },
+                "backward Int m": {},
                 "backward Pro m": {2: False, 3: bool(looked_up), 4: False, 6: trains_rows},
             }[action.kind]
             around = (0, 1) if action.verb != "forward" else (0,)
             for position, word in enumerate(action.places):
-                if layer < 0 and position in around:
+                if call < 0 and position in around:
                     continue  # see above
                 assert (word != NOTHING) == needed.get(position, True), (shape, action)
 
@@ -1127,6 +1397,44 @@ def test_a_schedule_with_a_mistake_about_a_unit_that_stays_is_refused(
         validate(Schedule.parse(text.replace(old, new), shape))
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new", "reason"),
+    [
+        (
+            "two_stacks",
+            "\nforward Int1 m1",
+            "\nforward Int2 m1",
+            "there is no stack 2 in this step",
+        ),
+        ("two_stacks", "m1 SO R0 R1 C5", "m1 SO R0 R1 C3", "C3 must hold 'hI1 m1', found 'h1 m1'"),
+        (
+            "two_stacks",
+            "m0 S0 R0 C1 C3 -",
+            "m0 S0 R1 C1 C3 -",
+            "R1 must hold 'r1 m0', found 'r1 m1'",
+        ),
+        (
+            "two_stacks",
+            "loss m1 SO GO R1",
+            "loss m1 SO GO R0",
+            "R0 must hold 'r1 m1', found 'r1 m0'",
+        ),
+        ("two_stacks", "\nbackward Int1 m1 SO GO R1 C0 C2 C4", "", "not been given before it"),
+        ("two_stacks", "Int1 m0 SO GO R0 C1 C3", "Int1 m0 SO GO R0 C1 C2", "C2 must hold 'g2 m0'"),
+        ("layers_called_twice", "\nforward L0:v2 m1", "\nforward L0:v0 m1", "C5 must hold 'h0 m1'"),
+        ("layers_called_twice", "\nforward L0:v2 m1", "\nforward L0:v3 m1", "L0 is not among"),
+        ("layers_called_twice", "\nforward L0:v2 m1", "\nforward L0:v4 m1", "L0 is not among"),
+        ("layers_called_twice", "L0.grad GL0", "L0.grad GL1", "GL1 must hold 'gradient L0'"),
+    ],
+)
+def test_a_schedule_with_a_mistake_about_stacks_or_calls_is_refused(
+    name: str, old: str, new: str, reason: str
+) -> None:
+    text = str(make_schedule(GOLDEN[name]))
+    with pytest.raises(ValueError, match=reason):
+        validate(Schedule.parse(text.replace(old, new), GOLDEN[name]))
+
+
 def test_a_refusal_names_the_line_and_its_number() -> None:
     text = ONE_LAYER_TEXT.replace("compute waits fetch L0 S0\n", "")
     with pytest.raises(ValueError, match=r"^line 7, 'forward L0 m0 S0 R0 C0 C1 -': is not ordered"):
@@ -1150,6 +1458,11 @@ def test_a_refusal_names_the_line_and_its_number() -> None:
         ({"num_tail": 1, "device_state": frozenset({0, 1})}, r"the tail is \(1,\)"),
         ({"outer": (dataclasses.replace(TIED[0], in_prologue=True),)}, "looked up on the host"),
         ({"outer": (dataclasses.replace(TIED[0], device_state=True),)}, "looked up on the host"),
+        ({"num_recorded_cells": 1, "stacks": (1,)}, "num_recorded_cells must be at least 2"),
+        ({"num_tail": 2, "stacks": (1,)}, r"the tail \(0, 1\) must be in the last stack"),
+        ({"num_tail": 1, "units": (0, 0)}, r"the tail \(1,\) .* each layer once"),
+        ({"num_tail": 1, "joint": True}, "a joint loss leaves no tail"),
+        ({"parallel": True, "outer": TIED}, "ranks share everything"),
         ({"outer": TIED, "device_updates": True}, "leave nothing"),
         (
             {"num_tail": 1, "device_state": frozenset({1}), "device_updates": True},
@@ -1174,10 +1487,13 @@ def test_a_step_may_leave_all_layers_out() -> None:
 LATE = {"num_late": 3, "num_tail": 2, "shared": frozenset({0, 2}), "num_slots": 3}
 
 
+@pytest.mark.parametrize("stacks", [(), (3,), (1, 4)])
 @pytest.mark.parametrize("layers", [(0, 2, 3, 5), (4,), (0, 1), (), (0, 1, 2, 3, 4, 5)])
-def test_fewer_layers_leave_the_same_of_the_others_as_it_was(layers: tuple[int, ...]) -> None:
+def test_fewer_layers_leave_the_same_of_the_others_as_it_was(
+    layers: tuple[int, ...], stacks: tuple[int, ...]
+) -> None:
     """What is late, lent or in the tail is so with any layers: memory was taken for that."""
-    whole = Shape(layers=tuple(range(6)), num_microbatches=2, **LATE)
+    whole = Shape(layers=tuple(range(6)), num_microbatches=2, stacks=stacks, **LATE)
     fewer = whole.only(layers)
     chosen = {f"L{layer}" for layer in layers}
     assert fewer.layers == layers

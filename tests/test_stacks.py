@@ -4,6 +4,7 @@ The models are small and of our own; those of transformers are in test_census.py
 """
 
 import copy
+from collections import UserDict
 
 import inside
 import pytest
@@ -425,3 +426,75 @@ def test_insertion_is_refused_with_several_lists():
         pytest.raises(ValueError, match="one list"),
     ):
         engine.layers.insert(1, copy_of=0)
+
+
+class Seeing(EncoderDecoder):
+    """Rows may come without what the encoder sees."""
+
+    def forward(self, ids: Tensor, labels: Tensor, seen: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = memory = self.embedding(ids)
+        if seen is not None:
+            memory = self.embedding(seen)
+            for layer in self.encoder:
+                memory = layer(memory)
+        for layer in self.decoder:
+            hidden = layer(hidden, memory)
+        return {"loss": mean_loss(self.head(hidden), labels)}
+
+
+@pytest.mark.parametrize("size", [1, ROWS])
+@pytest.mark.parametrize("tail", [0, 2])
+def test_batches_of_several_kinds(size, tail):
+    kinds = [True, False, False, True, False]
+    batches = [batch_of(seed=step) for step in range(len(kinds))]
+    for batch, sees in zip(batches, kinds, strict=True):
+        batch |= {"seen": batch["ids"].flip(1)} if sees else {}
+    expected, found = Seeing(), Seeing()
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=0.01)
+    for batch in batches:
+        optimizer.zero_grad()
+        expected(**batch)["loss"].backward()
+        optimizer.step()
+    settings = {"optimizer": l2l.AdamW(lr=0.01), "overrides": {"num_tail": tail}}
+    with engine_of(found, microbatch_size=size, **settings) as engine:
+        for batch in batches:
+            engine.step(batch)
+    assert_close(found, expected, 1e-5)
+
+
+class StoringBlock(CrossBlock):
+    """Writes keys and values into a dict, or reads what another layer has written."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def forward(self, hidden: Tensor, store: dict[str, Tensor]) -> Tensor:
+        if not self.reads:
+            store["memory"] = hidden.tanh()
+        return super().forward(hidden, store["memory"])
+
+
+class Storing(Base):
+    def __init__(self, store: type) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(StoringBlock(reads) for reads in (False, True, True))
+        self.store = store
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden, store = self.embedding(ids), self.store()
+        for layer in self.layers:
+            hidden = layer(hidden, store=store)
+        return {"loss": mean_loss(self.head(hidden), labels)}
+
+
+@pytest.mark.parametrize("store", [dict, UserDict])
+def test_what_layers_leave_in_a_dict_for_others(store):
+    expected, found = Storing(store), Storing(store)
+    losses = plain_steps(expected)
+    assert engine_steps(found, microbatch_size=ROWS) == losses
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+    again = Storing(store)
+    engine_steps(again, microbatch_size=1)
+    assert_close(again, expected)

@@ -372,8 +372,9 @@ def changed_model(
         for owner, name, value in changes:
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
-        undo.callback(_number, modules, numbering)
-        _number(made, numbering)
+        if made != modules:
+            undo.callback(_number, modules, numbering)
+            _number(made, numbering)
         for place, module in zip(layout, made, strict=True):
             for parameter in module.parameters() if place.frozen is not None else ():
                 undo.callback(_set_flag, parameter, parameter.requires_grad)

@@ -69,6 +69,8 @@ class Network:
             memory=PROVEN,
         )
         self.facts = Facts()
+        self._kind: frozenset[str] | None = None  # entries of batches that the facts are about
+        self._known: dict[frozenset[str], Facts] = {}  # of other kinds
         self.schedules: dict[Shape, Schedule] = {}
         self.is_placed = False  # whether everything follows the choices
         self._held: frozenset[str] = frozenset()  # units that the last step has left on the device
@@ -89,7 +91,18 @@ class Network:
         return self._server.reader.running()
 
     def learn(self, rows: Mapping[str, Any], *, needs_loss: bool) -> Facts:
-        """Try some rows, unless all is known."""
+        """Try some rows, unless all is known of their kind.
+
+        Batches with other entries, such as text without images, may run other code.
+        """
+        kind = frozenset(rows)
+        is_plain = self.route == self.partition.straight
+        if self._kind is not None and kind != self._kind and not is_plain:
+            self._known[self._kind] = self.facts
+            self.leave()
+            self.facts = self._known.get(kind, Facts())
+        if not self.facts.rows or not is_plain:
+            self._kind = kind
         is_first = not self.facts.rows
         self.facts = self.trial.run(like(rows, rows), self.facts, needs_loss=needs_loss)
         if is_first:

@@ -272,10 +272,10 @@ class Stepping:
             if network.trial.may_join(own, network.facts):
                 return True
             reason = reason or (
-                f"the loss of {number} microbatches cannot be taken over all of their rows: what "
-                "the model makes of a row before its loss depends on the other rows (it takes a "
-                "mean over rows, say). Let one microbatch hold all rows: microbatch_size=all rows "
-                "of a batch."
+                f"the loss of {number} microbatches cannot be taken over all of their rows: the "
+                "layers return something for it that has no rows and depends on them (a mean over "
+                "rows, say), of which every microbatch has another. Return it for every row, or "
+                "let one microbatch hold all rows: microbatch_size=all rows of a batch."
             )
         if reason is not None:
             raise ValueError(reason)
@@ -285,7 +285,14 @@ class Stepping:
         return map_batch(self._has.device.pinned, microbatch)
 
     def _warn_of_batch_statistics(self) -> None:
-        kind = None if self._is_warned else self._condition.network.partition.batch_statistics()
+        network = self._condition.network
+        if not self._is_warned and network.facts.mixes_rows:
+            logger.warning(
+                "the model computes rows with other rows before its loss: in several microbatches "
+                "only those of the same one are seen, as with gradient accumulation in PyTorch. "
+                "Give microbatch_size=all rows of a batch for what the whole batch gives."
+            )
+        kind = None if self._is_warned else network.partition.batch_statistics()
         self._is_warned = True
         if kind is not None:
             logger.warning(

@@ -8,7 +8,9 @@ from l2l.model.batch import (
     Rule,
     can_join,
     compare_cut_loss,
+    compare_parts,
     find_rule,
+    has_masks,
     join_outputs,
     join_rows,
     map_batch,
@@ -27,7 +29,7 @@ from l2l.model.batch import (
     trial_batch,
     turned,
 )
-from l2l.model.captures import emit, open_lists
+from l2l.model.captures import emit, leaves_more, open_lists, run_layer
 from l2l.model.fake_weights import FakeWeights, fake_weight
 from l2l.model.held import Reader, hold, is_held, lent, reason_for, release
 from l2l.model.interception import Answers, Head, HostMirror, Lookup, Readers, Reading, Sum
@@ -65,7 +67,6 @@ from l2l.model.passing import (
     first_argument,
     named_arguments,
     objects_in,
-    run_layer,
     states_of,
 )
 from l2l.model.route import Key, Route

@@ -415,7 +415,7 @@ def compare_cut_loss(rule: Rule, microbatches: Sequence[Microbatch], loss: Measu
     for number in dict.fromkeys((few, rows)):
         parts = [take_rows(one, 0, number) for one in chosen]
         for cut in (True, False):  # of fixed length, it may not take a few tokens
-            verdict = _compare_parts(rule, [shortened(p) if cut else p for p in parts], loss)
+            verdict = compare_parts(rule, [shortened(p) if cut else p for p in parts], loss)
             if verdict is None:
                 return None
     return (
@@ -426,7 +426,14 @@ def compare_cut_loss(rule: Rule, microbatches: Sequence[Microbatch], loss: Measu
     )
 
 
-def _compare_parts(rule: Rule, parts: Sequence[Microbatch], loss: Measure) -> str | None:
+def has_masks(microbatch: Mapping[str, Any]) -> bool:
+    """Whether there are truth values for positions of rows."""
+    tensors = (one for one in microbatch.values() if has_rows(one))
+    return any(one.dtype is torch.bool and one.dim() > 1 for one in tensors)
+
+
+def compare_parts(rule: Rule, parts: Sequence[Microbatch], loss: Measure) -> str | None:
+    """Whether the loss of all parts is made of theirs; None, or why it is not."""
     try:
         whole = join_rows(parts)
         found = loss(whole, 1)

@@ -472,6 +472,11 @@ class Compiler:
             self._paused = False
 
     @property
+    def is_paused(self) -> bool:
+        """Whether layers run as they are for now."""
+        return self._paused
+
+    @property
     def is_on(self) -> bool:
         """Whether anything may be compiled."""
         return self.backend is not None

@@ -29,6 +29,33 @@ class CutError(ValueError):
 WORTH = 0.1  # of a model's parameters, that a list holds to be streamed as a matter of course
 ENOUGH = 0.9  # of them; as long as less is streamed, smaller lists are, too
 LEAST = 0.01
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # that only hold others, and are never called
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Refuse a model with something that the engine would not train.
+
+    Raises:
+        ValueError: with its name and the remedy.
+    """
+    if isinstance(model, torch.fx.GraphModule | torch.jit.ScriptModule):
+        raise CutError(
+            f"the model is a {type(model).__name__}, whose layers are not modules that its code "
+            "calls. Give the engine the model that it was made of."
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex() or parameter.dtype is torch.float64:
+            remedy = "torch.view_as_real" if parameter.is_complex() else "model.float()"
+            raise CutError(
+                f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}. Expected "
+                f"parameters of 16 or 32 bits: use {remedy}."
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise CutError(
+                f"{name!r} has sparse gradients. Expected sparse=False: rows that a batch does not "
+                "look up are not sent anyway."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +76,8 @@ def find_layers(model: nn.Module, names: str | Sequence[str] | None) -> tuple[La
     Raises:
         ValueError: there is none, or a name given is not one of a list.
     """
-    lists = {one.name: one for one in _lists(model)}
+    lists = {one.name: one for one in _lists(model) if one.paths}
+    lists = lists or {one.name: one for one in _single(model)}
     sizes = {name: _size(model, one) for name, one in lists.items()}
     total = sum(parameter.numel() for parameter in model.parameters())
     largest = sorted(sizes, key=lambda name: (-sizes[name], name.count("."), len(name)))
@@ -85,7 +113,9 @@ def _worthwhile(
     chosen: list[LayerList] = []
     for one in largest:
         share = sum(sizes[other.name] for other in chosen) / max(1, total)
-        least = WORTH if share >= ENOUGH else LEAST
+        kinds = {type(model.get_submodule(path)) for path in one.paths}
+        are_alike = len(kinds) == 1 and len(one.paths) > 2  # not a head, say
+        least = WORTH if share >= ENOUGH and not are_alike else LEAST
         inside = any(a.holds(path) for other in chosen for a, path in _pairs(one, other))
         if not inside and (not chosen or sizes[one.name] > least * total):
             chosen.append(one)
@@ -106,15 +136,15 @@ def _lists(model: nn.Module) -> Iterator[LayerList]:
         }
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             is_list = isinstance(module, nn.ModuleList) or len(children) > 1
-            are_layers = not any(_is_no_layer(one) for one in children.values())
-            if children and is_list and are_layers:
-                names = [name for name, _ in module.named_children()]
-                yield LayerList(path, tuple(inside + name for name in names))
+            holds_lists = any(isinstance(one, CONTAINERS) for one in children.values())
+            if children and is_list and not holds_lists:
+                layers = (n for n, m in module.named_children() if not isinstance(m, nn.Embedding))
+                yield LayerList(path, tuple(inside + name for name in layers))
             continue
         groups: dict[str, list[str]] = {}
         for name, one in children.items():
             stem = name.rstrip("0123456789")
-            if stem != name and not _is_no_layer(one):
+            if stem != name and not isinstance(one, (*CONTAINERS, nn.Embedding)):
                 groups.setdefault(stem, []).append(name)
         for stem, names in groups.items():
             are_blocks = all(next(children[name].children(), None) is not None for name in names)
@@ -122,9 +152,14 @@ def _lists(model: nn.Module) -> Iterator[LayerList]:
                 yield LayerList(f"{inside}{stem}*", tuple(inside + name for name in names))
 
 
-def _is_no_layer(module: nn.Module) -> bool:
-    """Whether a module only holds others, and is never called; or is a table."""
-    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Embedding)
+def _single(model: nn.Module) -> Iterator[LayerList]:
+    """The part of a model without lists that holds most, as the only layer of its list."""
+    parts = {
+        name: LayerList(name, (name,))
+        for name, part in model.named_children()
+        if not isinstance(part, nn.Embedding) and next(part.parameters(), None) is not None
+    }
+    yield from sorted(parts.values(), key=lambda one: -_size(model, one))[:1]
 
 
 def _size(model: nn.Module, layers: LayerList) -> int:
@@ -222,10 +257,10 @@ def attributes_of(layer: nn.Module) -> dict[tuple[str, str], Any]:
     }
 
 
-def own_numbers(layers: list[nn.Module]) -> Numbering:
+def own_numbers(layers: Sequence[nn.Module], numbers: Sequence[int] | None = None) -> Numbering:
     """Attributes that hold the layer's own number, in every layer that has them."""
     found: dict[tuple[str, str], list[bool]] = {}
-    for index, layer in enumerate(layers):
+    for index, layer in zip(numbers or range(len(layers)), layers, strict=True):
         for key, value in attributes_of(layer).items():
             found.setdefault(key, []).append(type(value) is int and value == index)
     return frozenset(

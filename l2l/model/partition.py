@@ -32,7 +32,7 @@ Their tensors are bound from outside, so a tree sees whatever weights are there 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
@@ -46,7 +46,7 @@ from l2l.model.captures import (
     COLLECTING,
     emit,
     hooked_copy,
-    open_lists,
+    leaves_more,
     take_hooks_off,
 )
 from l2l.model.modules import (
@@ -59,6 +59,7 @@ from l2l.model.modules import (
     find_layers,
     modules_kept,
     own_numbers,
+    refuse_unsupported,
     structure_of,
     takes_use_cache,
     without_cache,
@@ -104,6 +105,7 @@ class Partition:
         """
         self.lists = find_layers(model, layers)
         self.list_name = ", ".join(one.name or "the model itself" for one in self.lists)
+        refuse_unsupported(model)
         _refuse_gradient_hooks(model)
         tensors = [*model.named_parameters(), *model.named_buffers()]
         model = hooked_copy(model, lambda one: copy_tree(one, {}))
@@ -121,7 +123,8 @@ class Partition:
         copies = [copy_tree(layer, {}) for layer in originals]
         for copy in copies:
             take_hooks_off(copy)
-        numbering = own_numbers(copies)
+        in_list = [number for one in self.lists for number in range(len(one.paths))]
+        numbering = own_numbers(copies, in_list)
         self.layers = [Part(copy, owners) for copy in copies]
         self.layer_tensors = [part.tensors for part in self.layers]
         self.structures = [structure_of(copy, numbering) for copy in copies]
@@ -132,7 +135,7 @@ class Partition:
             module = modules.setdefault(self.structures[index], part.module)
             numbered = sorted(numbering & attributes_of(module).keys())
             numbers = tuple((module.get_submodule(path), name) for path, name in numbered)
-            self.templates.append(Template(module, part.names, index, numbers))
+            self.templates.append(Template(module, part.names, in_list[index], numbers))
         self._refuse_shared_weights()
         self.returns: dict[str, Returns] = {}  # by `form`
         self.changing_input: set[str] = set()  # structures that write into their hidden state
@@ -425,9 +428,9 @@ class Walk:
         if is_past and number == len(route.layers) - 1 and self._on_delivery is not None:
             self._on_delivery()
         value = returns.wrap(made, (list(args), dict(kwargs)))
-        if open_lists():
-            value, captured = value
-            emit(captured)
+        if leaves_more(args, kwargs):
+            value, left = value
+            emit(left, args, kwargs)
         return value
 
     def refuse_incomplete(self) -> None:
@@ -483,7 +486,7 @@ class Walk:
             return self._present(call, entry, hidden)
         with torch._C.DisableTorchFunctionSubclass():
             one = hidden if hidden.is_floating_point() else hidden.float()
-            return torch.full_like(one[..., :1], torch.nan).expand(one.shape)
+            return torch.full_like(one, torch.nan)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -602,6 +605,16 @@ class Part:
         for _, registry, local, owner in self._places:
             if owner in tensors:
                 registry[local] = tensors[owner]
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put back what the tree sees now; inside the block other tensors may be bound."""
+        before = [(registry, local, registry[local]) for _, registry, local, _ in self._places]
+        try:
+            yield
+        finally:
+            for registry, local, tensor in before:
+                registry[local] = tensor
 
     def unbind(self) -> None:
         """Let go of every tensor."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import types
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, final
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from l2l.model.captures import Open, collecting, open_lists
+from l2l.model.captures import Open, open_lists, run_layer
 from l2l.model.modules import CutError
 from l2l.model.route import Key
 
@@ -133,6 +133,12 @@ class Returns:
         place = next(places, None) if index else None
         return OWN if place is None else Given(place)
 
+    def has_left(self, entries: Sequence[int]) -> bool:
+        """Whether any of these entries was left besides what the layer returned."""
+        parts = self.spec.children() if self.spec.num_children else []
+        number = parts[0].num_leaves if len(parts) == 2 else len(self.entries)
+        return any(entry >= number for entry in entries)
+
     @property
     def own(self) -> tuple[int, ...]:
         """Entries that the layer makes."""
@@ -203,15 +209,6 @@ class RecordedTensor:
 HIDDEN = RecordedTensor(-1)  # of a list that ends with what is handed on, the hidden state last
 
 
-def run_layer(module: nn.Module, args: Any, kwargs: Any, lists: Open) -> Any:
-    """What a layer returns; where lists are open, with what its hooks put there."""
-    if not lists:
-        return module(*args, **kwargs)
-    with collecting(module, lists) as captured:
-        value = module(*args, **kwargs)
-    return value, captured
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """How one layer was called: `HIDDEN`, recorded tensors and constants in their places."""
@@ -255,6 +252,7 @@ class Recording:
     rides: list[int] = field(default_factory=list)  # of these tensors, what passes by the stack
     handed: dict[int, list[Tensor]] = field(default_factory=dict)
     """What every call was handed on, where layers have run."""
+    aside_bytes: int = 0  # of what these layers have left for later code
     _outside: tuple[Autocast, ...] = field(default_factory=autocast_state)
     _has_graph: bool = field(default_factory=torch.is_grad_enabled)
     _last: tuple[int, Any, Any, Sequence[Tensor]] | None = None
@@ -346,7 +344,7 @@ def _may_change(value: Any) -> bool:
     """Whether a layer, or the model between two of them, can change what is in there."""
     if isinstance(value, tuple):
         return any(map(_may_change, value))
-    return isinstance(value, dict | list | deque)
+    return isinstance(value, dict | UserDict | list | deque)
 
 
 def _holds(value: Any, tensor: Tensor) -> bool:

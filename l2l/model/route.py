@@ -50,7 +50,7 @@ class Route:
     shared: frozenset[Key] = frozenset()
     """What has no rows: it is the same for all microbatches."""
     reshaped: frozenset[Key] = frozenset()
-    """What has another shape than the hidden state that the layer was given."""
+    """What has another shape than the hidden state that its stack was given."""
     constant: frozenset[Key] = frozenset()
     """What has no gradient, though all that can be trained is trained."""
     written: frozenset[Key] = frozenset()

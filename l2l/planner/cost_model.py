@@ -279,6 +279,7 @@ class CostModel:
             update=problem.policy,
             has_halves=problem.has_halves,
             parallel=problem.parallel or problem.together.num_ranks > 1,
+            joint=problem.joint,
         )
         return simulate(
             _schedule_of(shape),

@@ -99,6 +99,9 @@ class Memory:
             decisions.num_microbatches(problem), problem.route.num_stacks
         )
         yield ALWAYS, "recorded arguments", number * problem.recorded_bytes * rows
+        yield ALWAYS, "left by layers for the loss", problem.aside_bytes * problem.num_rows
+        if problem.joint:
+            yield ALWAYS, "one loss: all hidden states", problem.hidden_bytes * problem.num_rows
         yield ALWAYS, "kept results", decisions.num_kept_cells * self.kept_bytes(decisions)
         if decisions.num_shared:
             lent = NUM_LENT * cut.largest_lent // decisions.num_pieces
@@ -138,6 +141,8 @@ class Memory:
         piece = min(decisions.piece_tokens or 2**62, rows * problem.length)
         logits = int(piece * problem.head_width * problem.logit_bytes)
         part = max(1.0, min(rows, (decisions.part_tokens or 2**62) / problem.length))
+        if problem.joint:
+            part = rows = problem.num_rows
         rest = rows if part < rows else 0  # the gradient, put together
         working = logits + int((NUM_HEAD_VALUES * part + rest) * problem.hidden_bytes)
         if not problem.is_single:

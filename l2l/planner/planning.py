@@ -15,7 +15,15 @@ import torch
 
 from l2l.device import Device, format_bytes, parse_bytes
 from l2l.distributed import World
-from l2l.model import Partition, Recording, num_rows, take_rows, token_length, trial_batch
+from l2l.model import (
+    Partition,
+    Recording,
+    Rule,
+    num_rows,
+    take_rows,
+    token_length,
+    trial_batch,
+)
 from l2l.parameter_server import (
     AdamW,
     HostBudget,
@@ -277,6 +285,7 @@ class Planning:
         recordings = [found.record(one), found.record(trial_batch(one, cut=False))]
         forms, facts, optimizer = self.forms, found.facts, self.optimizer
         route = facts.route or self.partition.straight
+        collects = any(call.lists for each in recordings[0] for call in each.calls.values())
         handed = [values for each in recordings[0] for values in passed_on(each)]
         hidden = max((values[0] for values in handed), key=lambda one: one.nbytes)
         outer = self.outer_units(facts)
@@ -290,7 +299,9 @@ class Planning:
         return Problem(
             layers=tuple(self._layers[layer] for layer in route.layers),
             route=route,
-            costs=layer_costs(self.partition, layers, recordings, route, fused=self.compiled),
+            costs=layer_costs(
+                self.partition, layers, recordings, route, fused=self.compiled and not collects
+            ),
             outer=tuple((unit, unit_size(forms[unit.name])) for unit in outer),
             num_rows=total,
             length=token_length(longest),
@@ -298,6 +309,8 @@ class Planning:
             recorded_bytes=max(
                 sum(tensor.nbytes for tensor in each.tensors) for each in recordings[0]
             ),
+            aside_bytes=sum(each.aside_bytes for each in recordings[0]),
+            joint=facts.rule is Rule.UNKNOWN and self.policy is not UpdatePolicy.ON_DEVICE,
             looked_up_bytes=sum(
                 one[lookup.name].numel() * forms[lookup.unit].row_bytes(lookup.owner)
                 for lookup in lookups
@@ -306,7 +319,7 @@ class Planning:
             head_width=head_width,
             logit_bytes=own * hidden.element_size() + wide * 4,
             logit_moved_bytes=moved,
-            may_cut_rows=facts.alone and not any(facts.changing),
+            may_cut_rows=facts.alone and not any(facts.changing) and route.is_straight,
             may_cut_positions=facts.within_rows or facts.puts_off,
             may_keep=self.compiled and not found.draws_random_numbers,
             policy=self.policy,
@@ -369,8 +382,17 @@ class Planning:
         for world in worlds:
             own, decisions = replace(problem, together=world), found.decisions
             if world.num_ranks > 1:  # tables are gathered, not looked up on the host
+                stays = problem.route.num_stacks > 1
                 outer = tuple(
-                    (replace(unit, in_prologue=unit.before_layers, looked_up=False), size)
+                    (
+                        replace(
+                            unit,
+                            in_prologue=unit.before_layers,
+                            in_epilogue=unit.in_epilogue or (stays and unit.before_layers),
+                            looked_up=False,
+                        ),
+                        size,
+                    )
                     for unit, size in problem.outer
                 )
                 own, decisions = replace(own, outer=outer), decisions.override(STATE_ON_HOST)

@@ -8,8 +8,9 @@ over tokens can be taken in pieces and its logits put off. `Engine.plan` has the
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from l2l.device import num_devices, open_device
-from l2l.model import FakeWeights, Partition, Readers, Recording, fake_weight, trial_batch
+from l2l.model import (
+    FakeWeights,
+    Partition,
+    Readers,
+    Recording,
+    fake_weight,
+    open_lists,
+    trial_batch,
+)
+from l2l.model import run_layer as call_layer
 from l2l.parameter_server import (
     NUM_STAGING,
     HostBudget,
@@ -166,27 +176,33 @@ def _look_at(planning: Planning, batch: Mapping[str, Any]) -> Findings:
     buffer_bytes = sum(buffer.nbytes for buffer in buffers.values())
     partition.skeleton.bind(_with_values(buffers))
 
-    def bind(index: int) -> None:
+    @contextlib.contextmanager
+    def bound(index: int) -> Iterator[None]:
         partition.layers[index].bind(_tensors(forms[f"L{index}"]))
+        yield
 
     def run_layer(index: int, args: Any, kwargs: Any) -> Any:
-        bind(index)
-        return partition.layers[index].module(*args, **kwargs)
+        with bound(index):
+            return call_layer(partition.layers[index].module, args, kwargs, open_lists())
 
     trial = _with_values(trial_batch(batch, cut=True))
     with torch.no_grad(), FakeWeights():
-        route = find_route(partition, trial, run_layer)
+        try:
+            route = find_route(partition, trial, run_layer)
+        except RuntimeError:  # a model of fixed length cannot run a few tokens
+            trial = _with_values(trial_batch(batch, cut=False))
+            route = find_route(partition, trial, run_layer)
         before, after = Readers(weights), Readers(weights)
         after.watching = False
         with before:
-            _, delivered = run_through(partition, trial, route, bind)
+            _, delivered = run_through(partition, trial, route, bound)
         with after:
             start = partial(setattr, after, "watching", True)
             partition.epilogue(trial, delivered, route, on_delivery=start)
 
     def record(microbatch: dict[str, Any]) -> list[Recording]:
         with torch.no_grad(), FakeWeights():
-            return run_through(partition, _with_values(microbatch), route, bind)[0]
+            return run_through(partition, _with_values(microbatch), route, bound)[0]
 
     usage = usage_of(forms, trial, before, after)
     labels = batch.get("labels")

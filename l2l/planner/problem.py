@@ -143,6 +143,8 @@ class Problem:
     length: int  # positions in a row
     hidden_bytes: int  # of one row
     recorded_bytes: int  # of one row, about
+    aside_bytes: int = 0  # of one row
+    joint: bool = False  # whether one loss is taken over all microbatches
     looked_up_bytes: int  # of one row
     head_parameters: int  # in matrices of the epilogue
     head_width: int  # its widest output: words

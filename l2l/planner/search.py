@@ -196,7 +196,8 @@ class _Search:
         yield start
         yield from self._keeping(start, product(KEEPS, KEPT_CELLS))
         num_layers = len(self._problem.layers)
-        for tail in range(1, self._problem.route.max_tail + 1, max(1, num_layers // 32)):
+        most = 0 if self._problem.joint else self._problem.route.max_tail
+        for tail in range(1, most + 1, max(1, num_layers // 32)):
             one = replace(start, num_tail=tail)
             if not self._fits(one):
                 return

@@ -236,7 +236,7 @@ class Reference:
             kept = self._flats.values()
             while len(kept) > 2 and sum(one.nbytes for one in kept) > self.room:
                 _, gone = self._flats.popitem(last=False)
-                del self._spans[gone.untyped_storage().data_ptr()]
+                self._spans.pop(gone.untyped_storage().data_ptr(), None)  # without weights: 0
         self._flats.move_to_end(index)
         return self._flats[index]
 

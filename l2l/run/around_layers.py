@@ -163,7 +163,7 @@ class AroundLayers:
         handed_on: Sequence[Tensor],
     ) -> None:
         """Keep what a microbatch hands over; after the last one, take the loss of all rows."""
-        last, route = step.program.route.num_stacks, step.program.route
+        last, dimensions = step.program.route.num_stacks, step.program.facts.row_dimensions
         ends = [one.clone() for one in handed_on]
         outer = self._with_delivered(step, m, last, recorded, ends)
         outer.rides = {
@@ -181,12 +181,12 @@ class AroundLayers:
         self._seed(step, 0)
         if not step.training:
             with torch.no_grad():
-                whole = joined(outers, route.shared)
+                whole = joined(outers, dimensions)
                 self._outer.score(
                     step, 0, whole, inputs=inputs, bound=bound, slots=slots, host=host
                 )
             return
-        whole = joined(outers, route.shared)
+        whole = joined(outers, dimensions)
         with torch.enable_grad():
             found = self._outer.epilogue(
                 step,
@@ -199,7 +199,7 @@ class AroundLayers:
                 gradients=gradients,
                 loss_scale=step.loss_scale,
             )
-        for index, parts in enumerate(parted(found, outers, route.shared)):
+        for index, parts in enumerate(parted(found, outers, dimensions)):
             step.joined[index] = self._arrived(step, index, outers[index], parts)
 
     def _arrived(

@@ -26,8 +26,12 @@ class ChangingBuffers:
         self.of_layers: dict[int, dict[str, Tensor]] = {}
 
     def keep(self, changing: Mapping[int, Sequence[str]], device: torch.device) -> None:
-        """Keep these buffers of layers on the device from here on, beginning with the model's."""
-        for index, owners in changing.items():
+        """Keep these buffers of layers on the device from here on, beginning with the model's.
+
+        Those that are kept already stay as training has left them.
+        """
+        new = {index: owners for index, owners in changing.items() if index not in self.of_layers}
+        for index, owners in new.items():
             given = self._partition.layer_tensors[index].buffers
             copies = {name: given[name].detach().to(device, copy=True) for name in owners}
             self.of_layers[index] = copies

@@ -42,7 +42,7 @@ class LayerPasses:
         self._partition, self._server, self._device = parts.partition, parts.server, parts.device
         self._transfer, self._stash, self._compiler = parts.transfer, parts.stash, parts.compiler
         self._updates, self._buffers = updates, buffers
-        self._bits_come_first = parts.device.torch_device.type == "cpu"
+        self._on_host = parts.device.torch_device.type == "cpu"
 
     # ----------------------------------------------------------------------------------------------
     # Streamed layers
@@ -65,7 +65,8 @@ class LayerPasses:
             outputs, handed = self._try(layer, program, inputs, anchors, room=kept != NOTHING)
         if outputs is None:
             self._seed(step, call, m)
-            outputs = inputs.forward(with_graph=step.training and self._bits_come_first)
+            bits_come_first = self._on_host or self._compiler.is_paused  # as in a proof
+            outputs = inputs.forward(with_graph=step.training and bits_come_first)
         self._buffers.leave_layer(layer)
         outputs = inputs.weighed(outputs)
         if kept != NOTHING:
@@ -171,6 +172,9 @@ class LayerPasses:
     def _program(self, step: Step, call: int, m: int) -> Program | None:
         returning, keep, how = step.program.returning, step.program.keep, step.calls[m][call]
         is_plain = not how.autocast and not how.lists and how.has_graph
+        structure = self._partition.structures[self._layer(step, call)]
+        entries = step.program.route.entries(call)
+        is_plain = is_plain and not self._partition.returns[structure].has_left(entries)
         if not step.training or call not in returning or not is_plain:
             return None
         return self._compiler.program(

@@ -195,7 +195,7 @@ class HostRows:
         """
         grown = 0.0
         layout = self._server.units[unit].form.staging_layout
-        for index, lookup in enumerate(rows.lookups):
+        for index, lookup in reversed([*enumerate(rows.lookups)]):  # as autograd adds them
             if lookup.unit != unit:
                 continue
             target, own = layout.view(staging, lookup.owner), rows.sums[index][microbatch]

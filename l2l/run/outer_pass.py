@@ -16,7 +16,7 @@ rest of the epilogue, whose values are as large as hidden states, runs in larger
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -127,14 +127,12 @@ class Outer:
         return replace(self, ends=ends)
 
 
-def joined(outers: Sequence[Outer], shared: Collection[Key]) -> Outer:
-    """What all microbatches hand over, as leaves of one graph; `shared` is the same of all."""
+def joined(outers: Sequence[Outer], dimensions: Mapping[Key, int]) -> Outer:
+    """What all microbatches hand over, as leaves of one graph; what has no rows is one for all."""
 
     def join(found: Sequence[Mapping[Key, Tensor]]) -> dict[Key, Tensor]:
         return {
-            key: one
-            if key in shared
-            else torch.cat([each[key].detach() for each in found]).requires_grad_(one.requires_grad)
+            key: _cat([each[key] for each in found], dimensions[key]) if key in dimensions else one
             for key, one in found[0].items()
         }
 
@@ -146,21 +144,28 @@ def joined(outers: Sequence[Outer], shared: Collection[Key]) -> Outer:
     )
 
 
+def _cat(parts: list[Tensor], dimension: int) -> Tensor:
+    whole = torch.cat([part.detach() for part in parts], dimension)
+    return whole.requires_grad_(parts[0].requires_grad)
+
+
 def parted(
-    found: Mapping[Any, Tensor], outers: Sequence[Outer], shared: Collection[Key]
+    found: Mapping[Any, Tensor], outers: Sequence[Outer], dimensions: Mapping[Key, int]
 ) -> Iterator[dict[Any, Tensor]]:
-    """The gradients of `joined`, of every microbatch; what is shared goes to the first."""
+    """The gradients of `joined`, of every microbatch; that of what has no rows is the first's."""
     starts = dict.fromkeys(found, 0)
     for index, outer in enumerate(outers):
         own: dict[Any, Tensor] = {}
         for leaf, one in outer.leaves():
             if leaf not in found:
                 continue
-            if leaf[1] in shared:
+            dimension = dimensions.get(leaf[1])
+            if dimension is None:
                 own |= {leaf: found[leaf]} if index == 0 else {}
                 continue
-            own[leaf] = found[leaf][starts[leaf] : starts[leaf] + one.shape[0]]
-            starts[leaf] += one.shape[0]
+            size = one.shape[dimension]
+            own[leaf] = found[leaf].narrow(dimension, starts[leaf], size)
+            starts[leaf] += size
         yield own
 
 

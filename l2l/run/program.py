@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from l2l.model import Microbatch, Route, Rule
+from l2l.model import Key, Microbatch, Route, Rule
 from l2l.run.lookup import TableLookup
 from l2l.schedule import Schedule, Shape
 
@@ -40,6 +40,9 @@ class Facts:
     changing_in_layers: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     rule: Rule | None = None  # what the loss averages over; None: nobody has asked
     rule_is_final: bool = False  # whether other rows cannot tell more of it
+    row_dimensions: Mapping[Key, int] = field(default_factory=dict)
+    """Of what layers return for the code after them; what has no rows is not there."""
+    mixes_rows: bool = False  # whether rows are computed with other rows before the loss
     rows: Microbatch = field(
         default_factory=dict
     )  # a few, on the host; none: nothing was tried yet

@@ -253,7 +253,7 @@ class _Words:
         """Whether unit and places are such as the kind takes."""
         return (
             len(self.places) == len(kind.places)
-            and (not kind.units or self.unit[0] in kind.units)
+            and (not kind.units or self.unit[:1] in {*kind.units})
             and all(
                 one == NOTHING or all(place[0] in letters for place in one.split(","))
                 for one, (letters, _, _) in zip(self.places, kind.places, strict=True)

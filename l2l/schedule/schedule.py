@@ -118,6 +118,8 @@ def _meaning(action: Action, shape: Shape, following: Mapping[int, str]) -> dict
             layers = shape.units_of(shape.streamed)
             raise ValueError(f"{action.unit} is not among the layers of this step, {layers}")
         before, after, given = str(call), following[call], recorded(shape.stack_of(call))
+    elif stack > len(shape.stacks):
+        raise ValueError(f"there is no stack {stack} in this step")
     elif action.unit[:1] in ("P", "I"):
         before, after = f"I{stack}", shape.first_value(stack)[1:]
         given = recorded(max(0, stack - 1))

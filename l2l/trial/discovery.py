@@ -11,6 +11,7 @@ code between them, or after them, computes with it. From that follows the `Route
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,13 +33,14 @@ from l2l.model import (
     Returns,
     Route,
     emit,
+    leaves_more,
     num_rows,
-    open_lists,
     require_loss,
 )
 
 RunLayer = Callable[[int, Any, Any], Any]
 LossOf = Callable[[Any, Microbatch], Any]
+Bound = Callable[[int], contextlib.AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
@@ -48,7 +50,7 @@ class Call:
     layer: int
     given: list[Any]  # leaves of its arguments
     made: dict[int, Tensor] = field(default_factory=dict)  # what it returned, by entry
-    hidden_shape: torch.Size = field(default_factory=torch.Size)
+    first_shape: torch.Size = field(default_factory=torch.Size)  # of what entered its stack
 
 
 @final
@@ -107,19 +109,16 @@ class Discovery(TorchFunctionMode):
             self._note_made(one, number, pytree.tree_leaves(value))
         finally:
             self._is_inside = False
-        if open_lists():
-            value, captured = value
-            emit(captured)
+        if leaves_more(args, kwargs):
+            value, left = value
+            emit(left, args, kwargs)
         return value
 
     def _without_graph(self, index: int, value: Any) -> Any:
         """What a layer returns as leaves of new graphs, so that no graph keeps its weights."""
         leaves, spec = pytree.tree_flatten(value)
         entries = self._partition.returned_by(index).own
-        new = {
-            id(leaves[entry]): leaves[entry].detach().requires_grad_(leaves[entry].requires_grad)
-            for entry in entries
-        }
+        new = {id(leaves[entry]): _new(leaves[entry]) for entry in entries}
         return pytree.tree_unflatten([new.get(id(leaf), leaf) for leaf in leaves], spec)
 
     def _note_made(self, one: Call, number: int, made: list[Any]) -> None:
@@ -131,7 +130,10 @@ class Discovery(TorchFunctionMode):
                 f"layer {one.layer} is called without any tensor. Expected the hidden state as its "
                 "first argument."
             )
-        one.hidden_shape = tensors[0].shape
+        before = self._calls[number - 1].made.values() if number else ()
+        is_straight = any(leaf is other for leaf in tensors for other in before)
+        first = self._calls[number - 1] if is_straight else None
+        one.first_shape = tensors[0].shape if first is None else first.first_shape
         for entry in self._partition.returned_by(one.layer).own:
             one.made[entry] = made[entry]
             self._makers[id(made[entry])] = (number, entry)
@@ -173,7 +175,7 @@ class Discovery(TorchFunctionMode):
 
     def _is_reshaped(self, key: Key) -> bool:
         one = self._calls[key[0]]
-        return one.made[key[1]].shape != one.hidden_shape
+        return one.made[key[1]].shape != one.first_shape
 
     def _has_rows(self, key: Key) -> bool:
         shape = self._calls[key[0]].made[key[1]].shape
@@ -318,6 +320,11 @@ class Discovery(TorchFunctionMode):
         return self._needed(made, len(self._calls), reshaped)
 
 
+def _new(tensor: Tensor) -> Tensor:
+    """A tensor without its graph, which the model's code may write into."""
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+
+
 def _writes(name: str, given: list[Tensor], made: list[Tensor]) -> bool:
     """Whether a function has changed its first argument."""
     in_place = name.endswith("_") and not name.endswith("__")
@@ -329,42 +336,42 @@ def _writes(name: str, given: list[Tensor], made: list[Tensor]) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
+    try:
+        found: int = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # inside torch.vmap, or sparse
+        found = id(tensor)
     return found
 
 
 def run_through(
-    partition: Partition,
-    batch: Microbatch,
-    route: Route,
-    bind: Callable[[int], None],
-    *,
-    with_layers: bool = False,
+    partition: Partition, batch: Microbatch, route: Route, bound: Bound
 ) -> tuple[list[Recording], dict[Key, Tensor]]:
     """What the code before every stack makes of a few rows, and what the layers return.
 
-    Where the route is straight, what enters the layers stands for what leaves them, unless it is
-    to be found `with_layers`. Otherwise they run, each after `bind` has brought its weights.
+    Where the route is straight, what enters the layers stands for what leaves them. Otherwise they
+    run, each inside the block of `bound`, in which it has its weights.
     """
     delivered: dict[Key, Tensor] = {}
     recordings = []
     for stack in range(route.num_stacks):
         found = partition.prologue(batch, route, stack=stack, delivered=delivered)
         recordings.append(found)
+        rides = zip(route.rides(stack), found.rides, strict=True)
+        delivered.update({key: found.tensors[place] for key, place in rides})
         assert found.hidden is not None
-        if route.is_straight and not with_layers:
+        if route.is_straight:
             delivered = dict.fromkeys(route.ends(stack), found.hidden)
             continue
         handed = [found.hidden]
         for call in route.calls(stack):
             found.handed[call] = handed
             index, how, entries = route.layers[call], found.calls[call], route.entries(call)
-            bind(index)
             args, kwargs = how.arguments(handed[0], found.tensors, handed[1:])
-            with how.autocasting():
+            with bound(index), how.autocasting():
                 value = how.run(partition.layers[index].module, args, kwargs)
             made = dict(zip(entries, Returns.unwrap(value, entries), strict=True))
             delivered.update({(call, entry): one for entry, one in made.items()})
+            found.aside_bytes += sum(made[entry].nbytes for entry in route.asides.get(call, ()))
             handed = [made[entry] for entry in route.gives[call]]
     return recordings, delivered
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -73,6 +75,10 @@ class LayerTrial:
 
     def run(self, index: int, args: Any, kwargs: Any) -> Any:
         """Run a layer of a structure that is not known yet; what it returns."""
+        with self._partition.layers[index].kept():  # nobody holds its weights then
+            return self._learn(index, args, kwargs)
+
+    def _learn(self, index: int, args: Any, kwargs: Any) -> Any:
         part, structure = self._partition.layers[index], self._partition.structures[index]
         weights = self._layer_weights(index)
         part.bind(weights)
@@ -120,23 +126,31 @@ class LayerTrial:
             its value, of which that requires gradients which does so in training.
         """
         if self._partition.form(index) not in self._partition.returns:
+            states = states_of(named_arguments(self._partition.layers[index].module, args, kwargs))
             self._partition.learn(index, self.run, args, kwargs)
+            for state in states:
+                state.restore()
         else:
             self.meet(index, args, kwargs)
-        trained = self._server.units[f"L{index}"].form.trained.names
-        self._partition.layers[index].bind(leaves(self._layer_weights(index), trained))
-        return self._run(index, args, kwargs)
+        trained, part = (
+            self._server.units[f"L{index}"].form.trained.names,
+            self._partition.layers[index],
+        )
+        with part.kept():
+            part.bind(leaves(self._layer_weights(index), trained))
+            return self._run(index, args, kwargs)
 
-    def through(
-        self, batch: Microbatch, route: Route, *, with_layers: bool = False
-    ) -> tuple[list[Recording], dict[Key, Tensor]]:
+    def through(self, batch: Microbatch, route: Route) -> tuple[list[Recording], dict[Key, Tensor]]:
         """As `run_through`, with real weights."""
-        return run_through(self._partition, batch, route, self._bind, with_layers=with_layers)
+        return run_through(self._partition, batch, route, self._with_weights)
 
-    def _bind(self, index: int) -> None:
-        """Have a layer ready to run, with its weights."""
-        self._partition.layers[index].bind(self._layer_weights(index))
-        self._device.seed(TRIAL_SEED)
+    @contextlib.contextmanager
+    def _with_weights(self, index: int) -> Iterator[None]:
+        """Inside the block a layer has its weights, and random numbers that are always the same."""
+        with self._partition.layers[index].kept():
+            self._partition.layers[index].bind(self._layer_weights(index))
+            self._device.seed(TRIAL_SEED)
+            yield
 
     def _note_written(self, index: int, before: dict[tuple[str, str], Any]) -> None:
         """Tell stubs of layers like this one which attributes such a layer writes."""
@@ -152,16 +166,7 @@ class LayerTrial:
 
     def _try_layer(self, index: int, args: Any, kwargs: Any) -> Any:
         """Run a layer; what it returns."""
-        try:
-            value = self._run(index, args, kwargs)
-        except Exception as error:
-            if self.reshaped is None:
-                raise
-            raise CutError(
-                f"layer {index} does not run on the hidden state that enters the first layer: "
-                f"{self.reshaped}. Expected layers that keep the shape of their hidden state; "
-                "name another list with layers='dotted.name'."
-            ) from error
+        value = self._run(index, args, kwargs)
         given, hidden = first_argument(args, kwargs), first_tensor(value)
         if not isinstance(given, Tensor) or given.shape != hidden.shape:
             shape = list(getattr(given, "shape", ()))
@@ -206,10 +211,10 @@ class LayerTrial:
         if not isinstance(hidden, Tensor):
             hidden = first_tensor((args, kwargs))
         other = hidden * 1.25 + 0.25 if hidden.is_floating_point() else hidden
-        self._partition.layers[index].bind(self._layer_weights(index))
         args = [other if value is hidden else value for value in args]
         kwargs = {name: other if value is hidden else value for name, value in kwargs.items()}
-        return first_tensor(self._run(index, args, kwargs))
+        with self._with_weights(index):
+            return first_tensor(self._run(index, args, kwargs))
 
     def _layer_weights(self, index: int) -> dict[str, Tensor]:
         """A copy on the device of a layer's weights and buffers, into which it may write."""

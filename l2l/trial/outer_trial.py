@@ -92,6 +92,36 @@ class OuterTrial:
         kept.put_back()
         return tuple(found)
 
+    def rows_in(self, trial: Microbatch) -> tuple[bool, dict[Key, int]]:
+        """Whether what the layers return for a row depends on others, and which dimension is rows.
+
+        Of what has no rows, there is none.
+        """
+        kept, draws = KeptBuffers(self._partition), self._device.random_numbers.num_draws
+        both = self._layers.through(trial, self._route)[1]
+        is_random = self._device.random_numbers.num_draws > draws
+        if is_random:  # masks differ with the number of rows
+            self._partition.set_training(False)
+            both = self._layers.through(trial, self._route)[1]
+        try:
+            one = self._layers.through(take_rows(trial, 0, 1), self._route)[1]
+        except Exception:  # the model takes no single row
+            return False, {key: 0 for key in both if key not in self._route.shared}
+        finally:
+            self._partition.set_training(True)
+            kept.put_back()
+        dimensions: dict[Key, int] = {}
+        is_mixed = False
+        for key in self._route.needs[-1] & one.keys():
+            sizes = zip(one[key].shape, both[key].shape, strict=True)
+            place = next((i for i, (a, b) in enumerate(sizes) if a != b), None)
+            if place is not None:
+                dimensions[key] = place
+                first = both[key].narrow(place, 0, one[key].shape[place])
+                is_float = first.is_floating_point()
+                is_mixed |= is_float and not _close(one[key], first)
+        return is_mixed, dimensions
+
     def learn_usage(
         self, trial: Microbatch, weights: Mapping[str, Tensor], changing: Collection[str]
     ) -> dict[str, Usage] | None:
@@ -234,36 +264,30 @@ class OuterTrial:
             return Rule.UNKNOWN, True  # router losses are too small a share of a loss to be seen
         try:
             return find_rule(trial, loss, is_single=_are_single(ends))
-        except IndexError:  # the loss ignores another number than what the trial has put there
+        except CutError:
+            raise
+        except (IndexError, RuntimeError):  # the model does not take the labels of the trial
             return Rule.UNKNOWN, True
 
-    def joins(self, trial: Microbatch) -> bool:
-        """Whether what the layers make of two rows is what they make of each, put together.
+    def joins(self, trial: Microbatch, rowless: Collection[Key]) -> bool:
+        """Whether these, which have no rows, are the same for two rows as for each of them.
 
-        Then the loss may be taken over what they have made of the rows of all microbatches. Where
-        random numbers are drawn, there is nothing to compare.
+        Where random numbers are drawn, there is nothing to compare.
         """
         drawn = self._device.random_numbers.num_draws
+        batches = [trial, *(take_rows(trial, row, row + 1) for row in range(2))]
         try:
-            batches = [trial, *(take_rows(trial, row, row + 1) for row in range(2))]
-            whole, *parts = (
-                self._layers.through(one, self._route, with_layers=True)[1] for one in batches
-            )
-            if self._device.random_numbers.num_draws > drawn:
-                return True
-            tolerance = JOIN_TOLERANCE[_are_single(whole)]
-            return all(
-                _close(one, expected, tolerance)
-                for key, expected in whole.items()
-                if key in self._route.needs[-1]
-                for one in self._joined(key, [part[key] for part in parts])
-            )
-        except Exception:  # a single row is not taken, or makes something of another shape
+            whole, *parts = (self._layers.through(one, self._route)[1] for one in batches)
+        except Exception:  # the model takes no single row
             return False
-
-    def _joined(self, key: Key, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What a joint loss takes for what microbatches have made; it is one of these."""
-        return parts if key in self._route.shared else [torch.cat([*parts])]
+        if self._device.random_numbers.num_draws > drawn:
+            return True
+        tolerance = JOIN_TOLERANCE[_are_single(whole)]
+        return all(
+            one[key].shape == whole[key].shape and _close(one[key], whole[key], tolerance)
+            for key in whole.keys() & rowless
+            for one in parts
+        )
 
     def pieces_agree(self, trial: Microbatch, rule: Rule) -> bool:
         """Whether the loss, and its gradient, may be taken position by position."""

@@ -21,7 +21,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from l2l.device import Device, format_bytes
 from l2l.model import (
     Compiler,
     CutError,
+    Key,
     Microbatch,
     Partition,
     Recording,
@@ -37,10 +38,13 @@ from l2l.model import (
     Route,
     Rule,
     compare_cut_loss,
+    compare_parts,
+    has_masks,
     join_rows,
     leaves,
     move_batch,
     num_rows,
+    require_loss,
     shortened,
     some_rows,
     token_length,
@@ -55,6 +59,11 @@ from l2l.trial.outer_trial import KeptBuffers, OuterTrial
 TRIAL_MARGIN = 1.5  # of weights, for what is computed with them
 
 
+def require_own_loss(outputs: Any, _: Mapping[str, Any]) -> Tensor:
+    """The loss in a model's outputs."""
+    return require_loss(outputs)
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class Trial:
@@ -67,7 +76,8 @@ class Trial:
     compiler: Compiler
     _verdicts: dict[int, str | None] = field(default_factory=lambda: {0: None})
     """By rows of microbatches, why a given loss may not be cut into them; 0: of one."""
-    _joins: list[bool] = field(default_factory=list)  # whether a loss may be joint; empty: unknown
+    _joins: dict[frozenset[Key], bool] = field(default_factory=dict)
+    """Whether a loss may be joint, by what the layers make that has no rows."""
 
     def run(self, microbatch: Microbatch, known: Facts, *, needs_loss: bool) -> Facts:
         """Learn what is not known yet; `needs_loss` asks for the counting rule too.
@@ -113,34 +123,41 @@ class Trial:
     def why_not_cut(
         self, rule: Rule, microbatches: Sequence[Microbatch], route: Route
     ) -> str | None:
-        """Why a given loss over these microbatches is not that of the batch; None: it is.
+        """Why a loss over these microbatches is not that of the batch; None: it is.
 
-        As with the model's own ([Note: counting rule] in batch.py), the layers are left out.
+        Losses that count labels are known by the rule that was found ([Note: counting rule] in
+        batch.py); as there, layers that hand on a hidden state alone are left out.
         """
-        function = self.outer.loss_function
-        if function is None:
+        function, is_own = self.outer.loss_function, self.outer.loss_function is None
+        if is_own and (rule is not Rule.ROWS or len(microbatches) < 2):
             return None
+        if is_own and any(map(has_masks, microbatches)):
+            return "the loss may count what a mask among the batch leaves, not rows"
         rows = num_rows(microbatches[0]) if len(microbatches) > 1 else 0
         is_known = rows in self._verdicts
         if not all(self.server.world.gather_facts(is_known)):  # ranks bring their weights together
             with self._with_weights(training=False):
-                loss = partial(self._around_by(route).measure, function)
+                loss = partial(self._around_by(route).measure, function or require_own_loss)
+                compare = compare_parts if is_own else compare_cut_loss
                 if not is_known:  # what is true of one batch is true of the next, too
-                    self._verdicts[rows] = compare_cut_loss(rule, microbatches, loss)
+                    self._verdicts[rows] = compare(rule, microbatches, loss)
         return self._verdicts[rows]
 
     def may_join(self, microbatches: Sequence[Microbatch], facts: Facts) -> bool:
         """Whether one loss may be taken over what the layers have made of all microbatches.
 
-        Not where rows have to do with each other before the loss: microbatches would be apart.
+        Not if they make something without rows that depends on the rows: a mean over them, say.
         """
-        if not self._joins:
-            assert facts.route is not None
+        assert facts.route is not None
+        rowless = facts.route.needs[-1] - facts.row_dimensions.keys()
+        if not rowless:
+            return True
+        if rowless not in self._joins:
             rows = some_rows(join_rows(microbatches[:2]))
             rows = move_batch(shortened(rows) if facts.cut else rows, self.device.torch_device)
             with self._with_weights(training=False):
-                self._joins.append(self._around_by(facts.route).joins(rows))
-        return self._joins[0]
+                self._joins[rowless] = self._around_by(facts.route).joins(rows, rowless)
+        return self._joins[rowless]
 
     def refuse_layer(self, module: nn.Module, position: int, rows: Microbatch) -> None:
         """Refuse a module that does not run, on these rows, where a layer runs.
@@ -220,7 +237,13 @@ class Trial:
                 if not wants_rule:
                     return facts
                 self.partition.set_training(False)
-                return self._learn_rule(trial, weights, facts)
+                try:
+                    return self._learn_rule(trial, weights, facts)
+                except (CutError, torch.OutOfMemoryError):
+                    raise
+                except Exception:  # some models return something else in evaluation mode
+                    self.partition.set_training(True)
+                    return self._learn_rule(trial, weights, facts)
             except BaseException:
                 if not known.rows:
                     self.partition.forget()  # the next batch is to be tried as the first
@@ -242,7 +265,7 @@ class Trial:
                 reason = error
             try:
                 return self._discover(trial, weights)
-            except CutError as error:
+            except (CutError, torch.OutOfMemoryError) as error:
                 raise error from reason
         return self._discover(trial, weights)
 
@@ -286,7 +309,10 @@ class Trial:
         around = self._around_by(route)
         changing = around.changing(trial)
         usage = around.learn_usage(trial, weights, frozenset[str]().union(*changing))
+        mixes_rows, dimensions = around.rows_in(trial)
         return Facts(
+            mixes_rows=mixes_rows,
+            row_dimensions=dimensions,
             route=route,
             whole_route=whole_route,
             usage=usage or {},

@@ -279,9 +279,8 @@ def examine(case: Case) -> Found:
     apart = difference(rounded[1], whole[1], state_of(task.model))
     allowed = min(max(2 * apart, TOLERANCE), MOST_APART)
     found["whole"] = outcome(task, ROWS, [whole], allowed)
-    if None not in rows:
-        references = [whole] if accumulated is None else [accumulated, whole]
-        found["rows"] = outcome(task, 1, references, allowed) | {"adds_up": adds_up}
+    references = [whole] if accumulated is None else [accumulated, whole]
+    found["rows"] = outcome(task, 1, references, allowed) | {"adds_up": adds_up}
     if other[0] != whole[0] or difference(other[1], whole[1], whole[1]):
         for name in {"whole", "rows"} & found.keys():
             if found[name]["verdict"] == "wrong":
