@@ -394,8 +394,10 @@ def find_route(partition: Partition, batch: Microbatch, run_layer: RunLayer) -> 
 
     if len(partition.lists) == 1:
         try:
-            partition.prologue(batch, learn=run_layer)
-        except CutError:
+            hidden = partition.prologue(batch, learn=run_layer).hidden
+            assert hidden is not None
+            partition.epilogue(batch, hidden)
+        except Exception:  # it does something else
             partition.forget()
         else:
             return partition.straight
