@@ -671,19 +671,6 @@ def test_a_given_loss_of_rows_that_are_told_apart_well_is_taken_over_all_rows(sc
         assert float(engine.step(batch).loss) == pytest.approx(expected, rel=1e-5)
 
 
-class Centered(Net):
-    """Compares rows before its loss does."""
-
-    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        return super().forward(inputs - inputs.mean(dim=0), labels)
-
-
-@pytest.mark.parametrize(("loss", "size"), [(contrastive, 4), (pairwise, 3)])
-def test_a_given_loss_of_rows_that_are_compared_before_it_is_refused(loss: Call, size: int):
-    settings = {"loss": loss, "microbatch_size": size}
-    assert_refused(Centered, r"loss=.*microbatch_size=all rows", batch_of(12), **settings)
-
-
 @pytest.mark.parametrize(
     ("loss", "size"),
     [(contrastive, 12), (pairwise, 4), (pairwise, 2), (adjacent, 6), (by_rows, 5)],

@@ -382,40 +382,29 @@ class CentersBetween(CentersBefore):
         return hidden - hidden.mean(dim=0, keepdim=True)
 
 
-class Centering(Mixing):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden - hidden.mean(dim=0, keepdim=True))
-
-
-class CentersInside(Small):
-    """Its loss compares rows, too."""
-
-    def __init__(self) -> None:
-        super().__init__(*[Centering] * 3)
-
-    def forward(self, ids: Tensor, labels: Tensor):
-        loss, logits = super().forward(ids, labels).values()
-        rows = logits.mean(dim=1)
-        return {"loss": loss + F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))}
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        AddsWhatLayersReturn,
-        StacksWhatLayersReturn,
-        CentersBefore,
-        CentersBetween,
-        CentersInside,
-    ],
-)
-def test_rows_that_depend_on_each_other_before_the_loss_take_one_microbatch(build):
+@pytest.mark.parametrize("build", [AddsWhatLayersReturn, StacksWhatLayersReturn])
+def test_what_layers_return_of_all_rows_together_takes_one_microbatch(build):
+    """Every microbatch has a mean of its own, and that of the batch can be another."""
     assert_steps_of_the_whole_batch(build, batch_of(), 6)
     with make(build(), microbatch_size=2) as engine:
-        with pytest.raises(ValueError, match=r"3 microbatches .* depends on the other rows"):
+        with pytest.raises(ValueError, match=r"3 microbatches .* no rows and depends on them"):
             engine.step(batch_of())
-        with pytest.raises(ValueError, match="depends on the other rows"):
+        with pytest.raises(ValueError, match="no rows and depends on them"):
             engine.evaluate(batch_of())
+
+
+@pytest.mark.parametrize("build", [CentersBefore, CentersBetween])
+def test_rows_that_depend_on_others_see_those_of_their_microbatch(build, caplog):
+    """As they do in plain PyTorch, with accumulated gradients; and that is said once."""
+    assert_steps_of_the_whole_batch(build, batch_of(), 6)
+    with caplog.at_level("WARNING", logger="l2l"):
+        found, expected = engine_gradients(build(), batch_of()), build()
+        expected = plain_gradients(expected, batch_of(), 2)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6)
+    said = [one.getMessage() for one in caplog.records]
+    assert sum("only those of the same one are seen" in one for one in said) == 1
 
 
 class IgnoresZero(Small):

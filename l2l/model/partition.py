@@ -47,6 +47,7 @@ from l2l.model.captures import (
     emit,
     hooked_copy,
     leaves_more,
+    open_lists,
     take_hooks_off,
 )
 from l2l.model.modules import (
