@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 import l2l
 
-WIDTH, HEADS, CLASSES, LENGTH, ROWS = 32, 2, 7, 8, 4
+WIDTH, HEADS, CLASSES, LENGTH, ROWS, SIZE = 32, 2, 7, 8, 4, 2
 PROBABILITY = 0.3
 NUM_LAYERS, NUM_TAIL = 3, 1
 SWITCH_SECONDS = 1e-4  # after which another thread has its turn; Python's own are 5e-3
@@ -36,7 +36,7 @@ PAUSE_SECONDS = 2e-5  # of a thread between two draws; the system makes it about
 FOUR = 4  # numbers that a thread draws at a time
 MAX_NOTED = 50_000  # draws of a thread: more would fill memory
 
-Masks = dict[tuple[int, str, bool], list[Tensor]]
+Masks = dict[tuple[int, str], list[Tensor]]
 
 
 class Layer(nn.Module):
@@ -65,10 +65,9 @@ class Layer(nn.Module):
         return hidden + dropped
 
     def note(self, kind: str, value: Tensor) -> None:
-        """Keep a mask, by whether this is a forward pass or a recomputed one."""
+        """Keep a mask."""
         if type(value) is Tensor and not value.is_meta:  # a plan counts costs with neither
-            key = (self.number, kind, torch.is_grad_enabled())
-            Layer.masks[key].append(value.detach().clone())
+            Layer.masks[self.number, kind].append(value.detach().clone())
 
 
 class Model(nn.Module):
@@ -107,7 +106,7 @@ def train(
         model,
         optimizer=l2l.AdamW(lr=1e-3),
         device=device,
-        microbatch_size=2,
+        microbatch_size=SIZE,
         precision="float32" if device == "cpu" else "bfloat16",
         compile=compiled,
         seed=seed,
@@ -168,16 +167,21 @@ class Drawers:
         return different
 
 
-def compare_masks() -> tuple[int, int]:
-    """Masks of forward passes that were recomputed, and how many of them were other masks then."""
+def compare_masks(steps: int) -> tuple[int, int]:
+    """Masks of forward passes that were recomputed, and how many of them were other masks then.
+
+    In every step a streamed layer runs all microbatches forward, then all of them again.
+    """
     compared = different = 0
-    for (number, kind, recomputed), masks in Layer.masks.items():
-        if not recomputed and (number, kind, True) in Layer.masks:
-            again = Layer.masks[number, kind, True]
-            number_of = min(len(masks), len(again))  # the last ones: the first are of a trial
-            pairs = list(zip(masks[-number_of:], again[-number_of:], strict=True))
-            compared += len(pairs)
-            different += sum(not torch.equal(*pair) for pair in pairs)
+    number = ROWS // SIZE
+    for (layer, _), masks in Layer.masks.items():
+        own = masks[-2 * number * steps :]  # the first are of a trial
+        if layer >= NUM_LAYERS - NUM_TAIL or len(own) < 2 * number * steps:
+            continue
+        for first in range(0, len(own), 2 * number):
+            forward, again = own[first : first + number], own[first + number : first + 2 * number]
+            compared += number
+            different += sum(not torch.equal(*pair) for pair in zip(forward, again, strict=True))
     return compared, different
 
 
@@ -203,7 +207,7 @@ def beside_threads(device: str, *, steps: int, compiled: bool | str) -> dict[str
             found = train(model, device, steps=steps, compiled=compiled)
     finally:
         Layer.notes = False
-    compared, different = compare_masks()
+    compared, different = compare_masks(steps)
     drawn = drawers.num_different()
     return {
         "steps": steps,

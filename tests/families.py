@@ -480,7 +480,7 @@ def _build_mamba() -> nn.Module:
 
 
 def build_bart() -> nn.Module:
-    """BART: two lists of layers, of which one must be named."""
+    """BART: two lists of layers."""
     stacks = {"decoder_start_token_id": 2, "forced_eos_token_id": None, "scale_embedding": True}
     return _transformer(
         "BartForConditionalGeneration", "BartConfig", **_encoder_decoder_settings(**stacks)

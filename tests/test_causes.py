@@ -5,6 +5,7 @@ message that names what was seen, and leaves the model as it was.
 """
 
 import functools
+import itertools
 import logging
 import types
 from collections import UserDict
@@ -523,8 +524,25 @@ def test_a_refusal_leaves_the_model_bit_by_bit_as_it_was():
     assert_refused(Refusing, "'left' of layer 0")
 
 
-def test_layers_that_change_the_shape_of_the_hidden_state_are_refused():
-    assert_refused(lambda: Net(Wider), r"layer 0 is given \[2, 8\] and returns \[2, 16\]")
+def test_a_model_whose_own_code_fails_says_so_itself_and_is_left_as_it_was():
+    """Its head takes less than its layers make."""
+    model, untouched = prepared(lambda: Net(Wider)), prepared(lambda: Net(Wider))
+    with (
+        engine_for(model) as engine,
+        pytest.raises(RuntimeError, match=r"cannot be multiplied \(2x64 and 8x3\)"),
+    ):
+        engine.step(batch_of())
+    assert_same_state(model, untouched)
+
+
+@SIZES
+def test_layers_that_change_the_shape_of_the_hidden_state_train_exactly(size: int):
+    def create() -> nn.Module:
+        model = Net(Wider)
+        model.head = nn.Linear(8 * WIDTH, CLASSES)
+        return model
+
+    assert_exact(create, size=size)
 
 
 def test_a_trial_leaves_no_trace():
@@ -594,12 +612,63 @@ def step_with(loss: Call, size: int, rows: int = 12) -> float:
         return float(engine.step(batch_of(rows)).loss)
 
 
+def plain_loss(loss: Call, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    found = loss(model(batch["inputs"]), batch)
+    return found[0] / found[1] if isinstance(found, tuple) else found
+
+
 @pytest.mark.parametrize(
-    ("loss", "size"), [(contrastive, 4), (contrastive, 1), (pairwise, 3), (adjacent, 3)]
+    ("loss", "size"),
+    [(contrastive, 12), (contrastive, 4), (contrastive, 1), (pairwise, 3), (adjacent, 3)],
 )
-def test_a_given_loss_that_microbatches_cut_apart_is_refused(loss: Call, size: int):
-    settings = {"loss": loss, "microbatch_size": size}
-    assert_refused(Net, r"loss=.*microbatch_size=all rows", batch_of(12), **settings)
+def test_a_given_loss_that_microbatches_cut_apart_is_taken_over_all_rows(loss: Call, size: int):
+    plain, model, batch, losses = prepared(Net), prepared(Net), batch_of(12), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        one = plain_loss(loss, plain, batch)
+        one.backward()
+        optimizer.step()
+        losses.append(float(one.detach()))
+    with engine_for(model, loss=loss, microbatch_size=size) as engine:
+        found = [float(engine.step(batch).loss) for _ in range(2)]
+        evaluated = float(engine.evaluate(batch))
+    assert found == losses if size == 12 else found == pytest.approx(losses, rel=1e-6)
+    for name, expected in plain.state_dict().items():  # the temperature makes rounding larger
+        torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-6, atol=3e-6)
+        assert size < 12 or torch.equal(model.state_dict()[name], expected), name
+    with torch.no_grad():
+        assert evaluated == pytest.approx(float(plain_loss(loss, plain, batch)), rel=1e-5)
+
+
+def test_what_is_found_of_a_given_loss_stays_so():
+    """Once all pairs of rows are told apart, a loss of each row alone is as small."""
+    model, batch = prepared(Net), batch_of(6)
+    with engine_for(model, loss=contrastive, microbatch_size=1) as engine:
+        losses = [float(engine.step(batch).loss) for _ in range(40)]
+        with torch.no_grad():
+            evaluated = float(engine.evaluate(batch))
+    with torch.no_grad():
+        assert evaluated == pytest.approx(float(plain_loss(contrastive, model, batch)), rel=1e-5)
+    assert all(0 < one < before for before, one in itertools.pairwise(losses))
+
+
+@pytest.mark.parametrize("scale", [30.0, 1000.0])
+def test_a_given_loss_of_rows_that_are_told_apart_well_is_taken_over_all_rows(scale: float):
+    """That of the first six is all but nothing, or nothing, as that of any three of them is."""
+
+    def sharp(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+        found = nn.functional.normalize(batch["inputs"] + 1e-6 * outputs["logits"].mean(), dim=-1)
+        return nn.functional.cross_entropy(scale * found @ found.T, torch.arange(len(found)))
+
+    inputs = torch.eye(WIDTH)[[0, 1, 2, 3, 4, 5, 0, 1, 2]]
+    batch = {"inputs": inputs, "labels": torch.arange(9) % CLASSES}
+    with torch.no_grad():
+        model = prepared(Net)
+        assert float(sharp(model(inputs[:6]), {"inputs": inputs[:6]})) < 1e-8
+        expected = float(sharp(model(inputs), batch))
+    with engine_for(prepared(Net), loss=sharp, microbatch_size=3) as engine:
+        assert float(engine.step(batch).loss) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -607,10 +676,8 @@ def test_a_given_loss_that_microbatches_cut_apart_is_refused(loss: Call, size: i
     [(contrastive, 12), (pairwise, 4), (pairwise, 2), (adjacent, 6), (by_rows, 5)],
 )
 def test_a_given_loss_that_microbatches_leave_whole_is_that_of_the_batch(loss: Call, size: int):
-    batch = batch_of(12)
     with torch.no_grad():
-        found = loss(prepared(Net)(batch["inputs"]), batch)
-    expected = float(found[0] / found[1] if isinstance(found, tuple) else found)
+        expected = float(plain_loss(loss, prepared(Net), batch_of(12)))
     assert step_with(loss, size) == pytest.approx(expected, rel=1e-6)
 
 
@@ -644,26 +711,83 @@ def test_statistics_of_microbatches_are_said_once(size: int, times: int, caplog:
 # 10. What single layers return
 
 
-def test_a_prediction_refuses_what_single_layers_return():
+def build_llama(**settings: Any) -> nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=99,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=3,
         num_attention_heads=4,
+        attn_implementation="eager",  # which others return no attentions
+        **settings,
     )
-    model = prepared(lambda: transformers.LlamaForCausalLM(config))
-    ids = torch.full((2, 6), 50)
-    with engine_for(model) as engine:
-        for word in ("output_hidden_states", "output_attentions"):
-            with pytest.raises(ValueError, match=word):
-                engine.predict({"input_ids": ids, word: True})
-        model.config.output_hidden_states = True
-        with pytest.raises(ValueError, match="output_hidden_states"):
-            engine.predict({"input_ids": ids})
-        assert (
-            engine.predict({"input_ids": ids, "output_hidden_states": False}).logits.shape[0] == 2
-        )
+    return transformers.LlamaForCausalLM(config)
+
+
+COLLECTED = ("output_hidden_states", "output_attentions")
+IDS = torch.randint(0, 99, (ROWS, 6), generator=torch.Generator().manual_seed(2))
+
+
+def test_a_prediction_refuses_a_batch_that_asks_for_what_single_layers_return():
+    with engine_for(prepared(build_llama)) as engine:
+        for word in COLLECTED:
+            with pytest.raises(ValueError, match=f"{word}.*config"):
+                engine.predict({"input_ids": IDS, word: True})
+        assert engine.predict({"input_ids": IDS, COLLECTED[0]: False}).logits.shape[0] == ROWS
+
+
+@SIZES
+def test_a_prediction_has_what_single_layers_return_where_the_config_asks_for_it(size: int):
+    model, plain = (prepared(lambda: build_llama(**dict.fromkeys(COLLECTED, True))) for _ in "ab")
+    with torch.no_grad():
+        expected = plain.eval()(input_ids=IDS, use_cache=False)
+    with engine_for(model, microbatch_size=size) as engine:
+        found = engine.predict({"input_ids": IDS})
+        with pytest.raises(ValueError, match="collected than when the model was tried"):
+            engine.predict({"input_ids": IDS, COLLECTED[0]: False})
+        model.config.output_attentions = False
+        with pytest.raises(ValueError, match="collected than when the model was tried"):
+            engine.predict({"input_ids": IDS})
+        model.config.output_attentions = True
+        again = engine.predict({"input_ids": IDS})
+    for mine in (found, again):
+        assert len(mine.hidden_states) == 4
+        assert len(mine.attentions) == 3
+        tensors = [*mine.hidden_states, *mine.attentions, mine.logits]
+        theirs = [*expected.hidden_states, *expected.attentions, expected.logits]
+        for one, other in zip(tensors, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6 if size < ROWS else 0, atol=0)
+
+
+class LookingBack(nn.Module):
+    """Its loss looks at hidden states and attentions that hooks collect."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.inner, self.first = build_llama(), first
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        words = dict.fromkeys(COLLECTED, True)
+        found = self.inner(input_ids=input_ids, labels=labels, use_cache=False, **words)
+        seen = torch.stack(found.hidden_states[self.first :]).square().mean()
+        return {"loss": found.loss + seen + sum(one.std() for one in found.attentions)}
+
+
+@SIZES
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_loss_of_what_hooks_collect_is_that_of_the_whole_batch(first: int, size: int):
+    """The first hidden state is made before the layers, and its gradient in two parts."""
+    batch = {"input_ids": IDS, "labels": IDS}
+    plain, model = (prepared(lambda: LookingBack(first)) for _ in "ab")
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = train_plain(plain, [batch] * 2, optimizer=optimizer, rule="rows", size=ROWS)
+    with engine_for(model, microbatch_size=size) as engine:
+        losses = [float(engine.step(batch).loss) for _ in range(2)]
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for name, other in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], other, rtol=1e-6, atol=1e-6)
+    if first and size == ROWS:
+        assert_same_state(model, plain)
 
 
 # ----------------------------------------------------------------------------------------------

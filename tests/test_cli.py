@@ -267,17 +267,23 @@ def test_a_file_that_is_no_configuration_is_named(
 
 
 @pytest.mark.usefixtures("nothing_here")
-def test_one_of_several_lists_of_layers_is_named(
+def test_all_lists_of_layers_are_planned_for_or_the_one_that_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_config(tmp_path, "BartForConditionalGeneration", "BartConfig", d_model=256)
-    status, _, shown = planned(capsys, str(tmp_path), *SMALL)
-    assert status == 2
-    assert "--layer-list NAME" in shown
+    status, found, _ = planned(capsys, str(tmp_path), *SMALL)
+    assert status == 0
+    layers = found["choices"]["layers"]
+    assert layers == "model.encoder.layers, model.decoder.layers, 24 of them"
     words = (str(tmp_path), *SMALL, "--layer-list", "model.decoder.layers")
     status, found, _ = planned(capsys, *words)
     assert status == 0
-    assert found["choices"]["layers"].startswith("model.decoder.layers")
+    assert found["choices"]["layers"] == "model.decoder.layers, 12 of them"
+    status, _, shown = planned(capsys, str(tmp_path), *SMALL, "--layer-list", "decoder")
+    assert status == 2
+    assert "no list of layers 'decoder'" in shown
+    assert "--layer-list NAME" in shown
+    assert "model.encoder.layers: 12 modules" in shown
 
 
 def test_the_help_of_a_plan_teaches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -262,16 +262,149 @@ class WithoutGraph(Small):
         (ReadsWhatLayersLeave, "reads 'extra' of layer 0, which the layer writes"),
         (GivesAList, "layer 0 adds entries to its arguments"),
         (SetsAttributes, "sets 'mask' of layer 0"),
-        (WithoutGraph, "runs layer 0 under torch.no_grad"),
-        (AddsWhatLayersReturn, "uses entry 1 of what layer 0 returns"),
-        (StacksWhatLayersReturn, "uses entry 1 of what layer 0 returns"),
-        (TakesApart, "iterates over or indexes layer 0"),
     ],
-    ids=["left behind", "a list", "set", "without graph", "added", "stacked", "apart"],
+    ids=["left behind", "a list", "set"],
 )
 def test_what_goes_past_arguments_and_return_values_is_refused(build, said: str):
     with make(build()) as engine, pytest.raises(ValueError, match=said):
         engine.step(batch_of())
+
+
+def assert_steps_of_the_whole_batch(build, batch: dict[str, Tensor], size: int) -> None:
+    """Two steps of plain PyTorch: with all rows in one microbatch bit by bit."""
+    plain, model, rows = build(), build(), len(batch["ids"])
+    optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = plain(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    settings = {"optimizer": l2l.SGD(lr=0.1), "kernel": "readable", "microbatch_size": size}
+    with make(model, **settings) as engine:
+        found = [engine.step(batch).loss for _ in range(2)]
+    assert found == losses if size == rows else found == pytest.approx(losses, rel=1e-6)
+    for key, expected in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], expected, rtol=1e-6, atol=1e-6)
+        assert size < rows or torch.equal(model.state_dict()[key], expected), key
+
+
+SIZES = pytest.mark.parametrize("size", [6, 2, 4])  # one microbatch, three, and two unlike
+
+
+@SIZES
+def test_layers_that_run_without_a_graph_have_no_gradient(size: int):
+    assert_steps_of_the_whole_batch(WithoutGraph, batch_of(), size)
+
+
+@SIZES
+def test_layers_that_are_lists_are_taken_apart(size: int):
+    """Their parts are the layers."""
+    assert_steps_of_the_whole_batch(TakesApart, batch_of(), size)
+
+
+class TellsOfRows(Mixing):
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(hidden), self.linear(hidden).square().mean(dim=(1, 2))
+
+
+class AddsWhatLayersTellOfRows(AddsWhatLayersReturn):
+    def __init__(self) -> None:
+        Small.__init__(self, *[TellsOfRows] * 3)
+
+    def forward(self, ids: Tensor, labels: Tensor):
+        hidden, total = self.embedding(ids), 0.0
+        for layer in self.layers:
+            hidden, extra = layer(hidden)
+            total = total + extra
+        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+        return {"loss": loss + total.mean()}
+
+
+class StacksWhatLayersTellOfRows(AddsWhatLayersTellOfRows):
+    def forward(self, ids: Tensor, labels: Tensor):
+        hidden, extras = self.embedding(ids), []
+        for layer in self.layers:
+            hidden, extra = layer(hidden)
+            extras.append(extra)
+        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+        return {"loss": loss + torch.stack(extras).mean(dim=1).sum()}
+
+
+@SIZES
+@pytest.mark.parametrize("build", [AddsWhatLayersTellOfRows, StacksWhatLayersTellOfRows])
+def test_what_layers_return_beside_the_hidden_state_may_be_of_rows(build, size: int):
+    assert_steps_of_the_whole_batch(build, batch_of(), size)
+
+
+class ReturnsAPenalty(Mixing):
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(hidden), self.linear.weight.square().sum()
+
+
+class AddsPenalties(AddsWhatLayersReturn):
+    def __init__(self) -> None:
+        Small.__init__(self, *[ReturnsAPenalty] * 3)
+
+
+class StacksPenalties(StacksWhatLayersReturn):
+    def __init__(self) -> None:
+        Small.__init__(self, *[ReturnsAPenalty] * 3)
+
+
+@SIZES
+@pytest.mark.parametrize("build", [AddsPenalties, StacksPenalties])
+def test_what_layers_return_beside_the_hidden_state_may_be_the_same_for_all_rows(build, size: int):
+    assert_steps_of_the_whole_batch(build, batch_of(), size)
+
+
+class CentersBefore(Small):
+    """Rows have to do with each other: their mean is subtracted."""
+
+    def forward(self, ids: Tensor, labels: Tensor):
+        hidden = self.center(self.embedding(ids))
+        for layer in self.layers:
+            hidden = self.center_between(layer(hidden))
+        return {"loss": F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
+
+    def center(self, hidden: Tensor) -> Tensor:
+        return hidden - hidden.mean(dim=0, keepdim=True)
+
+    def center_between(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class CentersBetween(CentersBefore):
+    def center(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def center_between(self, hidden: Tensor) -> Tensor:
+        return hidden - hidden.mean(dim=0, keepdim=True)
+
+
+@pytest.mark.parametrize("build", [AddsWhatLayersReturn, StacksWhatLayersReturn])
+def test_what_layers_return_of_all_rows_together_takes_one_microbatch(build):
+    """Every microbatch has a mean of its own, and that of the batch can be another."""
+    assert_steps_of_the_whole_batch(build, batch_of(), 6)
+    with make(build(), microbatch_size=2) as engine:
+        with pytest.raises(ValueError, match=r"3 microbatches .* no rows and depends on them"):
+            engine.step(batch_of())
+        with pytest.raises(ValueError, match="no rows and depends on them"):
+            engine.evaluate(batch_of())
+
+
+@pytest.mark.parametrize("build", [CentersBefore, CentersBetween])
+def test_rows_that_depend_on_others_see_those_of_their_microbatch(build, caplog):
+    """As they do in plain PyTorch, with accumulated gradients; and that is said once."""
+    assert_steps_of_the_whole_batch(build, batch_of(), 6)
+    with caplog.at_level("WARNING", logger="l2l"):
+        found, expected = engine_gradients(build(), batch_of()), build()
+        expected = plain_gradients(expected, batch_of(), 2)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6)
+    said = [one.getMessage() for one in caplog.records]
+    assert sum("only those of the same one are seen" in one for one in said) == 1
 
 
 class IgnoresZero(Small):
@@ -280,16 +413,9 @@ class IgnoresZero(Small):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)}
 
 
-def test_a_loss_that_ignores_another_number_takes_one_microbatch():
-    batch, model = batch_of(), IgnoresZero()
-    expected = float(model(**batch)["loss"].detach())
-    with make(IgnoresZero(), microbatch_size=6) as engine:
-        assert engine.step(batch).loss == pytest.approx(expected, rel=1e-6)
-    with (
-        make(IgnoresZero(), microbatch_size=2) as engine,
-        pytest.raises(ValueError, match="3 micro"),
-    ):
-        engine.step(batch)
+@SIZES
+def test_a_loss_that_ignores_another_number_is_that_of_the_whole_batch(size: int):
+    assert_steps_of_the_whole_batch(IgnoresZero, batch_of(), size)
 
 
 class TwoHeads(Small):
@@ -304,10 +430,19 @@ class TwoHeads(Small):
         return {"loss": loss + 0.01 * F.cross_entropy(logits.mean(1), kinds)}
 
 
-def test_a_loss_that_is_a_little_of_something_else_is_not_miscounted():
+@SIZES
+def test_a_loss_that_is_a_little_of_something_else_is_not_miscounted(size: int):
     batch = batch_of() | {"kinds": torch.arange(6) % CLASSES}
+    batch["labels"][:2, 1:] = -100
+    assert_steps_of_the_whole_batch(TwoHeads, batch, size)
+
+
+def test_microbatches_of_different_lengths_have_no_loss_of_all_rows():
+    """So a loss that is no mean over rows, or labels, cannot be taken of them."""
+    batches = [batch_of(2) | {"kinds": torch.arange(2)}]
+    batches.append(batch_of(2, length=4) | {"kinds": torch.arange(2)})
     with make(TwoHeads()) as engine, pytest.raises(ValueError, match="cannot be combined into"):
-        engine.step(batch)
+        engine.step(batches)
 
 
 def test_a_model_of_fixed_length_is_rehearsed_at_that_length():

@@ -62,7 +62,7 @@ class Given(l2l.Depth):
 def cut(model: nn.Module, chosen: Sequence[int], name: str | None) -> dict[str, str]:
     """Leave only some layers in a model; returns old names of parameters by their new ones."""
     old = {id(parameter): key for key, parameter in model.named_parameters()}
-    found = find_layers(model, name)
+    found = find_layers(model, name)[0].name
     layers = model.get_submodule(found)
     kept = type(layers)(*[layers[i] for i in chosen]) if isinstance(layers, nn.Sequential) else None
     parent, _, last = found.rpartition(".")

@@ -42,7 +42,8 @@ def make(family: Family, model: nn.Module | None = None, **settings: Any) -> l2l
 
 
 def layers_of(model: nn.Module, name: str | None = None) -> nn.Module:
-    return model.get_submodule(find_layers(model, name))
+    (found,) = find_layers(model, name)
+    return model.get_submodule(found.name)
 
 
 class Shadow:

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 import l2l
 import l2l.model.layer_pass
 from l2l.device import CheckingDevice
-from l2l.model import same
+from l2l.model import Route, same
 from l2l.model.batch import Rule
 from l2l.model.layer_pass import BackwardResult, Compiler, Handed, Packed, Program
 from l2l.parameter_server import WaitingUpdate
@@ -310,9 +310,10 @@ def test_an_epilogue_in_pieces(name: str, tokens: int):
         shapes: list[tuple[int, ...]] = []
         run = inside.outer(engine).run_epilogue
 
-        def watch(inputs: Batch, hidden: Tensor, **more: Any) -> Any:
+        def watch(inputs: Batch, delivered: Any, route: Route, **more: Any) -> Any:
+            (hidden,) = delivered.values()
             shapes.append(tuple(hidden.shape[:2]))
-            return run(inputs, hidden, **more)
+            return run(inputs, delivered, route, **more)
 
         inside.outer(engine).run_epilogue = watch
         loss = engine.step(batch).loss

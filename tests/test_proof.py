@@ -181,8 +181,8 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def drop_gradient_of_recorded(patch: pytest.MonkeyPatch) -> None:
-    def gather(step: Any, m: int, gathered: Any, recorded: Any) -> list[Tensor]:
-        step.gathered[m] = []
+    def gather(step: Any, stack: int, m: int, *_: Any) -> list[Tensor]:
+        step.gathered[stack, m] = []
         return []
 
     patch.setattr("l2l.run.layer_passes.gather_recorded", gather)

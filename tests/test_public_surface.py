@@ -57,6 +57,7 @@ def test_members_of_the_engine() -> None:
         "state_dict",
         "step",
         "step_number",
+        "streamed_share",
         "trace",
     ]
 
@@ -234,9 +235,11 @@ def test_kinds_of_lines_of_a_schedule() -> None:
         "reduce loss": "",
         "forward Pro m": "P S<own R>r C<e C>h+",
         "forward U m": "L S<unit R<r C<h C>h+ K>k",
+        "forward Int m": "I S<own R<r R>r+ C<h C>h+",
         "loss m": "S<own G>sum R<r C<h C>g",
         "backward U m": "L S<unit G>gradient R<r C<h K<k C<g+ C>g",
         "backward Pro m": "P S<own G>sum R<r C<e K<k C<g+ C>x",
+        "backward Int m": "I S<own G>sum R<r C<h C<g+ C>g",
         "lookup m": "",
         "collect U m": "T H>",
         "update U host": "LTO H<gradient",

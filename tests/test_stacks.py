@@ -240,6 +240,41 @@ def test_several_microbatches_give_the_step_of_the_whole_batch(kind):
     assert_close(found, expected)
 
 
+@pytest.mark.parametrize("scale", [30.0, 1000.0])
+def test_rows_that_are_told_apart_well_are_compared_with_all_others(scale):
+    """The loss of the first two is all but nothing, or nothing, as that of each alone is."""
+
+    class Sharp(Towers):
+        def forward(self, ids: Tensor, texts: Tensor) -> dict[str, Tensor]:
+            one, other = self.embedding(ids).mean(1), self.embedding(texts).mean(1)
+            for layer in self.left:
+                one = layer(one)
+            for layer in self.right:
+                other = layer(other)
+            scores = scale * F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).T
+            return {"loss": F.cross_entropy(scores, torch.arange(len(ids)))}
+
+    def create() -> nn.Module:
+        model = Sharp()
+        with torch.no_grad():
+            for layer in [*model.left, *model.right]:
+                layer.inner.weight.zero_()
+                layer.inner.bias.zero_()
+            model.embedding.weight[1] = -model.embedding.weight[0]
+        return model
+
+    ids = torch.tensor([0, 1, 2, 2, 2, 3])[:, None].expand(6, 5).contiguous()
+    batch = {"ids": ids, "texts": ids}
+    expected, found = create(), create()
+    assert float(expected(ids[:2], ids[:2])["loss"].detach()) < 1e-8
+    loss = expected(**batch)["loss"]
+    loss.backward()
+    torch.optim.SGD(expected.parameters(), lr=1e-3).step()
+    with engine_of(found, microbatch_size=1, optimizer=l2l.SGD(lr=1e-3)) as engine:
+        assert engine.step(batch).loss == pytest.approx(loss.item(), rel=1e-5)
+    assert_close(found, expected, 1e-5)
+
+
 @pytest.mark.parametrize("kind", [EncoderDecoder, Skipping, Routed, Paired])
 @pytest.mark.parametrize("overrides", [{"num_tail": 1}, {"num_cells": 16}, {"num_slots": 1}])
 def test_any_plan_gives_the_same(kind, overrides):

@@ -91,8 +91,9 @@ class Stepping:
         first, network = batch if isinstance(batch, Mapping) else batch[0], self._condition.network
         if (word := network.partition.collected(first)) is not None:
             raise ValueError(
-                f"{word} requests outputs of individual layers, which are not kept. Turn it off "
-                "in the batch or in the model's config."
+                f"{word}={first[word]} in the batch requests outputs of single layers. Which of "
+                "them are kept is found once: turn it off in the batch, or on in the model's "
+                "config before the first one."
             )
         has_labels = "labels" in first
         step, own = self.perform(batch, choice, needs_loss=has_labels, keep_outputs=True)
@@ -267,7 +268,15 @@ class Stepping:
         if number < 2 or (reason is None and rule is not Rule.UNKNOWN):
             return False
         if not self._has.world.is_parallel and can_join(own):
-            return True
+            network = self._condition.network
+            if network.trial.may_join(own, network.facts):
+                return True
+            reason = reason or (
+                f"the loss of {number} microbatches cannot be taken over all of their rows: the "
+                "layers return something for it that has no rows and depends on them (a mean over "
+                "rows, say), of which every microbatch has another. Return it for every row, or "
+                "let one microbatch hold all rows: microbatch_size=all rows of a batch."
+            )
         if reason is not None:
             raise ValueError(reason)
         return False

@@ -19,6 +19,7 @@ from l2l.model.batch import (
     num_rows,
     require_loss,
     same,
+    shortened,
     some_rows,
     split_batch,
     split_into,

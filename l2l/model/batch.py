@@ -164,7 +164,12 @@ def split_into(batch: Any, number: int, *, microbatch_size: int) -> tuple[list[M
 
 
 def can_join(microbatches: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the rows of microbatches are of one length, as in one batch."""
+    """Whether the rows of microbatches make one batch: of one length, and such as can be joined."""
+    if any(isinstance(one, CutBatch) for one in microbatches):
+        try:
+            join_cut(microbatches)
+        except ValueError:
+            return False
     names = set(microbatches[0]).intersection(*microbatches)
     return all(
         one[name].shape[1:] == microbatches[0][name].shape[1:]
@@ -237,7 +242,8 @@ def _same_tensor(first: Any, second: Any) -> bool:
 
 IGNORED = -100
 TRIAL_TOKENS = 16
-MAX_TRIAL_ROWS = 16
+MIN_TRIAL_ROWS = 6  # of all parts: two may be told apart so well that a loss of both is nothing
+MAX_TRIAL_ROWS = 16  # of one
 SINGLE_TOLERANCE = 2e-6
 HALF_TOLERANCE = 2e-2
 
@@ -391,23 +397,25 @@ Measure = Callable[[Microbatch, int], tuple[float, float, bool]]
 def compare_cut_loss(rule: Rule, microbatches: Sequence[Microbatch], loss: Measure) -> str | None:
     """Whether a user's loss is made of those of microbatches; None, or why it is not.
 
-    Tried with some rows of the first two: so few that pairs and other groups stay together where
-    they do in a microbatch, or, if these show a difference, all of them.
+    Tried with some rows of the first two, or of more if these have one or two each: so few that
+    pairs and other groups stay together where they do in a microbatch, or, if these show a
+    difference, all of them.
 
     Args:
         rule: how losses of microbatches are put together.
         microbatches: of the batch.
         loss: gives the loss of rows, with a seed for what it draws.
     """
-    first, second = microbatches[:2]
-    rows = num_rows(first)
+    rows = num_rows(microbatches[0])
     few = rows if rows <= MAX_TRIAL_ROWS else MAX_TRIAL_ROWS + rows % MAX_TRIAL_ROWS
+    first, second, *others = microbatches[: max(2, MIN_TRIAL_ROWS // rows)]
+    alike = (one for one in others if num_rows(one) == rows and can_join([first, one]))
+    chosen = [first, second, *alike]
     verdict = None
     for number in dict.fromkeys((few, rows)):
-        parts = take_rows(first, 0, number), take_rows(second, 0, number)
+        parts = [take_rows(one, 0, number) for one in chosen]
         for cut in (True, False):  # of fixed length, it may not take a few tokens
-            chosen = [shortened(part) if cut else part for part in parts]
-            verdict = compare_parts(rule, chosen, loss)
+            verdict = compare_parts(rule, [shortened(p) if cut else p for p in parts], loss)
             if verdict is None:
                 return None
     return (
@@ -444,14 +452,17 @@ def compare_parts(rule: Rule, parts: Sequence[Microbatch], loss: Measure) -> str
     terms = [one[0] * share for one, share in zip(losses, shares, strict=True)]
     weights = [one[1] * share for one, share in zip(losses, shares, strict=True)]
     tolerance = SINGLE_TOLERANCE if found[2] else HALF_TOLERANCE
+    compares = rule is Rule.ROWS  # perhaps, as in `find_rule`
+    if compares and not any([found[0], *terms]):
+        return "it is 0 of all rows that were tried, and of each part of them, which tells nothing"
     for mine, own in ((found[0], terms), (found[1], weights)):
-        scale = max(abs(mine), *map(abs, own), 1 / 200)
+        scale = max(abs(mine), *map(abs, own), 0.0 if compares else 1 / 200)
         if math.isfinite(mine + sum(own)) and abs(mine - sum(own)) > tolerance * scale:
             if loss(whole, 2) != found:
                 return None  # it draws random numbers, so there is nothing to compare
             return (
                 f"that of {sum(counts)} rows is {found[0]:.6g}, and {sum(terms):.6g} put "
-                f"together from {counts[0]} and {counts[1]} of them"
+                f"together from {' and '.join(map(str, counts))} of them"
             )
     return None
 
@@ -492,9 +503,13 @@ def find_rule(
     if not math.isfinite(found) or not math.isfinite(expected):
         is_told = math.isfinite(found) and num_rows(trial) == 1  # by labels alone
         return (Rule.UNKNOWN if is_told else rule), False
+    compares = rule is Rule.ROWS  # perhaps: a contrastive loss is small of two rows, and 0 of one
+    if compares and found == expected == 0.0:
+        return Rule.UNKNOWN, False
     # 16-bit losses carry two to three digits; most wrong rules are off by far more.
     tolerance = SINGLE_TOLERANCE if is_single else HALF_TOLERANCE
-    close = math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance / 200)
+    least = 0.0 if compares else tolerance / 200
+    close = math.isclose(found, expected, rel_tol=tolerance, abs_tol=least)
     return (rule if close else Rule.UNKNOWN), True
 
 

@@ -221,7 +221,7 @@ def take_gradients(
 
     Args:
         outputs: what is differentiated; None: nothing.
-        gradients: of these; None: of a scalar, where there are no others, or nothing.
+        gradients: of these; None: nothing.
         inputs: by any keys.
         sums: gradients that some inputs have had from elsewhere. These are added first, and the
             others one by one, as autograd does where it sees all of it at once.
@@ -229,9 +229,8 @@ def take_gradients(
     pairs = [
         (output, gradient)
         for output, gradient in zip(outputs, gradients, strict=True)
-        if isinstance(output, GradientEdge | Tensor)
-        and (isinstance(output, GradientEdge) or output.requires_grad)
-        and (gradient is not None or (isinstance(output, Tensor) and output.dim() == 0))
+        if gradient is not None
+        and (isinstance(output, GradientEdge) or (output is not None and output.requires_grad))
     ]
     pairs = [(inputs[key], one) for key, one in sums.items() if key in inputs] + pairs
     if not inputs or not pairs:

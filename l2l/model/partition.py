@@ -47,6 +47,7 @@ from l2l.model.captures import (
     emit,
     hooked_copy,
     leaves_more,
+    open_lists,
     take_hooks_off,
 )
 from l2l.model.modules import (
@@ -137,7 +138,7 @@ class Partition:
             numbers = tuple((module.get_submodule(path), name) for path, name in numbered)
             self.templates.append(Template(module, part.names, in_list[index], numbers))
         self._refuse_shared_weights()
-        self.returns: dict[str, Returns] = {}
+        self.returns: dict[str, Returns] = {}  # by `form`
         self.changing_input: set[str] = set()  # structures that write into their hidden state
         self._modes_as_given = model.training
         self._takes_use_cache = takes_use_cache(self.skeleton.module)
@@ -229,7 +230,7 @@ class Partition:
             recording.add(call, args, kwargs, handed)
             if meet is not None:
                 meet(index, *plain_arguments(args, kwargs))
-            if learn is not None and self.structures[index] not in self.returns:
+            if learn is not None and self.form(index) not in self.returns:
                 self.learn(index, learn, *plain_arguments(args, kwargs))
             if call == route.end(stack):
                 raise LayersDone
@@ -279,8 +280,33 @@ class Partition:
         value, structure = run(index, args, kwargs), self.structures[index]
         if versions != [tensor._version for tensor in tensors]:
             self.changing_input.add(structure)
-        self.returns[structure] = Returns.learn(value, (list(args), dict(kwargs)), layer=index)
+        form = Returns.learn(value, (list(args), dict(kwargs)), layer=index)
+        self.returns[self.form(index)] = form
         return value
+
+    def form(self, index: int) -> str:
+        """By what a layer's form of return value is known, where it is called.
+
+        That is its structure, and how much its hooks have collected before (captures.py): the first
+        hidden state, say, comes with what the first layer was given.
+        """
+        lists = open_lists()
+        return f"{self.structures[index]} {lists}" if lists else self.structures[index]
+
+    def returned_by(self, index: int) -> Returns:
+        """The form of what a layer returns, where it is called.
+
+        Raises:
+            ValueError: nothing is known of such calls.
+        """
+        found = self.returns.get(self.form(index))
+        if found is None:
+            raise CutError(
+                f"other outputs of layer {index} are collected than when the model was tried. "
+                f"Set {', '.join(COLLECTING)} in the model's config, the same for all batches, or "
+                "in none of them."
+            )
+        return found
 
     def epilogue(
         self,
@@ -307,7 +333,7 @@ class Partition:
         if any(isinstance(leaf, HandedOn | NotKept) for leaf in pytree.tree_leaves(outputs)):
             raise CutError(
                 "the model's outputs contain what single layers returned (hidden states or "
-                "attentions), which the relay does not keep. Turn output_hidden_states and "
+                "attentions), which they did not when it was tried. Turn output_hidden_states and "
                 "output_attentions off."
             )
         return outputs
@@ -390,7 +416,7 @@ class Walk:
         stack = route.stack_of(number)
         if stack == self._stack and self._visit is not None:
             self._visit(number, args, kwargs, handed)
-        returns = self._partition.returns[self._partition.structures[index]]
+        returns = self._partition.returned_by(index)
         is_past = stack < self._stack
         stands_for = self._past if is_past else self._present
         made = {entry: stands_for(number, entry, handed[0]) for entry in returns.own}

@@ -284,17 +284,16 @@ def _count_passes(
         through=(),
         changes_input=partition.structures[index] in partition.changing_input,
     )
-    gradient: list[Tensor] = []
+    gradient = torch.empty_like(inputs.forward()[0])  # made here, since it is given to the pass
     wanted: list[Tensor] = []
 
     def walk() -> Tensor:
         walked = inputs.walk()
         wanted[:] = walked.wanted.values()
-        gradient[:] = [torch.empty_like(walked.outputs[0])]
         return walked.outputs[0]
 
     def unwind(end: Tensor | GradientEdge) -> Any:
-        return torch.autograd.grad(end, wanted, gradient, allow_unused=True)
+        return torch.autograd.grad(end, wanted, [gradient], allow_unused=True)
 
     plain = count_pass(lambda: inputs.forward()[0], fused=fused)
     again = count_pass(lambda: unwind(walk()), fused=fused)

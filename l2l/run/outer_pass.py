@@ -337,7 +337,7 @@ class OuterPass:
                 for owner in self._server.units[unit].form.trained.names
             }
             leaves = {leaf: one for leaf, one in piece.leaves() if one.requires_grad}
-            found = take_gradients([loss], [None], {**wanted, **leaves})
+            found = take_gradients([loss], [torch.ones_like(loss)], {**wanted, **leaves})
             for unit in units:
                 own = {
                     n: found[n] for n in self._server.units[unit].form.trained.names if n in found

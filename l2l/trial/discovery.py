@@ -117,7 +117,7 @@ class Discovery(TorchFunctionMode):
     def _without_graph(self, index: int, value: Any) -> Any:
         """What a layer returns as leaves of new graphs, so that no graph keeps its weights."""
         leaves, spec = pytree.tree_flatten(value)
-        entries = self._partition.returns[self._partition.structures[index]].own
+        entries = self._partition.returned_by(index).own
         new = {id(leaves[entry]): _new(leaves[entry]) for entry in entries}
         return pytree.tree_unflatten([new.get(id(leaf), leaf) for leaf in leaves], spec)
 
@@ -134,7 +134,7 @@ class Discovery(TorchFunctionMode):
         is_straight = any(leaf is other for leaf in tensors for other in before)
         first = self._calls[number - 1] if is_straight else None
         one.first_shape = tensors[0].shape if first is None else first.first_shape
-        for entry in self._partition.returns[self._partition.structures[one.layer]].own:
+        for entry in self._partition.returned_by(one.layer).own:
             one.made[entry] = made[entry]
             self._makers[id(made[entry])] = (number, entry)
             self._note(made[entry], frozenset({(number, entry)}))
@@ -388,7 +388,7 @@ def find_route(partition: Partition, batch: Microbatch, run_layer: RunLayer) -> 
     """The route of a model's code on these rows; `run_layer` runs a layer."""
 
     def see(index: int, args: Any, kwargs: Any) -> Any:
-        if partition.structures[index] not in partition.returns:
+        if partition.form(index) not in partition.returns:
             return partition.learn(index, run_layer, args, kwargs)
         return run_layer(index, args, kwargs)
 

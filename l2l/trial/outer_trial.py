@@ -35,6 +35,7 @@ from l2l.trial.layer_trial import TRIAL_SEED, LayerTrial, repeats, same_rows
 
 NO_ENDS: Mapping[Key, Tensor] = {}
 PROOF_TOLERANCE = 0.02  # of 16-bit losses and gradients
+JOIN_TOLERANCE = {True: 1e-3, False: 0.1}  # in float32; in 16 bits, where tokens change experts
 TRIAL_SCALE = 0.5  # a loss is multiplied with something in every step; so it is in the trial
 
 
@@ -268,6 +269,26 @@ class OuterTrial:
         except (IndexError, RuntimeError):  # the model does not take the labels of the trial
             return Rule.UNKNOWN, True
 
+    def joins(self, trial: Microbatch, rowless: Collection[Key]) -> bool:
+        """Whether these, which have no rows, are the same for two rows as for each of them.
+
+        Where random numbers are drawn, there is nothing to compare.
+        """
+        drawn = self._device.random_numbers.num_draws
+        batches = [trial, *(take_rows(trial, row, row + 1) for row in range(2))]
+        try:
+            whole, *parts = (self._layers.through(one, self._route)[1] for one in batches)
+        except Exception:  # the model takes no single row
+            return False
+        if self._device.random_numbers.num_draws > drawn:
+            return True
+        tolerance = JOIN_TOLERANCE[_are_single(whole)]
+        return all(
+            one[key].shape == whole[key].shape and _close(one[key], whole[key], tolerance)
+            for key in whole.keys() & rowless
+            for one in parts
+        )
+
     def pieces_agree(self, trial: Microbatch, rule: Rule) -> bool:
         """Whether the loss, and its gradient, may be taken position by position."""
         if rule not in (Rule.LABELS, Rule.SHIFTED_LABELS) or self._outer.loss_function:
@@ -356,10 +377,10 @@ def _are_single(ends: Mapping[Key, Tensor]) -> bool:
     return all(one.dtype is torch.float32 for one in ends.values() if one.is_floating_point())
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
-    """Whether two results are the same but for rounding to 16 bits."""
+def _close(found: Tensor, expected: Tensor, tolerance: float = PROOF_TOLERANCE) -> bool:
+    """Whether two results are the same but for rounding, by default to 16 bits."""
     difference = (found.float() - expected.float()).norm()
-    return float(difference) <= PROOF_TOLERANCE * float(expected.float().norm())
+    return float(difference) <= tolerance * float(expected.float().norm())
 
 
 def _noise_like(hidden: Tensor) -> Tensor:

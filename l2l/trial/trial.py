@@ -30,6 +30,7 @@ from l2l.device import Device, format_bytes
 from l2l.model import (
     Compiler,
     CutError,
+    Key,
     Microbatch,
     Partition,
     Recording,
@@ -39,10 +40,13 @@ from l2l.model import (
     compare_cut_loss,
     compare_parts,
     has_masks,
+    join_rows,
     leaves,
     move_batch,
     num_rows,
     require_loss,
+    shortened,
+    some_rows,
     token_length,
     trial_batch,
 )
@@ -70,8 +74,10 @@ class Trial:
     device: Device
     outer: OuterPass
     compiler: Compiler
-    _checked_rows: set[int] = field(default_factory=lambda: {0})
-    """Of microbatches that a given loss may be cut into; 0: of one."""
+    _verdicts: dict[int, str | None] = field(default_factory=lambda: {0: None})
+    """By rows of microbatches, why a given loss may not be cut into them; 0: of one."""
+    _joins: dict[frozenset[Key], bool] = field(default_factory=dict)
+    """Whether a loss may be joint, by what the layers make that has no rows."""
 
     def run(self, microbatch: Microbatch, known: Facts, *, needs_loss: bool) -> Facts:
         """Learn what is not known yet; `needs_loss` asks for the counting rule too.
@@ -128,16 +134,30 @@ class Trial:
         if is_own and any(map(has_masks, microbatches)):
             return "the loss may count what a mask among the batch leaves, not rows"
         rows = num_rows(microbatches[0]) if len(microbatches) > 1 else 0
-        is_known = rows in self._checked_rows
-        if all(self.server.world.gather_facts(is_known)):  # ranks bring their weights together
-            return None
-        with self._with_weights(training=False):
-            loss = partial(self._around_by(route).measure, function or require_own_loss)
-            compare = compare_parts if is_own else compare_cut_loss
-            verdict = None if is_known else compare(rule, microbatches, loss)
-        if verdict is None:
-            self._checked_rows.add(rows)
-        return verdict
+        is_known = rows in self._verdicts
+        if not all(self.server.world.gather_facts(is_known)):  # ranks bring their weights together
+            with self._with_weights(training=False):
+                loss = partial(self._around_by(route).measure, function or require_own_loss)
+                compare = compare_parts if is_own else compare_cut_loss
+                if not is_known:  # what is true of one batch is true of the next, too
+                    self._verdicts[rows] = compare(rule, microbatches, loss)
+        return self._verdicts[rows]
+
+    def may_join(self, microbatches: Sequence[Microbatch], facts: Facts) -> bool:
+        """Whether one loss may be taken over what the layers have made of all microbatches.
+
+        Not if they make something without rows that depends on the rows: a mean over them, say.
+        """
+        assert facts.route is not None
+        rowless = facts.route.needs[-1] - facts.row_dimensions.keys()
+        if not rowless:
+            return True
+        if rowless not in self._joins:
+            rows = some_rows(join_rows(microbatches[:2]))
+            rows = move_batch(shortened(rows) if facts.cut else rows, self.device.torch_device)
+            with self._with_weights(training=False):
+                self._joins[rowless] = self._around_by(facts.route).joins(rows, rowless)
+        return self._joins[rowless]
 
     def refuse_layer(self, module: nn.Module, position: int, rows: Microbatch) -> None:
         """Refuse a module that does not run, on these rows, where a layer runs.
@@ -289,11 +309,9 @@ class Trial:
         around = self._around_by(route)
         changing = around.changing(trial)
         usage = around.learn_usage(trial, weights, frozenset[str]().union(*changing))
-        mixes_rows, dimensions = layers.mixes_rows, dict.fromkeys(route.needs[-1], 0)
-        if not route.is_straight:
-            mixes_rows, dimensions = around.rows_in(trial)
+        mixes_rows, dimensions = around.rows_in(trial)
         return Facts(
-            mixes_rows=mixes_rows,
+            mixes_rows=mixes_rows or layers.mixes_rows,
             row_dimensions=dimensions,
             route=route,
             whole_route=whole_route,
