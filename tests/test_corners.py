@@ -492,15 +492,16 @@ def test_modules_in_evaluation_mode_stay_in_it():
     assert int(model.layers[1].norm.num_batches_tracked) == 3
 
 
-def test_ignored_targets_of_another_name_are_refused_and_not_miscounted():
+def test_ignored_targets_of_another_name_are_not_miscounted():
     batch = batch_of(name="targets")
     batch["targets"][4:, 1:] = -100
-    with make(Small()) as engine:
+    for size in (2, 6):
+        with make(Small(), microbatch_size=size) as engine:
+            assert engine.step(batch).loss == pytest.approx(Small()(**batch)["loss"].item())
+    with make(Small()) as engine:  # what is known of one batch holds for the next
+        assert not engine.step(batch_of(name="targets")).skipped
         with pytest.raises(ValueError, match="'targets' contains -100"):
             engine.step(batch)
-        assert not engine.step(batch_of(name="targets")).skipped
-    with make(Small(), microbatch_size=6) as engine:
-        assert engine.step(batch).loss == pytest.approx(Small()(**batch)["loss"].item())
 
 
 def test_a_prediction_has_the_loss_of_the_whole_batch():

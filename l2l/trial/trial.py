@@ -149,7 +149,7 @@ class Trial:
         Not if they make something without rows that depends on the rows: a mean over them, say.
         """
         assert facts.route is not None
-        rowless = facts.route.needs[-1] - facts.row_dimensions.keys()
+        rowless = frozenset(facts.route.needs[-1] - facts.row_dimensions.keys())
         if not rowless:
             return True
         if rowless not in self._joins:
