@@ -158,7 +158,7 @@ def test_a_weight_shared_by_two_layers_is_refused() -> None:
 def test_a_model_without_a_list_of_layers_is_told_what_was_seen() -> None:
     message = refusal(prepare(Unlisted), vector_batch(4))
     assert "layers=" in message
-    assert "Seen: none" in message
+    assert "seen: none" in message
 
 
 def test_a_list_that_does_not_exist_is_refused_by_name() -> None:
