@@ -138,6 +138,9 @@ class Memory:
             if problem.policy is UpdatePolicy.ON_DEVICE:
                 backward = max(backward, REVISED_BYTES * min(REVISED_PIECE, cut.most_trained))
             yield "backward", "one layer at work", backward
+        if problem.route.num_stacks > 1:
+            values = NUM_HEAD_VALUES * problem.hidden_bytes + problem.recorded_bytes
+            yield "interlude", "code between stacks at work", rows * values
         piece = min(decisions.piece_tokens or 2**62, rows * problem.length)
         logits = int(piece * problem.head_width * problem.logit_bytes)
         part = max(1.0, min(rows, (decisions.part_tokens or 2**62) / problem.length))
