@@ -93,11 +93,18 @@ def test_a_model_that_is_there_is_left_alone_and_has_the_same_plan(name: str) ->
     assert found.ledger == plan_of(family, absent, batch).ledger
 
 
-def test_a_model_that_cannot_be_cut_is_refused() -> None:
+def test_a_model_without_layers_is_refused() -> None:
+    with META:
+        model = nn.ParameterList([torch.ones(4)])
+    with pytest.raises(ValueError, match="no list of layers"):
+        l2l.plan(model, hardware=H200)
+
+
+def test_a_layer_that_is_called_twelve_times_is_planned() -> None:
     with META:
         model = transformers.AlbertForMaskedLM(transformers.AlbertConfig())
-    with pytest.raises(ValueError, match=r"list of layers|second time"):
-        l2l.plan(model, hardware=H200)
+    plan = l2l.plan(model, length=128, num_rows=2, device_memory="8GiB", hardware=H200)
+    assert "albert_layer_groups, 1 of them" in str(plan)
 
 
 # --------------------------------------------------------------------------------------------------
