@@ -217,9 +217,31 @@ class Given(Net):
         return super().forward(inputs, labels)
 
 
+@SIZES
+@TAIL
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_a_layer_that_reads_what_another_left_in_a_dict_trains_exactly(
+    kind: Callable[[], Any], size: int, tail: int
+):
+    def create() -> nn.Module:
+        return Given(Sharing, lambda _: kind())
+
+    assert_exact(create, size=size, overrides={"num_tail": tail})
+
+
+class SharingByName(Layer):
+    def forward(self, hidden: Tensor, store: types.SimpleNamespace) -> Tensor:
+        if self.number == 0:
+            store.keys = self.a(hidden)
+        if self.number == 2:
+            hidden = hidden * store.keys
+        return super().forward(hidden)
+
+
 def test_a_layer_that_reads_what_another_left_in_an_object_is_refused():
+    make = lambda _: types.SimpleNamespace(keys=None)  # noqa: E731
     assert_refused(
-        lambda: Given(Sharing, lambda _: UserDict()), r"layer 0 changes .*'store' \(UserDict\)"
+        lambda: Given(SharingByName, make), r"layer 0 changes .*'store' \(SimpleNamespace\)"
     )
 
 
@@ -671,6 +693,19 @@ def test_a_given_loss_of_rows_that_are_told_apart_well_is_taken_over_all_rows(sc
         assert float(engine.step(batch).loss) == pytest.approx(expected, rel=1e-5)
 
 
+class Centered(Net):
+    """Compares rows before its loss does."""
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        return super().forward(inputs - inputs.mean(dim=0), labels)
+
+
+@pytest.mark.parametrize(("loss", "size"), [(contrastive, 4), (pairwise, 3)])
+def test_a_given_loss_of_rows_that_are_compared_before_it_is_refused(loss: Call, size: int):
+    settings = {"loss": loss, "microbatch_size": size}
+    assert_refused(Centered, r"loss=.*microbatch_size=all rows", batch_of(12), **settings)
+
+
 @pytest.mark.parametrize(
     ("loss", "size"),
     [(contrastive, 12), (pairwise, 4), (pairwise, 2), (adjacent, 6), (by_rows, 5)],
@@ -743,20 +778,22 @@ def test_a_prediction_has_what_single_layers_return_where_the_config_asks_for_it
         expected = plain.eval()(input_ids=IDS, use_cache=False)
     with engine_for(model, microbatch_size=size) as engine:
         found = engine.predict({"input_ids": IDS})
-        with pytest.raises(ValueError, match="collected than when the model was tried"):
-            engine.predict({"input_ids": IDS, COLLECTED[0]: False})
+        without = engine.predict({"input_ids": IDS, **dict.fromkeys(COLLECTED, False)})
         model.config.output_attentions = False
-        with pytest.raises(ValueError, match="collected than when the model was tried"):
+        with pytest.raises(ValueError, match="other outputs of it are collected"):
             engine.predict({"input_ids": IDS})
         model.config.output_attentions = True
         again = engine.predict({"input_ids": IDS})
+    assert "hidden_states" not in without
+    torch.testing.assert_close(without.logits, expected.logits, rtol=1e-6, atol=1e-6)
     for mine in (found, again):
         assert len(mine.hidden_states) == 4
         assert len(mine.attentions) == 3
         tensors = [*mine.hidden_states, *mine.attentions, mine.logits]
         theirs = [*expected.hidden_states, *expected.attentions, expected.logits]
+        tolerance = 1e-6 if size < ROWS else 0
         for one, other in zip(tensors, theirs, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6 if size < ROWS else 0, atol=0)
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 class LookingBack(nn.Module):

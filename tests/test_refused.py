@@ -111,16 +111,28 @@ def build_albert() -> nn.Module:
 
 
 class Unlisted(nn.Module):
-    """Weights without modules."""
+    """Layers that are attributes, in no list."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
-        self.second = nn.Parameter(torch.randn(HIDDEN, CLASSES))
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+        self.second = nn.Linear(HIDDEN, 2 * HIDDEN)
+        self.third = nn.Linear(2 * HIDDEN, CLASSES)
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = (torch.tanh(inputs @ self.first) @ self.second).mean(dim=1)
+        logits = self.third(torch.tanh(self.second(torch.tanh(self.first(inputs))))).mean(dim=1)
         return {"loss": nn.functional.cross_entropy(logits, labels)}
+
+
+class Bare(nn.Module):
+    """A parameter and no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(HIDDEN, CLASSES))
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(inputs.mean(dim=1) @ self.weight, labels)}
 
 
 class Listed(nn.Module):
@@ -155,10 +167,17 @@ def test_a_weight_shared_by_two_layers_is_refused() -> None:
     assert "inner.weight" in message
 
 
-def test_a_model_without_a_list_of_layers_is_told_what_was_seen() -> None:
-    message = refusal(prepare(Unlisted), vector_batch(4))
+def test_a_model_without_layers_is_told_what_was_expected() -> None:
+    message = refusal(prepare(Bare), vector_batch(4))
+    assert "bare has no list of layers" in message
     assert "layers=" in message
-    assert "seen: none" in message
+
+
+def test_a_list_that_is_none_is_refused_with_what_was_seen() -> None:
+    message = refusal(prepare(Unlisted), vector_batch(4), layers="third")
+    assert "no list of layers 'third'" in message
+    assert "layers=" in message
+    assert "second: 1 modules, 2,112 of 3,493 parameters" in message
 
 
 def test_a_list_that_does_not_exist_is_refused_by_name() -> None:
@@ -264,6 +283,11 @@ def test_layers_train_exactly_however_often_and_in_whatever_order_they_are_calle
 @SIZES
 def test_a_loss_over_the_routers_of_all_layers_is_that_of_the_whole_batch(size: int) -> None:
     assert_exact(lambda: build_mixtral(output_router_logits=True), causal_batch(4), size)
+
+
+@SIZES
+def test_the_largest_part_of_a_model_without_a_list_is_its_layer(size: int) -> None:
+    assert_exact(lambda: prepare(Unlisted), vector_batch(4), size, least_share=0.6)
 
 
 @SIZES

@@ -96,12 +96,13 @@ class Network:
         Batches with other entries, such as text without images, may run other code.
         """
         kind = frozenset(rows)
-        is_plain = self.route == self.partition.straight
-        if self._kind is not None and kind != self._kind and not is_plain:
+        may_be_others = kind in self._known or self.route != self.partition.straight
+        if self._kind is not None and kind != self._kind and may_be_others:
             self._known[self._kind] = self.facts
             self.leave()
             self.facts = self._known.get(kind, Facts())
-        if not self.facts.rows or not is_plain:
+            self._kind = kind
+        elif not self.facts.rows:
             self._kind = kind
         is_first = not self.facts.rows
         self.facts = self.trial.run(like(rows, rows), self.facts, needs_loss=needs_loss)

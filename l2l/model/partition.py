@@ -48,6 +48,7 @@ from l2l.model.captures import (
     hooked_copy,
     leaves_more,
     open_lists,
+    stores_of,
     take_hooks_off,
 )
 from l2l.model.modules import (
@@ -139,6 +140,7 @@ class Partition:
             self.templates.append(Template(module, part.names, in_list[index], numbers))
         self._refuse_shared_weights()
         self.returns: dict[str, Returns] = {}  # by `form`
+        self._leaving: dict[int, list[Returns]] = {}  # of layers that may leave something besides
         self.changing_input: set[str] = set()  # structures that write into their hidden state
         self._modes_as_given = model.training
         self._takes_use_cache = takes_use_cache(self.skeleton.module)
@@ -190,7 +192,28 @@ class Partition:
     def forget(self) -> None:
         """Forget what running layers has shown."""
         self.returns.clear()
+        self._leaving.clear()
         self.changing_input.clear()
+
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        """All is learnt anew inside the block; what was known of other batches is there after it.
+
+        If the block fails, nothing else is.
+        """
+        returns, leaving = dict(self.returns), dict(self._leaving)
+        changing = set(self.changing_input)
+        self.forget()
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            raise
+        finally:
+            self.returns = returns | self.returns
+            for index, own in leaving.items():
+                self._leaving[index] = own + self._leaving.get(index, [])
+            self.changing_input |= changing
 
     def prologue(
         self,
@@ -230,7 +253,7 @@ class Partition:
             recording.add(call, args, kwargs, handed)
             if meet is not None:
                 meet(index, *plain_arguments(args, kwargs))
-            if learn is not None and self.form(index) not in self.returns:
+            if learn is not None and self.form(index, args, kwargs) not in self.returns:
                 self.learn(index, learn, *plain_arguments(args, kwargs))
             if call == route.end(stack):
                 raise LayersDone
@@ -277,34 +300,44 @@ class Partition:
         """Run a real layer; note the form of what it returns, and whether it writes into inputs."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
-        value, structure = run(index, args, kwargs), self.structures[index]
+        form, structure = self.form(index, args, kwargs), self.structures[index]
+        value = run(index, args, kwargs)
         if versions != [tensor._version for tensor in tensors]:
             self.changing_input.add(structure)
-        form = Returns.learn(value, (list(args), dict(kwargs)), layer=index)
-        self.returns[self.form(index)] = form
+        found = Returns.learn(value, (list(args), dict(kwargs)), layer=index)
+        self.returns[form] = found
+        if leaves_more(args, kwargs):
+            self._leaving.setdefault(index, []).append(found)
         return value
 
-    def form(self, index: int) -> str:
-        """By what a layer's form of return value is known, where it is called.
+    def has_left(self, index: int, entries: Sequence[int]) -> bool:
+        """Whether a layer leaves any of these entries besides what it returns."""
+        return any(one.has_left(entries) for one in self._leaving.get(index, ()))
 
-        That is its structure, and how much its hooks have collected before (captures.py): the first
-        hidden state, say, comes with what the first layer was given.
+    def form(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """By what it is known what a layer returns, where it is called so.
+
+        That is its structure; of one that may leave something besides (captures.py) also its number
+        and what is there already: the first hidden state that hooks collect, say, comes with what
+        the first layer was given.
         """
-        lists = open_lists()
-        return f"{self.structures[index]} {lists}" if lists else self.structures[index]
+        if not leaves_more(args, kwargs):
+            return self.structures[index]
+        stores = {name: list(store) for name, store in stores_of(args, kwargs).items()}
+        return f"{self.structures[index]} {index} {open_lists()} {stores}"
 
-    def returned_by(self, index: int) -> Returns:
-        """The form of what a layer returns, where it is called.
+    def returned_by(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Returns:
+        """What a layer returns that is called so.
 
         Raises:
             ValueError: nothing is known of such calls.
         """
-        found = self.returns.get(self.form(index))
+        found = self.returns.get(self.form(index, args, kwargs))
         if found is None:
             raise CutError(
-                f"other outputs of layer {index} are collected than when the model was tried. "
-                f"Set {', '.join(COLLECTING)} in the model's config, the same for all batches, or "
-                "in none of them."
+                f"layer {index} is called with other entries in its dicts than when the model was "
+                "tried, or other outputs of it are collected. Set output_hidden_states and the "
+                "like in the model's config, before the first batch."
             )
         return found
 
@@ -416,7 +449,7 @@ class Walk:
         stack = route.stack_of(number)
         if stack == self._stack and self._visit is not None:
             self._visit(number, args, kwargs, handed)
-        returns = self._partition.returned_by(index)
+        returns = self._partition.returned_by(index, args, kwargs)
         is_past = stack < self._stack
         stands_for = self._past if is_past else self._present
         made = {entry: stands_for(number, entry, handed[0]) for entry in returns.own}

@@ -134,9 +134,8 @@ class Returns:
         return OWN if place is None else Given(place)
 
     def has_left(self, entries: Sequence[int]) -> bool:
-        """Whether any of these entries was left besides what the layer returned."""
-        parts = self.spec.children() if self.spec.num_children else []
-        number = parts[0].num_leaves if len(parts) == 2 else len(self.entries)
+        """Whether any of these entries was left besides what the layer returned (`Left`)."""
+        number = self.spec.children()[0].num_leaves
         return any(entry >= number for entry in entries)
 
     @property

@@ -18,6 +18,7 @@ from l2l.model import (
     EVERYTHING,
     HIDDEN,
     BackwardResult,
+    Call,
     Gradients,
     Handed,
     LayerInputs,
@@ -170,16 +171,17 @@ class LayerPasses:
         }
 
     def _program(self, step: Step, call: int, m: int) -> Program | None:
-        returning, keep, how = step.program.returning, step.program.keep, step.calls[m][call]
-        is_plain = not how.autocast and not how.lists and how.has_graph
-        structure = self._partition.structures[self._layer(step, call)]
-        entries = step.program.route.entries(call)
-        is_plain = is_plain and not self._partition.returns[structure].has_left(entries)
-        if not step.training or call not in returning or not is_plain:
+        keep, layer = step.program.keep, self._layer(step, call)
+        returns = step.training and call in step.program.returning
+        if not returns or not self._is_plain(step, call, step.calls[m][call]):
             return None
-        return self._compiler.program(
-            self._partition.structures[self._layer(step, call)], keep=keep
-        )
+        return self._compiler.program(self._partition.structures[layer], keep=keep)
+
+    def _is_plain(self, step: Step, call: int, how: Call) -> bool:
+        """Whether a compiled layer may stand for this one."""
+        entries = step.program.route.entries(call)
+        is_plain = not how.autocast and not how.lists and how.has_graph
+        return is_plain and not self._partition.has_left(self._layer(step, call), entries)
 
     def _try(
         self,
@@ -319,8 +321,7 @@ class LayerPasses:
         self._seed(step, call, m)
         layer = self._layer(step, call)
         program = self._compiler.program(self._partition.structures[layer], keep=EVERYTHING)
-        how = inputs.call
-        if program is not None and not how.autocast and not how.lists and how.has_graph:
+        if program is not None and self._is_plain(step, call, inputs.call):
             outputs, handed = self._try(layer, program, inputs, None, room=True)
             if outputs is not None and handed is not None:
                 return handed, outputs

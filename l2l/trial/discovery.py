@@ -105,8 +105,10 @@ class Discovery(TorchFunctionMode):
         self._calls.append(one)
         self._is_inside = True
         try:
-            value = self._without_graph(index, self._run_layer(index, args, kwargs))
-            self._note_made(one, number, pytree.tree_leaves(value))
+            value = self._run_layer(index, args, kwargs)
+            own = self._partition.returned_by(index, args, kwargs).own
+            value = self._without_graph(value, own)
+            self._note_made(one, number, pytree.tree_leaves(value), own)
         finally:
             self._is_inside = False
         if leaves_more(args, kwargs):
@@ -114,14 +116,14 @@ class Discovery(TorchFunctionMode):
             emit(left, args, kwargs)
         return value
 
-    def _without_graph(self, index: int, value: Any) -> Any:
+    @staticmethod
+    def _without_graph(value: Any, entries: Iterable[int]) -> Any:
         """What a layer returns as leaves of new graphs, so that no graph keeps its weights."""
         leaves, spec = pytree.tree_flatten(value)
-        entries = self._partition.returned_by(index).own
         new = {id(leaves[entry]): _new(leaves[entry]) for entry in entries}
         return pytree.tree_unflatten([new.get(id(leaf), leaf) for leaf in leaves], spec)
 
-    def _note_made(self, one: Call, number: int, made: list[Any]) -> None:
+    def _note_made(self, one: Call, number: int, made: list[Any], entries: Iterable[int]) -> None:
         """Note what a layer has returned."""
         self._alive.append(made)
         tensors = [leaf for leaf in one.given if isinstance(leaf, Tensor)]
@@ -134,7 +136,7 @@ class Discovery(TorchFunctionMode):
         is_straight = any(leaf is other for leaf in tensors for other in before)
         first = self._calls[number - 1] if is_straight else None
         one.first_shape = tensors[0].shape if first is None else first.first_shape
-        for entry in self._partition.returned_by(one.layer).own:
+        for entry in entries:
             one.made[entry] = made[entry]
             self._makers[id(made[entry])] = (number, entry)
             self._note(made[entry], frozenset({(number, entry)}))
@@ -388,7 +390,7 @@ def find_route(partition: Partition, batch: Microbatch, run_layer: RunLayer) -> 
     """The route of a model's code on these rows; `run_layer` runs a layer."""
 
     def see(index: int, args: Any, kwargs: Any) -> Any:
-        if partition.form(index) not in partition.returns:
+        if partition.form(index, args, kwargs) not in partition.returns:
             return partition.learn(index, run_layer, args, kwargs)
         return run_layer(index, args, kwargs)
 

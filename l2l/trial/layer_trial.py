@@ -156,7 +156,7 @@ class LayerTrial:
         Returns:
             its value, of which that requires gradients which does so in training.
         """
-        if self._partition.form(index) not in self._partition.returns:
+        if self._partition.form(index, args, kwargs) not in self._partition.returns:
             states = states_of(named_arguments(self._partition.layers[index].module, args, kwargs))
             self._partition.learn(index, self.run, args, kwargs)
             for state in states:

@@ -35,7 +35,7 @@ from l2l.trial.layer_trial import TRIAL_SEED, LayerTrial, repeats, same_rows
 
 NO_ENDS: Mapping[Key, Tensor] = {}
 PROOF_TOLERANCE = 0.02  # of 16-bit losses and gradients
-JOIN_TOLERANCE = {True: 1e-3, False: 0.1}  # in float32; in 16 bits, where tokens change experts
+ROW_TOLERANCE = {True: 0.02, False: 0.1}  # in float32; in 16 bits, where tokens change experts
 TRIAL_SCALE = 0.5  # a loss is multiplied with something in every step; so it is in the trial
 
 
@@ -111,7 +111,7 @@ class OuterTrial:
             self._partition.set_training(True)
             kept.put_back()
         dimensions: dict[Key, int] = {}
-        is_mixed = False
+        is_mixed, tolerance = False, ROW_TOLERANCE[_are_single(both)]
         for key in self._route.needs[-1] & one.keys():
             sizes = zip(one[key].shape, both[key].shape, strict=True)
             place = next((i for i, (a, b) in enumerate(sizes) if a != b), None)
@@ -282,7 +282,7 @@ class OuterTrial:
             return False
         if self._device.random_numbers.num_draws > drawn:
             return True
-        tolerance = JOIN_TOLERANCE[_are_single(whole)]
+        tolerance = ROW_TOLERANCE[_are_single(whole)]
         return all(
             one[key].shape == whole[key].shape and _close(one[key], whole[key], tolerance)
             for key in whole.keys() & rowless

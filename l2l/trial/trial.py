@@ -232,22 +232,20 @@ class Trial:
     def _learn(self, rows: Microbatch, known: Facts, *, wants_rule: bool) -> Facts:
         trial = move_batch(rows, self.device.torch_device)
         with self._with_weights(training=True) as weights:
+            facts = known
+            if not known.rows:
+                with self.partition.learning():
+                    facts = self._learn_model(trial, weights)
+            if not wants_rule:
+                return facts
+            self.partition.set_training(False)
             try:
-                facts = known if known.rows else self._learn_model(trial, weights)
-                if not wants_rule:
-                    return facts
-                self.partition.set_training(False)
-                try:
-                    return self._learn_rule(trial, weights, facts)
-                except (CutError, torch.OutOfMemoryError):
-                    raise
-                except Exception:  # some models return something else in evaluation mode
-                    self.partition.set_training(True)
-                    return self._learn_rule(trial, weights, facts)
-            except BaseException:
-                if not known.rows:
-                    self.partition.forget()  # the next batch is to be tried as the first
+                return self._learn_rule(trial, weights, facts)
+            except (CutError, torch.OutOfMemoryError):
                 raise
+            except Exception:  # some models return something else in evaluation mode
+                self.partition.set_training(True)
+                return self._learn_rule(trial, weights, facts)
 
     def _learn_model(self, trial: Microbatch, weights: Mapping[str, Tensor]) -> Facts:
         """Learn what the layers do, and the code around them.
