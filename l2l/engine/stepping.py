@@ -268,7 +268,8 @@ class Stepping:
         if number < 2 or (reason is None and rule is not Rule.UNKNOWN):
             return False
         if not self._has.world.is_parallel and can_join(own):
-            obstacle = self._why_not_joint(own)
+            network = self._condition.network
+            obstacle = network.trial.why_not_joint(own, network.facts)
             if obstacle is None:
                 return True
             reason = reason or (
@@ -279,21 +280,6 @@ class Stepping:
         if reason is not None:
             raise ValueError(reason)
         return False
-
-    def _why_not_joint(self, own: list[Microbatch]) -> str | None:
-        """Why a loss over all rows is not to be had of what the layers make of microbatches."""
-        network = self._condition.network
-        if network.facts.mixes_rows and network.partition.batch_statistics() is None:
-            return (
-                "what the model makes of a row before its loss depends on the other rows (it takes "
-                "a mean over rows, say), of which a microbatch has some. Compare rows in the loss"
-            )
-        if not network.trial.may_join(own, network.facts):
-            return (
-                "the layers return something for it that has no rows and depends on them (a mean "
-                "over rows, say), of which every microbatch has another. Return it for every row"
-            )
-        return None
 
     def _pinned(self, microbatch: Microbatch) -> Microbatch:
         return map_batch(self._has.device.pinned, microbatch)

@@ -111,7 +111,7 @@ class OuterTrial:
             self._partition.set_training(True)
             kept.put_back()
         dimensions: dict[Key, int] = {}
-        is_mixed, tolerance = False, ROW_TOLERANCE[_are_single(both)]
+        is_mixed = False
         for key in self._route.needs[-1] & one.keys():
             sizes = zip(one[key].shape, both[key].shape, strict=True)
             place = next((i for i, (a, b) in enumerate(sizes) if a != b), None)
@@ -269,25 +269,43 @@ class OuterTrial:
         except (IndexError, RuntimeError):  # the model does not take the labels of the trial
             return Rule.UNKNOWN, True
 
-    def joins(self, trial: Microbatch, rowless: Collection[Key]) -> bool:
-        """Whether these, which have no rows, are the same for two rows as for each of them.
+    def why_not_joint(self, trial: Microbatch, dimensions: Mapping[Key, int]) -> str | None:
+        """Why what layers make of two rows is not made of what they make of each; None: it is.
 
-        Where random numbers are drawn, there is nothing to compare.
+        Only then may a loss be taken over what they make of all microbatches. Where random numbers
+        are drawn, there is nothing to compare.
+
+        Args:
+            trial: two rows.
+            dimensions: of rows, in what layers return for the code after them.
         """
         drawn = self._device.random_numbers.num_draws
         batches = [trial, *(take_rows(trial, row, row + 1) for row in range(2))]
         try:
             whole, *parts = (self._layers.through(one, self._route)[1] for one in batches)
         except Exception:  # the model takes no single row
-            return False
+            return None
         if self._device.random_numbers.num_draws > drawn:
-            return True
+            return None
         tolerance = ROW_TOLERANCE[_are_single(whole)]
-        return all(
-            one[key].shape == whole[key].shape and _close(one[key], whole[key], tolerance)
-            for key in whole.keys() & rowless
-            for one in parts
-        )
+        for key in sorted(self._route.needs[-1] & whole.keys()):
+            own, dimension = [part[key] for part in parts], dimensions.get(key)
+            made = own if dimension is None else [torch.cat(own, dimension)]
+            if all(one.shape == whole[key].shape for one in made) and all(
+                _close(one, whole[key], tolerance) for one in made
+            ):
+                continue
+            if dimension is None:
+                return (
+                    "the layers return something for it that has no rows and depends on them (a "
+                    "mean over rows, say), of which every microbatch has another. Return it for "
+                    "every row"
+                )
+            return (
+                "what the model makes of a row before its loss depends on the other rows (it takes "
+                "a mean over rows, say), of which a microbatch has some. Compare rows in the loss"
+            )
+        return None
 
     def pieces_agree(self, trial: Microbatch, rule: Rule) -> bool:
         """Whether the loss, and its gradient, may be taken position by position."""

@@ -30,7 +30,6 @@ from l2l.device import Device, format_bytes
 from l2l.model import (
     Compiler,
     CutError,
-    Key,
     Microbatch,
     Partition,
     Recording,
@@ -76,8 +75,8 @@ class Trial:
     compiler: Compiler
     _verdicts: dict[int, str | None] = field(default_factory=lambda: {0: None})
     """By rows of microbatches, why a given loss may not be cut into them; 0: of one."""
-    _joins: dict[frozenset[Key], bool] = field(default_factory=dict)
-    """Whether a loss may be joint, by what the layers make that has no rows."""
+    _obstacles: dict[frozenset[str], str | None] = field(default_factory=dict)
+    """By entries of batches, why no loss may be joint."""
 
     def run(self, microbatch: Microbatch, known: Facts, *, needs_loss: bool) -> Facts:
         """Learn what is not known yet; `needs_loss` asks for the counting rule too.
@@ -143,21 +142,17 @@ class Trial:
                     self._verdicts[rows] = compare(rule, microbatches, loss)
         return self._verdicts[rows]
 
-    def may_join(self, microbatches: Sequence[Microbatch], facts: Facts) -> bool:
-        """Whether one loss may be taken over what the layers have made of all microbatches.
-
-        Not if they make something without rows that depends on the rows: a mean over them, say.
-        """
+    def why_not_joint(self, microbatches: Sequence[Microbatch], facts: Facts) -> str | None:
+        """Why no loss may be taken over what the layers make of all microbatches; None: it may."""
         assert facts.route is not None
-        rowless = frozenset(facts.route.needs[-1] - facts.row_dimensions.keys())
-        if not rowless:
-            return True
-        if rowless not in self._joins:
+        kind = frozenset(facts.rows)
+        if kind not in self._obstacles:
             rows = some_rows(join_rows(microbatches[:2]))
             rows = move_batch(shortened(rows) if facts.cut else rows, self.device.torch_device)
             with self._with_weights(training=False):
-                self._joins[rowless] = self._around_by(facts.route).joins(rows, rowless)
-        return self._joins[rowless]
+                around = self._around_by(facts.route)
+                self._obstacles[kind] = around.why_not_joint(rows, facts.row_dimensions)
+        return self._obstacles[kind]
 
     def refuse_layer(self, module: nn.Module, position: int, rows: Microbatch) -> None:
         """Refuse a module that does not run, on these rows, where a layer runs.
