@@ -186,7 +186,18 @@ class Towers(Base):
         return {"loss": F.cross_entropy(scores, torch.arange(len(ids)))}
 
 
-MODELS = (EncoderDecoder, Repeating, Skipping, Supervised, Routed, Paired, Towers)
+class RowsSecond(Supervised):
+    """Hidden states are [length, rows, width], and the loss tells rows apart."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.embedding(ids).transpose(0, 1)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        rows = F.normalize(self.head(hidden).mean(0), dim=-1)
+        return {"loss": F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))}
+
+
+MODELS = (EncoderDecoder, Repeating, Skipping, Supervised, Routed, Paired, Towers, RowsSecond)
 NUM_STACKS = {EncoderDecoder: 2, Repeating: 1, Skipping: 2, Supervised: 1, Paired: 1, Towers: 2}
 
 
