@@ -111,7 +111,7 @@ class OuterTrial:
             self._partition.set_training(True)
             kept.put_back()
         dimensions: dict[Key, int] = {}
-        is_mixed, tolerance = False, ROW_TOLERANCE[_are_single(both)]
+        is_mixed = False
         for key in self._route.needs[-1] & one.keys():
             sizes = zip(one[key].shape, both[key].shape, strict=True)
             place = next((i for i, (a, b) in enumerate(sizes) if a != b), None)
