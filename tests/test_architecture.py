@@ -297,8 +297,8 @@ def test_the_house_stays_small() -> None:
     by_room = dict.fromkeys(map(module_of, SOURCES), 0)
     for source in SOURCES:
         by_room[module_of(source)] += num_code_lines(source)
-    assert by_room["schedule"] + by_room["run"] <= 3_500  # what a newcomer reads first
-    assert sum(by_room.values()) <= 21_500
+    assert by_room["schedule"] + by_room["run"] <= 4_000  # what a newcomer reads first
+    assert sum(by_room.values()) <= 24_000
 
 
 @every_source

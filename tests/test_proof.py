@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 import l2l
 from l2l.device import CheckingDevice
-from l2l.model.partition import Part, Stub
 from l2l.model.passing import HIDDEN, RecordedTensor, Recording
 from l2l.model.passing import Call as RecordedCall
+from l2l.model.trees import Part, Stub
 from l2l.parameter_server import Adafactor
 from l2l.proof import Evidence, Proof, ProofError, ProofMemory
 from l2l.proof.evidence import ODD_FACTOR, WHOLE_ELEMENTS, check

@@ -55,7 +55,7 @@ from l2l.model.modules import (
     modules_kept,
     own_numbers,
 )
-from l2l.model.partition import Part, Partition, UnitTensors
+from l2l.model.partition import Partition
 from l2l.model.passing import (
     HIDDEN,
     METADATA,
@@ -71,3 +71,4 @@ from l2l.model.passing import (
 )
 from l2l.model.route import Key, Route
 from l2l.model.splitting import Split, Whole, cutting_of, has_flat_numbers, like
+from l2l.model.trees import Part, UnitTensors

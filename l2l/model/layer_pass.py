@@ -63,8 +63,8 @@ from torch.func import functional_call
 
 from l2l.device import Device
 from l2l.model.modules import Template
-from l2l.model.partition import Part
 from l2l.model.passing import HIDDEN, Call, Returns
+from l2l.model.trees import Part
 
 Gradients = Sequence[Tensor | None]
 """Of the outputs of a pass; None: nothing has used that one."""

@@ -24,23 +24,18 @@ gradient of that path is found there, and nothing is lost.
 each structure runs on a few rows (trial.py); its return value tells how to wrap a hidden state.
 Entries that nobody has used in the trial are handed on as `NotKept`.
 
-Module trees of ours: the skeleton with a stub in the place of every layer, and single layers.
-
-Their tensors are bound from outside, so a tree sees whatever weights are there at the moment.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
-from typing_extensions import override
 
 from l2l.model.captures import (
     COLLECTING,
@@ -77,10 +72,9 @@ from l2l.model.passing import (
     plain_arguments,
 )
 from l2l.model.route import Key, Route
+from l2l.model.trees import APART, Handler, Part, Stub, layer_of
 
 Batch = Mapping[str, Any]
-Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
-"""What a stub's call becomes: the layer's number, and what it is given."""
 
 
 class LayersDone(BaseException):
@@ -521,175 +515,3 @@ class Walk:
         with torch._C.DisableTorchFunctionSubclass():
             one = hidden if hidden.is_floating_point() else hidden.float()
             return torch.full_like(one, torch.nan)
-
-
-# --------------------------------------------------------------------------------------------------
-# Module trees of ours
-
-
-APART = "Layers run apart from the model"
-
-
-@final
-class Stub(nn.Module):
-    """Stands where a layer stood; answers questions about the layer's attributes."""
-
-    def __init__(self, index: int, layer: nn.Module) -> None:
-        super().__init__()
-        object.__setattr__(self, "_layer", layer)
-        object.__setattr__(self, "_handler", None)
-        object.__setattr__(self, "_written", frozenset())
-        self._index = index
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hand the call to whoever runs the skeleton."""
-        handler: Handler = self.__dict__["_handler"]
-        return handler(self._index, args, kwargs)
-
-    @override
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name in self.__dict__["_written"]:
-                raise CutError(
-                    f"the model reads {name!r} of layer {self._index}, which the layer writes when "
-                    f"it runs. {APART}: return what the model needs as part of the hidden state."
-                ) from None
-            return getattr(self.__dict__["_layer"], name)
-
-    def _refuse_parts(self, *_: object) -> NoReturn:
-        raise CutError(
-            f"the model iterates over or indexes layer {self._index}. Each layer must be called as "
-            "a whole: combine its parts into one module with a forward method."
-        )
-
-    __iter__ = __getitem__ = _refuse_parts
-
-    @override
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self.__dict__.get("_handler") is not None and name != "training":
-            raise CutError(
-                f"the model sets {name!r} of layer {self._index} while it runs. {APART}: pass it "
-                "to them as an argument."
-            )
-        super().__setattr__(name, value)
-
-    def layer_state(self) -> tuple[list[int], dict[tuple[str, str], Any]]:
-        """Which modules and tensors the user's layer has now, by identity, and its attributes."""
-        layer = layer_of(self)
-        found = list(layer.modules())
-        registries = [one for module in found for one in (module._parameters, module._buffers)]
-        tensors = [tensor for registry in registries for tensor in registry.values()]
-        return [*map(id, [*found, *tensors])], attributes_of(layer)
-
-    def note_written(self, names: Collection[str]) -> None:
-        """The layer writes these attributes of its own when it runs."""
-        self.__dict__["_written"] = frozenset(names)
-
-
-def layer_of(stub: Stub) -> nn.Module:
-    """The user's layer that a stub stands for.
-
-    Not a property: the model's code may ask a stub for any attribute of the layer.
-    """
-    layer: nn.Module = stub.__dict__["_layer"]
-    return layer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitTensors:
-    """The user's tensors that belong to one unit, by owner."""
-
-    parameters: dict[str, nn.Parameter]
-    buffers: dict[str, Tensor]
-
-
-@final
-class Part:
-    """A module tree of ours whose tensors are bound from outside: the skeleton, or one layer.
-
-    An owner is a tensor's name in the whole model; tied parameters have one owner.
-    """
-
-    def __init__(self, module: nn.Module, owners: Mapping[int, str]) -> None:
-        """`owners` are by `id` of the tensors that the tree has now."""
-        self.module = module
-        self.given_modes = [(child, child.training) for child in module.modules()]
-        """Every module, and whether the user's was in training mode."""
-        self.tensors = UnitTensors(
-            parameters={owners[id(parameter)]: parameter for parameter in module.parameters()},
-            buffers={owners[id(buffer)]: buffer for buffer in module.buffers()},
-        )
-        parameters = module.named_parameters(remove_duplicate=False)
-        named = [*parameters, *module.named_buffers(remove_duplicate=False)]
-        self.names = {name: owners[id(tensor)] for name, tensor in named}  # in the tree -> owner
-        self._places: list[tuple[nn.Module, dict[str, Any], str, str]] = [
-            (child, registry, local, owners[id(tensor)])
-            for child in module.modules()
-            for registry in (child._parameters, child._buffers)
-            for local, tensor in registry.items()
-            if tensor is not None
-        ]
-        self._buffers = [place for place in self._places if place[1] is place[0]._buffers]
-
-    def bind(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let every lookup of the named tensors find these."""
-        for _, registry, local, owner in self._places:
-            if owner in tensors:
-                registry[local] = tensors[owner]
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Put back what the tree sees now; inside the block other tensors may be bound."""
-        before = [(registry, local, registry[local]) for _, registry, local, _ in self._places]
-        try:
-            yield
-        finally:
-            for registry, local, tensor in before:
-                registry[local] = tensor
-
-    def unbind(self) -> None:
-        """Let go of every tensor."""
-        for _, registry, local, _ in self._places:
-            registry[local] = None
-
-    def buffers(self) -> dict[str, Tensor]:
-        """The buffers the tree sees now, by owner."""
-        found = {owner: registry[local] for _, registry, local, owner in self._buffers}
-        return {owner: buffer for owner, buffer in found.items() if buffer is not None}
-
-    def assigned(self, bound: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Buffers that its code has put in the place of those that were bound, by owner.
-
-        Raises:
-            ValueError: one has another form than before.
-        """
-        found = {}
-        for module, registry, local, owner in self._buffers:
-            before, now = bound.get(owner), registry[local]
-            if before is None or now is None or now is before:
-                continue
-            if now.shape == before.shape and now.dtype is before.dtype:
-                found[owner] = now
-            elif local not in module._non_persistent_buffers_set:
-                raise CutError(
-                    f"the model's code replaces buffer {owner!r}, {list(before.shape)} of "
-                    f"{before.dtype}, by {list(now.shape)} of {now.dtype}. Expected buffers that "
-                    "keep their shape and dtype; register those that are not state with "
-                    "persistent=False."
-                )
-        return found
-
-    def take_over(self, kept: Mapping[str, Tensor]) -> None:
-        """Bind these buffers again, with the values of what the code has put in their place."""
-        assigned = self.assigned(kept)
-        for owner, buffer in assigned.items():
-            kept[owner].copy_(buffer.detach())
-        self.bind({owner: kept[owner] for owner in assigned})
-
-    def set_training(self, training: bool, *, as_given: bool) -> None:  # noqa: FBT001
-        """Set every module's mode; `as_given` restores the modes the user's modules had."""
-        for child, given in self.given_modes:
-            child.training = given if training and as_given else training
