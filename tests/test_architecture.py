@@ -63,7 +63,6 @@ LOOKS_FOR_OPTIONAL = {  # by name, inside functions
 }
 IMPORTS_OPTIONAL = {  # source -> the one library that it is written for
     "bench/plot.py": "matplotlib",  # inside functions, and for types
-    "model/captures.py": "transformers",  # inside functions, where it is loaded already
     "train/live_display.py": "rich",
     "train/settings/reading.py": "pydantic",
     "train/settings/sections.py": "pydantic",
