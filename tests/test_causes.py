@@ -551,7 +551,7 @@ def test_a_model_whose_own_code_fails_says_so_itself_and_is_left_as_it_was():
     model, untouched = prepared(lambda: Net(Wider)), prepared(lambda: Net(Wider))
     with (
         engine_for(model) as engine,
-        pytest.raises(RuntimeError, match=r"cannot be multiplied \(2x64 and 8x3\)"),
+        pytest.raises(ValueError, match=r"cannot be multiplied \(2x64 and 8x3\)"),
     ):
         engine.step(batch_of())
     assert_same_state(model, untouched)

@@ -12,6 +12,7 @@ code between them, or after them, computes with it. From that follows the `Route
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -81,7 +82,8 @@ class Discovery(TorchFunctionMode):
             CutError: no layer was called.
         """
         self._num_rows, self._states = num_rows(batch), self._partition.layer_states()
-        with self:
+        with self, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of tensors that require gradients only here
             outputs = self._partition.walk_with(batch, self._call)
             loss = None if loss_of is None else loss_of(outputs, batch)
         if not self._calls:

@@ -248,6 +248,7 @@ class Trial:
         Most models hand their hidden state straight on: that takes a layer of each structure. What
         others do is found by running all layers.
         """
+        reason: Exception | None = None
         if len(self.partition.lists) == 1:
             try:
                 return self._learn_straight(trial, weights)
@@ -256,11 +257,17 @@ class Trial:
             except Exception as error:  # it does something else
                 self.partition.forget()
                 reason = error
-            try:
-                return self._discover(trial, weights)
-            except (CutError, torch.OutOfMemoryError) as error:
-                raise error from reason
-        return self._discover(trial, weights)
+        try:
+            return self._discover(trial, weights)
+        except (CutError, torch.OutOfMemoryError) as error:
+            raise error from reason
+        except Exception as error:
+            raise CutError(
+                f"the model's code raises {type(error).__name__} on two rows: {error}. "
+                "If it runs in plain PyTorch, it does something that cannot be done with layers "
+                "that run apart from it, and more than once: such as taking gradients itself, or "
+                "keeping things from layer to layer in objects."
+            ) from error
 
     def _learn_straight(self, trial: Microbatch, weights: Mapping[str, Tensor]) -> Facts:
         kept, layers = KeptBuffers(self.partition), self._layers

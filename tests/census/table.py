@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 BEGIN, END = "<!-- census: begin -->", "<!-- census: end -->"
-VERDICTS = ("exact", "close", "refused", "refused by the proof", "wrong", "crash", "hang", "random")
+VERDICTS = ("exact", "close", "said", "refused", "refused by the proof", "wrong", "crash",
+            "hang", "random")  # fmt: skip
 FALLBACKS = ("in one microbatch after all", "not streamed")
 RUNS = {"whole": "All rows in one microbatch", "rows": "Rows singly"}
 MOST_OF_REASON = 150
