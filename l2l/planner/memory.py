@@ -139,7 +139,7 @@ class Memory:
                 backward = max(backward, REVISED_BYTES * min(REVISED_PIECE, cut.most_trained))
             yield "backward", "one layer at work", backward
         if problem.route.num_stacks > 1:
-            values = NUM_HEAD_VALUES * problem.hidden_bytes + problem.recorded_bytes
+            values = NUM_NORM_VALUES * problem.hidden_bytes + problem.recorded_bytes
             yield "interlude", "code between stacks at work", rows * values
         piece = min(decisions.piece_tokens or 2**62, rows * problem.length)
         logits = int(piece * problem.head_width * problem.logit_bytes)
