@@ -10,9 +10,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from l2l.model.held import is_held
 from l2l.model.modules import CutError, attributes_of
 
 Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
@@ -132,13 +134,18 @@ class Part:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Put back what the tree sees now; inside the block other tensors may be bound."""
+        """Put back what the tree sees now; inside the block other tensors may be bound.
+
+        Of the user's own parameters, which a compiler cannot look at while an engine holds them,
+        only the shapes come back.
+        """
         before = [(registry, local, registry[local]) for _, registry, local, _ in self._places]
         try:
             yield
         finally:
             for registry, local, tensor in before:
-                registry[local] = tensor
+                is_own = tensor is not None and is_held(tensor)
+                registry[local] = _shape_of(tensor) if is_own else tensor
 
     def unbind(self) -> None:
         """Let go of every tensor."""
@@ -183,3 +190,7 @@ class Part:
         """Set every module's mode; `as_given` restores the modes the user's modules had."""
         for child, given in self.given_modes:
             child.training = given if training and as_given else training
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
