@@ -152,7 +152,7 @@ def change_shape(engine: Engine, change: Callable[[Shape], Shape]) -> None:
     """Let every step have another shape than the plan says."""
     network = engine._condition.network
     shape = network.shape
-    network.shape = lambda number, *, training: change(shape(number, training=training))
+    network.shape = lambda number, **how: change(shape(number, **how))
 
 
 # --------------------------------------------------------------------------------------------------

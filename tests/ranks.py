@@ -36,8 +36,7 @@ from test_split import (
 from torch import Tensor
 
 import l2l
-from l2l.model import Splitting
-from l2l.model.batch import joined
+from l2l.model import Splitting, join_rows
 
 ROWS = 8
 STEPS = 20
@@ -148,7 +147,7 @@ def gradients_pictures(rank: Rank) -> Any:
     family = Family("pictures", build_qwen, qwen_batch, "shifted", TEXT)
     ids = Splitting(None, (("image", IMAGE), ("video", VIDEO)))
     rows = ids.of([qwen_rows()[row] for row in (1, 2, 3, 0)])
-    return gradients_of(rank, family, dict(joined(own_of(rank, rows))), microbatch_size=1)
+    return gradients_of(rank, family, dict(join_rows(own_of(rank, rows))), microbatch_size=1)
 
 
 @scenario

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import dataclasses
 import logging
-from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -525,7 +524,7 @@ REPAIRS: dict[str, tuple[Break, Callable[[], nn.Module]]] = {
     "a cache that is appended to twice": (with_caches, causes.build_llava),
     "an object that layers share": (
         without_refusing_objects,
-        lambda: causes.Given(causes.Sharing, lambda _: UserDict()),
+        lambda: causes.Given(causes.SharingByName, lambda _: SimpleNamespace(keys=None)),
     ),
     "an object that a layer counts in": (
         without_refusing_objects,
