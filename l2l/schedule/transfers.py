@@ -57,10 +57,6 @@ def _part(run: list[Pass]) -> tuple[str, int | None]:
     return run[0].verb, run[0].layer
 
 
-def _part_key(one: Pass) -> tuple[str, int | None, int]:
-    return one.verb, one.layer, one.stack
-
-
 def _with_collectives(draft: Draft) -> Iterator[tuple[Pass, str, str] | Action]:
     """What ranks say to each other: weights after a fetch, gradients before they leave."""
     for item in draft:
@@ -84,7 +80,8 @@ class _Transfers:
         self._lent = deque(shape.reworked)
         self._num_drained = self._num_staged = self._num_lent = 0
         self.draft: Draft = []
-        runs = [list(run) for _, run in groupby(passes, key=_part_key)]
+        parts = groupby(passes, key=lambda one: (one.verb, one.layer, one.stack))
+        runs = [list(run) for _, run in parts]
         self._order = [shape.unit(run[0].layer) for run in runs if run[0].layer is not None]
         self._last_visit = {shape.unit(call): call for call in shape.backward_layers}
         if shape.shares_memory and shape.training:
