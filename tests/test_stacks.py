@@ -509,3 +509,27 @@ def test_what_layers_leave_in_a_dict_for_others(store):
     again = Storing(store)
     engine_steps(again, microbatch_size=1)
     assert_close(again, expected)
+
+
+def test_layers_that_write_into_their_input_leave_the_batch_alone():
+    class Rectified(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            inner = (nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WORDS))
+            self.layers = nn.Sequential(*inner)
+
+        def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": mean_loss(self.layers(inputs), labels)}
+
+    batch = {"inputs": torch.randn(ROWS, 5, WIDTH), "labels": batch_of()["labels"]}
+    given = batch["inputs"].clone()
+    expected, found = Rectified(), Rectified()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    expected(**batch)["loss"].backward()
+    optimizer.step()
+    with engine_of(found, microbatch_size=ROWS) as engine:
+        engine.step(batch)
+    assert torch.equal(batch["inputs"], given)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name

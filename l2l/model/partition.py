@@ -292,6 +292,8 @@ class Partition:
 
     def learn(self, index: int, run: Handler, args: Any, kwargs: Any) -> Any:
         """Run a real layer; note the form of what it returns, and whether it writes into inputs."""
+        # Copies: a hidden state may be the user's own batch, and a layer write into it.
+        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
         form, structure = self.form(index, args, kwargs), self.structures[index]

@@ -370,7 +370,9 @@ def run_through(
         for call in route.calls(stack):
             found.handed[call] = handed
             index, how, entries = route.layers[call], found.calls[call], route.entries(call)
-            args, kwargs = how.arguments(handed[0], found.tensors, handed[1:])
+            writes = partition.structures[index] in partition.changing_input
+            hidden = handed[0].clone() if writes else handed[0]
+            args, kwargs = how.arguments(hidden, found.tensors, handed[1:])
             with bound(index), how.autocasting():
                 value = how.run(partition.layers[index].module, args, kwargs)
             made = dict(zip(entries, Returns.unwrap(value, entries), strict=True))
