@@ -93,7 +93,7 @@ class AroundLayers:
         route, before = step.program.route, stack - 1
         outer = Outer(stack)
         needs = step.training and self._layers.requires_gradient(
-            step, step.program.shape.calls(before), m, stack=before
+            step, step.program.calls[before], m, stack=before
         )
         for key, tensor in zip(route.ends(before), ends, strict=True):
             outer.ends[key] = _leaf(tensor, requires=needs and key not in route.constant)

@@ -383,7 +383,7 @@ class LayerPasses:
     def _needs_gradient(self, step: Step, call: int, m: int) -> bool:
         """Whether the input of a layer requires a gradient."""
         stack = self._stack(step, call)
-        below = takewhile(call.__gt__, step.program.shape.calls(stack))
+        below = takewhile(call.__gt__, step.program.calls[stack])
         return step.training and self.requires_gradient(step, below, m, stack=stack)
 
     def requires_gradient(self, step: Step, below: Iterable[int], m: int, *, stack: int) -> bool:

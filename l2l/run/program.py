@@ -69,6 +69,8 @@ class Program:
     compiles_loss: bool = False
     following: Mapping[int, str] = field(init=False)
     """After each streamed call: the next one, or the code after its stack."""
+    calls: tuple[tuple[int, ...], ...] = field(init=False)
+    """Of every stack, those of the tail too."""
     returning: frozenset[int] = field(init=False)
     """Streamed layers with a backward pass."""
     redone: frozenset[str] = field(init=False)
@@ -76,6 +78,8 @@ class Program:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "following", self.shape.following)
+        stacks = range(len(self.shape.stacks) + 1)
+        object.__setattr__(self, "calls", tuple(map(self.shape.calls, stacks)))
         object.__setattr__(self, "returning", frozenset(self.shape.backward_layers))
         object.__setattr__(self, "redone", frozenset(self.shape.redone))
 
