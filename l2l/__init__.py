@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from l2l.checkpoint import CheckpointError as CheckpointError
     from l2l.checkpoint import CheckpointFolder as CheckpointFolder
+    from l2l.device import Disk as Disk
     from l2l.engine import AllLayers as AllLayers
     from l2l.engine import Choice as Choice
     from l2l.engine import Depth as Depth
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from l2l.engine import SampledArchitecture as SampledArchitecture
     from l2l.engine import StochasticDepth as StochasticDepth
     from l2l.hugging_face import RandomInit as RandomInit
+    from l2l.model import TokenLoss as TokenLoss
     from l2l.parameter_server import SGD as SGD
     from l2l.parameter_server import Adafactor as Adafactor
     from l2l.parameter_server import AdamW as AdamW
@@ -37,6 +39,7 @@ __all__ = [
     "CheckpointFolder",
     "Choice",
     "Depth",
+    "Disk",
     "Engine",
     "Execution",
     "Lion",
@@ -47,12 +50,14 @@ __all__ = [
     "SampledArchitecture",
     "StepReport",
     "StochasticDepth",
+    "TokenLoss",
     "plan",
 ]
 
 _HOMES = {
     "CheckpointError": "checkpoint",
     "CheckpointFolder": "checkpoint",
+    "Disk": "device",
     "AllLayers": "engine",
     "Choice": "engine",
     "Depth": "engine",
@@ -70,6 +75,7 @@ _HOMES = {
     "plan": "planner",
     "StepReport": "run",
     "RandomInit": "hugging_face",
+    "TokenLoss": "model",
 }
 
 

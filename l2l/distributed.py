@@ -27,6 +27,7 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 T = TypeVar("T")
@@ -225,8 +226,8 @@ def refuse_different_weights(world: World, model: nn.Module) -> None:
                 )
 
 
-def _sample(parameter: Tensor) -> tuple[Any, ...]:
-    if parameter.is_meta or not parameter.numel():
+def _sample(parameter: Any) -> tuple[Any, ...]:
+    if parameter.is_meta or not parameter.numel() or is_traceable_wrapper_subclass(parameter):
         return tuple(parameter.shape)
     flat = parameter.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // 7)].double().nan_to_num()

@@ -2,6 +2,7 @@
 
     python reproduce/killed.py --kills 50
     python reproduce/killed.py --kills 10 --ranks 2
+    python reproduce/killed.py --kills 200 --disk
 
 Trains a small model with `l2l train` once undisturbed. Then again and again, each time killed with
 SIGKILL by this process, at an instant drawn evenly from the time the undisturbed run took, so also
@@ -74,8 +75,14 @@ export_dtype = "float32"
 tensorboard = false
 """
 
+ON_DISK = """
+[memory]
+host_memory = "2MiB"
+disk = "disk"
+"""
 
-def prepare(folder: Path, *, steps: int) -> None:
+
+def prepare(folder: Path, *, steps: int, disk: bool = False) -> None:
     """A model's config, a tokenizer, data and settings."""
     folder.mkdir(parents=True)
     vocabulary = {word: number for number, word in enumerate(["<unk>", "<end>", *WORDS])}
@@ -98,7 +105,7 @@ def prepare(folder: Path, *, steps: int) -> None:
     words = random.Random(0)
     texts = [" ".join(words.choices(WORDS, k=words.randint(3, 20))) for _ in range(400)]
     (folder / "data.txt").write_text("\n\n".join(texts))
-    (folder / "run.toml").write_text(SETTINGS.format(steps=steps))
+    (folder / "run.toml").write_text(SETTINGS.format(steps=steps) + (ON_DISK if disk else ""))
 
 
 def start(folder: Path, output: Path, log: Path, *, ranks: int) -> subprocess.Popen[bytes]:
@@ -164,9 +171,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("runs/killed"))
     parser.add_argument("--ranks", type=int, default=1)
+    words = "optimizer state that host memory is given no room for lies on disk"
+    parser.add_argument("--disk", action="store_true", help=words)
     options = parser.parse_args()
     shutil.rmtree(options.folder, ignore_errors=True)
-    prepare(options.folder, steps=options.steps)
+    prepare(options.folder, steps=options.steps, disk=options.disk)
     log, expected = options.folder / "log.txt", options.folder / "undisturbed"
     began = time.perf_counter()
     if start(options.folder, expected, log, ranks=options.ranks).wait() != 0:

@@ -1,9 +1,35 @@
 """Tests run many tiny operators: one thread each is fastest, and leaves a core for updates."""
 
+import dataclasses
+import gc
+from collections.abc import Iterator
+
 import inside
+import pytest
 import torch
 
+from l2l.planner import H200, KeptPlans
 from l2l.proof import ProofMemory
 
 torch.set_num_threads(1)
 inside.remember_proofs_in(ProofMemory(None))  # what a test has proven is nobody else's
+inside.keep_plans_in(KeptPlans(None))
+
+
+@pytest.fixture
+def as_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans with the figures of an H200: nothing is measured, and choices do not vary.
+
+    But for its context: a budget of a test would hardly have room for that.
+    """
+    figures = dataclasses.replace(H200, context_bytes=0)
+    monkeypatch.setattr("l2l.planner.planning.known_hardware", lambda *_, **__: figures)
+
+
+@pytest.fixture(scope="module")
+def frozen_garbage() -> Iterator[None]:
+    """Trainers collect garbage: they do not look at all that large libraries have made."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import l2l
+import l2l.engine.engine
 import l2l.engine.network
 from l2l.checkpoint import Persistence
 from l2l.distributed import World
@@ -16,10 +17,11 @@ from l2l.engine.checkpoints import PLACED as PLACED
 from l2l.engine.proving import Proving
 from l2l.model import Compiler, Partition, Route
 from l2l.parameter_server import Arena, ParameterServer
-from l2l.planner import Planning
+from l2l.planner import KeptPlans, Planning
 from l2l.proof import Proof, ProofMemory
 from l2l.run import Facts, OuterPass, Relay, Scaler, Stash, Transfer
 from l2l.schedule import OuterUnit, Schedule, Shape
+from l2l.trial import Trial
 
 EXECUTION = frozenset(field.name for field in dataclasses.fields(l2l.Execution))
 
@@ -32,13 +34,18 @@ def engine(model: Any, **settings: Any) -> Engine:
 
 
 # Names for `monkeypatch.setattr`.
-COMPILER = "l2l.engine.engine.Compiler"
+COMPILER = "l2l.engine.resources.Compiler"
 LOAD_KERNEL = "l2l.engine.resources.load_kernel"
 MAKE_SCHEDULE = "l2l.engine.network.make_schedule"
 PROVEN = "l2l.engine.network.PROVEN"
 RUN_OF_PROOF = "l2l.engine.proving.Proving.run"
 
 run_of_proof = Proving.run
+
+
+def keep_plans_in(plans: KeptPlans) -> None:
+    """Let engines that are made from here on keep their plans there."""
+    l2l.engine.engine.PLANS = plans
 
 
 def remember_proofs_in(memory: ProofMemory) -> None:
@@ -119,6 +126,10 @@ def relay(engine: Engine) -> Relay:
 def facts(engine: Engine) -> Facts:
     """What the trial has found."""
     return engine._condition.network.facts
+
+
+def trial(engine: Engine) -> Trial:
+    return engine._condition.network.trial
 
 
 def present_buffers(engine: Engine) -> dict[str, Any]:

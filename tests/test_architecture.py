@@ -19,11 +19,11 @@ MAY_IMPORT = {
     "files": "",
     "schedule": "",
     "device": "schedule",
-    "model": "device",
+    "model": "device files",
     "parameter_server": "device distributed model schedule",
     "checkpoint": "device distributed files model parameter_server",
     "hugging_face": "files model parameter_server",
-    "proof": "device model parameter_server",
+    "proof": "device files model parameter_server",
     "run": "device model parameter_server schedule",
     "trial": "device model parameter_server run",
     "planner": "device distributed files model parameter_server run schedule trial",
@@ -31,6 +31,7 @@ MAY_IMPORT = {
         "checkpoint device distributed hugging_face model parameter_server planner proof run "
         "schedule trial"
     ),
+    "loops": "engine parameter_server run",
     "bench": "device engine hugging_face parameter_server planner",
     "train": (
         "checkpoint device distributed engine files hugging_face model parameter_server planner run"
@@ -46,6 +47,9 @@ REQUIRED = {"torch", "safetensors", "typing_extensions"}  # the last is required
 OPTIONAL = {
     "transformers",
     "peft",
+    "trl",
+    "accelerate",
+    "lightning",
     "datasets",
     "pydantic",
     "rich",
@@ -53,12 +57,16 @@ OPTIONAL = {
     "tensorboard",
     "deepspeed",
     "roundpipe",
+    "torchao",
+    "bitsandbytes",
 }
 LOOKS_FOR_OPTIONAL = {  # by name, inside functions
     "__init__",  # for rooms of its own, when they are asked for
     "bench",
     "cli",  # for its verbs, when they are asked for
     "hugging_face",
+    "loops",
+    "model",  # for formats of weights
     "train",
 }
 IMPORTS_OPTIONAL = {  # source -> the one library that it is written for
@@ -70,6 +78,7 @@ IMPORTS_OPTIONAL = {  # source -> the one library that it is written for
 NEEDS_PYDANTIC = {"train", "export", "report"}  # verbs of the command line: they import `train`
 KNOWS_CUDA = {
     PACKAGE / "device" / "cuda.py",
+    PACKAGE / "device" / "cuda_streams.py",
     PACKAGE / "bench" / "workload.py",
 }  # the latter times others
 GOLDEN = ROOT / "tests" / "schedules" / "tied_table_on_the_host_clipped.txt"
@@ -119,7 +128,11 @@ def test_a_module_may_import_only_what_is_listed_above_it() -> None:
 def test_imports_follow_the_table(source: Path) -> None:
     module = module_of(source)
     if module == "__init__":
-        shown = {"checkpoint", "engine", "hugging_face", "parameter_server", "planner", "run"}
+        shown = {
+            *("checkpoint", "device", "engine", "hugging_face", "model", "parameter_server"),
+            "planner",
+            "run",
+        }
         assert own_imports(source) == shown
     elif module == "__main__":
         assert own_imports(source) == {"cli"}
@@ -296,8 +309,8 @@ def test_the_house_stays_small() -> None:
     by_room = dict.fromkeys(map(module_of, SOURCES), 0)
     for source in SOURCES:
         by_room[module_of(source)] += num_code_lines(source)
-    assert by_room["schedule"] + by_room["run"] <= 4_000  # what a newcomer reads first
-    assert sum(by_room.values()) <= 24_000
+    assert by_room["schedule"] + by_room["run"] <= 4_900  # what a newcomer reads first
+    assert sum(by_room.values()) <= 33_000
 
 
 @every_source
@@ -326,8 +339,8 @@ def test_only_the_device_knows_cuda(source: Path) -> None:
     assert bool(names) == (source in KNOWS_CUDA), names
 
 
-ENVIRONMENT = {"distributed.py"}
-"""What torchrun says is read."""
+ENVIRONMENT = {"distributed.py", "model/compiling.py"}
+"""What torchrun says is read; torch is told where to keep compiled programs."""
 
 
 @every_source

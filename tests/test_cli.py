@@ -159,13 +159,13 @@ def test_a_plan_is_printed_and_ends_with_a_line_of_json(
 def test_a_plan_follows_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tiny", "--tokens", "512", "--length", "64", "--microbatch-size", "2"]
     words += ["--optimizer", "adamw-8bit", "--clip-norm", "1", "--precision", "float16"]
-    status, found, _ = planned(capsys, *words, "--no-compile", "--device-memory", "1GiB")
+    status, found, _ = planned(capsys, *words, "--no-compile", "--device-memory", "2GiB")
     assert status == 0
     assert found["num_tokens"] == 512
     assert found["choices"]["microbatch"].startswith("2 rows")
     assert found["choices"]["precision"] == "float16"
     assert found["choices"]["update"].startswith("just in time")
-    exact = planned(capsys, *words[:7], "--device-memory", "1GiB")[1]
+    exact = planned(capsys, *words[:7], "--device-memory", "2GiB")[1]
     assert exact["choices"]["update"].startswith("eager")
 
 

@@ -150,10 +150,10 @@ def test_the_table_compares_with_the_best_exact_peer_and_the_fastest_loop_in_mem
     assert data["best_exact_peer_tokens_per_second"] == 10_000
     assert data["fastest_in_memory_tokens_per_second"] == 25_000
     rows = {
-        "engine 4GiB": "12,000 1.20 0.48 3.90 4GiB 40.00 yes",
-        "plain compiled": "25,000 2.50 1.00 55.20 - 40.00 no: no float32 master",
-        "roundpipe synchronous": "10,000 1.00 0.40 6.00 - 40.00 yes",
-        "roundpipe default": "17,000 1.70 0.68 6.00 - 40.00 no: weights one step stale",
+        "engine 4GiB": "12,000 1.20 0.48 3.90 4GiB 40.00 - yes",
+        "plain compiled": "25,000 2.50 1.00 55.20 - 40.00 - no: no float32 master",
+        "roundpipe synchronous": "10,000 1.00 0.40 6.00 - 40.00 - yes",
+        "roundpipe default": "17,000 1.70 0.68 6.00 - 40.00 - no: weights one step stale",
         "fsdp2 offload": "not installed",
         "deepspeed zero-2": "failed: ValueError: no such <x>",
     }
@@ -164,7 +164,7 @@ def test_the_table_compares_with_the_best_exact_peer_and_the_fastest_loop_in_mem
 
 def test_ratios_without_anything_to_compare_with_are_left_open():
     table, data = describe([measured(12_000, None, moments="8bit")])
-    assert row_of(table, "engine 8bit moments") == "12,000 - - - - 40.00 no: 8bit moments"
+    assert row_of(table, "engine 8bit moments") == "12,000 - - - - 40.00 - no: 8bit moments"
     assert data["best_exact_peer_tokens_per_second"] is None
 
 

@@ -36,7 +36,6 @@ from l2l.device import CheckingDevice
 from l2l.device.byte_size import format_bytes
 from l2l.engine import Engine
 from l2l.parameter_server import ParameterServer
-from l2l.planner.hardware import H200
 from l2l.proof import ProofMemory
 from l2l.trial.trial import Trial
 
@@ -448,12 +447,6 @@ BUDGETED = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6
 MIN_MIB, MAX_MIB = 146, 240  # all layers streamed; everything on the device, with its state
 
 
-@pytest.fixture
-def as_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans with the figures of an H200: nothing is measured, and choices do not vary."""
-    monkeypatch.setattr("l2l.planner.planning.known_hardware", lambda *_, **__: H200)
-
-
 def train_in(budget: str | None, batches: list[Batch], **settings: Any) -> tuple[Any, ...]:
     """Losses and weights of training in a budget, and the last plan."""
     model = build_llama(**BUDGETED)
@@ -552,8 +545,9 @@ def test_what_was_measured_is_in_the_plan_after_some_steps(
     if num_steps == 2:
         assert plan.measured == ()
         return
-    (line,) = plan.measured
+    line, *of_bounds = plan.measured
     assert line in str(plan)
+    assert [one in str(plan) for one in of_bounds] == [True] * (budget is not None)
     assert re.match(r"measured: \d+\.\d{3} s a step, [\d,]+ tokens/s", line)
     assert ("expected" in line) == (budget is not None)
 
@@ -646,7 +640,10 @@ def test_a_device_with_too_little_memory_for_a_trial_says_what_would_do(
     with make_engine(build_llama(**BUDGETED)) as engine:
         with monkeypatch.context() as patched:
             patched.setattr(Trial, "_weights", run_out)
-            with pytest.raises(ValueError, match=r"the largest layer .*\. Give device_memory="):
+            with pytest.raises(
+                ValueError,
+                match=r"the largest layer .* are needed, on the device \(device_memory\)",
+            ):
                 engine.step(causal_batch(ROWS))
         assert math.isfinite(engine.step(causal_batch(ROWS)).loss)
 

@@ -578,10 +578,10 @@ def test_an_engine_that_cannot_give_back_says_so(monkeypatch: pytest.MonkeyPatch
 def test_an_engine_that_could_not_be_made_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     add = ParameterServer.add
 
-    def fail(server: ParameterServer, form: UnitForm, tensors: UnitTensors) -> None:
+    def fail(server: ParameterServer, form: UnitForm, tensors: UnitTensors, **how: Any) -> None:
         if form.name == "T0":
             raise RuntimeError("planted")
-        add(server, form, tensors)
+        add(server, form, tensors, **how)
 
     monkeypatch.setattr(ParameterServer, "add", fail)
     model = FAMILIES["hand_written"].build()

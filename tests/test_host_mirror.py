@@ -6,7 +6,7 @@ import torch
 from families import FAMILIES, masks
 from torch import Tensor
 
-from l2l.model.interception import MAX_ELEMENTS, QUESTIONS, HostMirror
+from l2l.model.host_mirror import MAX_ELEMENTS, QUESTIONS, HostMirror
 from l2l.run.around_layers import AroundLayers
 from l2l.run.outer_pass import OuterPass
 
@@ -161,7 +161,7 @@ def test_all_that_transformers_asks_is_known(name: str, kind: str, monkeypatch: 
 
     expected = losses()
     monkeypatch.setattr(OuterPass, "_mirrored", lambda _, *batches: Watched(*batches))
-    monkeypatch.setattr(AroundLayers, "_inputs", lambda _, step, m: copied(step.microbatches[m]))
+    monkeypatch.setattr(AroundLayers, "inputs", lambda _, step, m: copied(step.microbatches[m]))
     assert losses() == expected
     assert not unanswered
 

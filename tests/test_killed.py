@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -31,9 +33,19 @@ def test_runs_that_are_ended_while_they_save_or_export(tmp_path: Path) -> None:
     assert found == {"kills": 6, "faults": 0}
 
 
-def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((), id="in memory"),
+        pytest.param(("--disk",), id="on disk", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_run_that_is_killed_ends_with_the_same_bits(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
     kills = os.environ.get("L2L_KILLS", "2")
-    found = campaign("killed.py", tmp_path / "killed", "--kills", kills, "--steps", "12")
+    words = ("--kills", kills, "--steps", "12", *words)
+    found = campaign("killed.py", tmp_path / "killed", *words)
     assert found["kills"] == int(kills)
     assert found["runs"] >= 1
     assert found["differences"] == []

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import l2l
 import l2l.planner.decisions
-from l2l.model.interception import EVEN_ROWS, Head, differentiate
+from l2l.model.head import EVEN_ROWS, Head, differentiate
 
 ROWS, SIZE, PIECE, PART = 6, 4, 5, 2 * LENGTH
 PUTTING_OFF = ("llama_tied", "llama_untied", "qwen3", "gpt2", "falcon", "opt", "phi3")

@@ -14,7 +14,8 @@ counts as a result, too.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,12 @@ ORDERS = (None, *(lane for lane in Lane if lane not in UNUSED))
 every_order = pytest.mark.parametrize(
     "first", ORDERS, ids=lambda lane: lane.value if lane else "default"
 )
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
 
 Result = tuple[list[float], dict[str, Tensor]]
 Batch = dict[str, Tensor]
@@ -120,6 +127,18 @@ class TokenClassifier(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, scale)
         logits = self.head(self.norm(hidden)).mean(dim=1) / LENGTH**4
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Speaker(TokenClassifier):
+    """Its loss is a plain cross-entropy of its logits: the head may come in slices."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.table(ids))
+        scale = 1 + ids.float().mean(dim=1)[:, None, None] / WORDS
+        for layer in self.layers:
+            hidden = layer(hidden, scale)
+        logits = self.head(self.norm(hidden).mean(dim=1)) / LENGTH**4
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
@@ -310,6 +329,8 @@ def make_engine(model: nn.Module, first: Lane | None, **settings: Any) -> Engine
         "kernel": "readable",
         "prove": False,  # schedules here are for one batch, and some are wrong on purpose
     }
+    if settings.get("disk") == ".":  # one of its own: an engine that fails may not be gone yet
+        settings["disk"] = tempfile.mkdtemp(dir=".")
     return inside.engine(model, **{"device": CheckingDevice(first=first), **defaults, **settings})
 
 
@@ -405,6 +426,11 @@ CASES = {
 
 ADAMW = l2l.AdamW(lr=0.01)
 NATIVE = {"optimizer": ADAMW, "kernel": "native", "clip_norm": 0.05}
+DISK = (
+    "update waits fetch U.state",
+    "write waits update U host",
+    "read waits drain U.state",
+)
 HALVES = ("fetch waits update U host late weights", "drain waits update U host late moments")
 
 LATER = {  # the waits are those of the second step, which settles what the first has left
@@ -531,6 +557,41 @@ LATER = {  # the waits are those of the second step, which settles what the firs
             "drain waits update U device late",
             "drain waits update U:p device late",
         ),
+    ),
+    "tied head in slices, clipped": Case(
+        build=partial(build_of, Speaker, tied=True),
+        batch=make_tokens,
+        settings={
+            "embedding": "host",
+            "overrides": {"num_head_slices": 3, "num_cells": 4},
+            "clip_norm": 0.05,
+        },
+        kinds=(
+            "compute waits fetch U:p",
+            "drain waits backward U:p m",
+            "fetch waits update U host late",
+            "fetch waits release U:p",
+            "compute waits drain U.grad:p",
+        ),
+    ),
+    "head in slices, at once": Case(
+        build=partial(build_of, Speaker, tied=False, width=WIDTH),
+        batch=make_tokens,
+        settings={"overrides": {"num_head_slices": 2, "num_cells": 4, "num_gradient_slots": 1}},
+        kinds=("update waits drain U.grad:p", "fetch waits release U:p"),
+    ),
+    "on disk": Case(
+        with_numbers(num_disk_buffers=2),
+        build=build_three,
+        batch=partial(make_batch, rows=FEW_ROWS),
+        settings={"overrides": {"num_on_disk": 3, "num_cells": 3}, "disk": "."},
+        kinds=DISK,
+    ),
+    "on disk, clipped": Case(
+        build=build_three,
+        batch=partial(make_batch, rows=FEW_ROWS),
+        settings={**NATIVE, "overrides": {"num_on_disk": 2, "num_cells": 3}, "disk": "."},
+        kinds=("update waits fetch U.state", "write waits update U host late"),
     ),
     "in halves": Case(
         build=build_three,
@@ -767,12 +828,36 @@ def test_a_step_fails_when_any_wait_is_deleted(name: str) -> None:
     assert len(assert_every_wait_is_missed(case, one_step, plain_result(case))) > 50
 
 
-@pytest.mark.parametrize("name", LATER)
+THOROUGH = {  # whose lines others have, too
+    "tail with state, native",
+    "shared updates",
+    "shared updates at once",
+    "in halves",
+    "in halves, native",
+    "in halves, but for the last",
+    "in halves, 8-bit",
+    "in halves, some of them",
+    "in halves, tail",
+    "in halves, untied table on the host",
+    "encoder and decoder, just in time, tail",
+    "layers called twice, in halves",
+    "layers called twice, on the device",
+}
+
+
+def mostly(names: Iterable[str]) -> list[Any]:
+    """Names of cases, some of them for the thorough tests only."""
+    marks = {True: [pytest.mark.thorough], False: []}
+    return [pytest.param(name, marks=marks[name in THOROUGH]) for name in names]
+
+
+@pytest.mark.parametrize("name", mostly(LATER))
 def test_a_step_that_leaves_or_settles_updates_fails_when_any_wait_is_deleted(name: str) -> None:
     case = LATER[name]
     expected = engine_result(case, make_schedule, None)
     if case.settings.get("optimizer") in (None, ADAMW) and "clip_norm" not in case.settings:
-        assert is_same(expected, plain_result(case))
+        agrees = is_near if "slices" in name else is_same  # words are added up slice by slice
+        assert agrees(expected, plain_result(case))
     if "fetch waits update U host late weights" in case.kinds:
         assert is_same(expected, engine_result(case, with_numbers(halves=False), None))
     kinds = assert_every_wait_is_missed(case, expected)
@@ -780,7 +865,7 @@ def test_a_step_that_leaves_or_settles_updates_fails_when_any_wait_is_deleted(na
     assert len(kinds) > (5 if name == "tail of all" else 20)
 
 
-@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("name", mostly(ROUTES))
 def test_a_step_along_another_route_fails_when_any_wait_is_deleted(name: str) -> None:
     """All rows at once give the bits of plain PyTorch; microbatches add up in another order."""
     case = ROUTES[name]

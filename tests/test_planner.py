@@ -4,6 +4,7 @@ Plans are made for Llama shapes on an H200 (its figures, l2l/hardware.py). Nothi
 is allocated: a plan is a function of sizes and costs (`Problem`), a machine and a budget.
 """
 
+import dataclasses
 import re
 import time
 from dataclasses import replace
@@ -25,10 +26,12 @@ from l2l.parameter_server import UpdatePolicy
 from l2l.planner import STATE_ON_HOST, Decisions, DoesNotFitError, Plan, Together
 from l2l.planner.cost_model import CostModel
 from l2l.planner.decisions import ALWAYS
-from l2l.planner.hardware import H200
+from l2l.planner.hardware import H200 as WITH_CONTEXT
 from l2l.planner.layer_cost import count_pass
 from l2l.planner.problem import Problem
 from l2l.planner.search import Candidate, find_plan
+
+H200 = dataclasses.replace(WITH_CONTEXT, context_bytes=0)  # budgets are those of tensors
 
 GIB = 2**30
 META = torch.device("meta")
@@ -592,3 +595,20 @@ def test_devices_that_share_everything_are_as_fast_as_what_joins_them() -> None:
     assert busy > together
     far = seconds(num_ranks=16, per_host=8, far_rate=1e8)
     assert far > together
+
+
+def test_a_step_works_out_no_sizes_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did so for every layer, as often as there are layers."""
+    worked_out: list[str] = []
+    unit_size = l2l.planner.subject.unit_size
+
+    def counted(form: Any) -> Any:
+        worked_out.append(form.name)
+        return unit_size(form)
+
+    monkeypatch.setattr(l2l.planner.subject, "unit_size", counted)
+    ids = torch.randint(3, 60, (2, 8))
+    with inside.engine(build_llama(num_hidden_layers=6), device="cpu", prove=False) as engine:
+        for _ in range(3):
+            engine.step({"input_ids": ids, "labels": ids})
+    assert sorted(worked_out) == [f"L{index}" for index in range(6)]

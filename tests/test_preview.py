@@ -3,6 +3,7 @@
 Everything is planned for an H200 by its figures (l2l/hardware.py); nothing of it runs.
 """
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ import l2l
 from l2l.bench.workload import Workload
 from l2l.model.fake_weights import LARGE_BYTES, FakeWeights, fake_weight, is_fake
 from l2l.planner import DoesNotFitError, Together
-from l2l.planner.hardware import H200
+from l2l.planner.hardware import H200 as WITH_CONTEXT
 from l2l.planner.preview import STREAMED, largest_model
+
+H200 = dataclasses.replace(WITH_CONTEXT, context_bytes=0)  # budgets are those of tensors
 
 META = torch.device("meta")
 GIB = 2**30
@@ -267,8 +270,29 @@ def test_microbatches_can_be_given() -> None:
 
 
 def test_too_little_device_memory_is_refused() -> None:
-    with pytest.raises(DoesNotFitError, match=r"of device memory, found a budget of 1\.00 GiB"):
-        l2l.plan(shape(), device_memory="1GiB", hardware=H200)
+    with pytest.raises(DoesNotFitError, match=r"of device memory, found a budget of 256\.00 MiB"):
+        l2l.plan(shape(), device_memory="256MiB", hardware=H200)
+
+
+def test_the_least_budget_does_not_grow_with_the_vocabulary() -> None:
+    def least(words: int) -> float:
+        config = transformers.LlamaConfig(
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=4,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            vocab_size=words,
+        )
+        with META:
+            model = transformers.LlamaForCausalLM(config)
+        with pytest.raises(DoesNotFitError) as refused:
+            l2l.plan(model, num_rows=8, device_memory="64MiB", hardware=H200)
+        number = re.search(r"the step needs ([\d.]+) MiB", str(refused.value))
+        assert number is not None
+        return float(number[1])
+
+    assert least(262_144) == pytest.approx(least(32_000), rel=0.03)
 
 
 def test_too_little_host_memory_is_refused_with_optimizers_that_fit() -> None:
@@ -318,7 +342,7 @@ def test_there_may_be_no_largest_model() -> None:
     def make(number: int) -> nn.Module:
         return shape(num_layers=number)
 
-    assert largest_model(make, host_memory="1TiB", device_memory="1GiB", hardware=H200) is None
+    assert largest_model(make, host_memory="1TiB", device_memory="256MiB", hardware=H200) is None
     assert largest_model(make, host_memory="1GiB", hardware=H200) is None
     few = largest_model(make, host_memory="1TiB", most_layers=20, num_rows=1, hardware=H200)
     assert few is not None

@@ -12,6 +12,7 @@ import pytest
 from typing_extensions import override
 
 from l2l.cli.report import draw_losses
+from l2l.planner import Bounds
 from l2l.train import display as display_module
 from l2l.train.display import Display, Status, format_seconds, open_display
 from l2l.train.folder import RunFolder
@@ -28,6 +29,7 @@ class FakeReport:
     skipped: bool = False
     loss_scale: float = 1.0
     num_tokens: int = 100
+    compiled: bool | None = None
 
     @property
     def loss(self) -> float:
@@ -88,6 +90,15 @@ def test_a_step_is_read_two_steps_later(tmp_path: Path) -> None:
     assert [record["step"] for record in lines_of(tmp_path)] == [1, 2, 3, 4]
 
 
+def test_steps_before_layers_were_compiled_say_so(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    for number in (1, 2, 3):
+        run.step_begun(number, FakeReport(number, compiled=number > 2), learning_rate=0.1)
+    run.catch_up()
+    run.close()
+    assert [record.get("compiled") for record in lines_of(tmp_path)] == [False, False, None]
+
+
 def test_a_line_has_the_numbers_of_a_step(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.step_begun(1, FakeReport(4), learning_rate=2e-5)
@@ -104,6 +115,7 @@ def test_a_line_has_the_numbers_of_a_step(tmp_path: Path) -> None:
         "gradient_norm": 0.5,
         "tokens": 100,
     }
+    assert "compiled" not in second
     assert (second["loss"], second["skipped"], second["loss_scale"]) == (None, True, 1024.0)
     assert run.status.num_skipped == 1
 
@@ -210,6 +222,7 @@ def test_without_tensorboard_there_are_no_events(tmp_path: Path, monkeypatch) ->
 # --------------------------------------------------------------------------------------------------
 # Displays
 
+BOUNDS = Bounds(compute=1.0, link=2.0, host=0.5, lane="link")
 STATUS = Status(
     step=7,
     num_steps=10,
@@ -218,7 +231,8 @@ STATUS = Status(
     seconds_left=200.0,
     peak_bytes=3 * 2**30,
     budget_bytes=8 * 2**30,
-    bound="link",
+    bounds=BOUNDS,
+    step_seconds=4.0,
     num_skipped=2,
     evaluation="after step 5: loss 1.6",
     saving="step-00000005",
@@ -242,7 +256,7 @@ def test_a_plain_line_has_all_that_is_known() -> None:
     Display(stream, every_steps=7).show(STATUS)
     assert stream.getvalue() == (
         "step 7/10  loss 1.5000  12,346 tokens/s  about 3 min left  device 3.00 GiB of 8.00 GiB  "
-        "bound by link  skipped 2 steps, not finite\n"
+        "bound by link at 50%  skipped 2 steps, not finite\n"
     )
 
 
@@ -291,7 +305,7 @@ def test_without_rich_a_terminal_gets_plain_lines(monkeypatch) -> None:
 def test_the_status_follows_the_run(tmp_path: Path) -> None:
     display = Silent()
     run = start(tmp_path, display)
-    run.status.peak_bytes, run.status.budget_bytes, run.status.bound = 10, 20, "compute"
+    run.status.peak_bytes, run.status.budget_bytes, run.status.bounds = 10, 20, BOUNDS
     run.status.saving = "step-00000002"
     for number in (1, 2, 3):
         run.step_begun(number, FakeReport(number), learning_rate=0.1)
@@ -302,7 +316,11 @@ def test_the_status_follows_the_run(tmp_path: Path) -> None:
     assert last.tokens_per_second
     assert last.seconds_left
     assert (last.step, last.num_steps, last.loss) == (3, 10, 1 / 3)
-    assert (last.bound, last.peak_bytes, last.saving) == ("compute", 10, "step-00000002")
+    assert (last.bounds, last.peak_bytes, last.saving) == (BOUNDS, 10, "step-00000002")
+    assert last.step_seconds
+    for line in lines_of(tmp_path):
+        assert line["bound"] == "link"
+        assert line["share_of_bound"] > 0
 
 
 def test_times_are_for_people() -> None:

@@ -417,6 +417,9 @@ def test_the_key_depends_on_code_and_structure() -> None:
     drops = Words()
     drops.layers[1].dropout.p = 0.5
     others.append(key(drops))
+    switched = Words()
+    switched.layers[1]._is_switched_off = True
+    others.append(key(switched))
     assert plain not in others
     assert len({*others}) == len(others)
     hooked, patched, open_loss = Words(), Words(), object()

@@ -17,6 +17,7 @@ def test_public_names() -> None:
         "CheckpointFolder",
         "Choice",
         "Depth",
+        "Disk",
         "Engine",
         "Execution",
         "Lion",
@@ -28,6 +29,7 @@ def test_public_names() -> None:
         "SampledArchitecture",
         "StepReport",
         "StochasticDepth",
+        "TokenLoss",
         "plan",
     ]
     for name in l2l.__all__:
@@ -40,12 +42,15 @@ def public_members(kind: type) -> list[str]:
 
 def test_members_of_the_engine() -> None:
     assert public_members(l2l.Engine) == [
+        "averaged",
         "checkpoint_bytes",
         "close",
         "depth",
         "device",
+        "disk_written_bytes",
         "evaluate",
         "export",
+        "generate",
         "layers",
         "load",
         "named_weights",
@@ -74,8 +79,10 @@ def test_arguments_of_the_engine() -> None:
         "device": None,
         "device_memory": None,
         "host_memory": None,
+        "disk": None,
         "microbatch_size": None,
         "precision": "bfloat16",
+        "base": None,
         "clip_norm": None,
         "layers": None,
         "nonfinite": "stop",
@@ -83,6 +90,7 @@ def test_arguments_of_the_engine() -> None:
         "seed": None,
         "prove": True,
         "depth": None,
+        "autograd": False,
         "execution": None,
     }
     assert dataclasses.asdict(l2l.Execution()) == {
@@ -90,6 +98,7 @@ def test_arguments_of_the_engine() -> None:
         "update": None,
         "embedding": None,
         "kernel": "native",
+        "compile_ahead": "wait",
         "overrides": {},
         "group_size": None,
     }
@@ -110,12 +119,14 @@ def test_arguments_of_a_plan() -> None:
         "host_memory": None,
         "microbatch_size": None,
         "precision": "bfloat16",
+        "base": None,
         "clip_norm": None,
         "layers": None,
         "compile": True,
         "hardware": None,
         "overrides": None,
         "world": None,
+        "disk": None,
     }
     positional = [name for name, one in parameters.items() if one.kind is not one.KEYWORD_ONLY]
     assert positional == ["model", "batch"]
@@ -124,8 +135,11 @@ def test_arguments_of_a_plan() -> None:
 def test_members_of_a_plan() -> None:
     assert public_members(l2l.Plan) == [
         "bound",
+        "bounds",
         "budget_bytes",
         "choices",
+        "disk_bytes",
+        "first_step",
         "ledger",
         "measured",
         "num_tokens",
@@ -159,6 +173,7 @@ def test_members_of_the_layers() -> None:
 
 def test_members_of_a_report() -> None:
     assert public_members(l2l.StepReport) == [
+        "compiled",
         "gradient_norm",
         "layer_norms",
         "layers",
@@ -178,6 +193,7 @@ def fields(description: type) -> dict[str, object]:
 def test_optimizers_have_the_settings_and_defaults_of_torch() -> None:
     assert fields(l2l.AdamW) == {
         "groups": None,
+        "average": None,
         "lr": 1e-3,
         "betas": (0.9, 0.999),
         "eps": 1e-8,
@@ -186,6 +202,7 @@ def test_optimizers_have_the_settings_and_defaults_of_torch() -> None:
     }
     assert fields(l2l.Lion) == {
         "groups": None,
+        "average": None,
         "lr": 1e-4,
         "betas": (0.9, 0.99),
         "weight_decay": 0.0,
@@ -200,13 +217,14 @@ def test_optimizers_have_the_settings_and_defaults_of_torch() -> None:
     }
     assert fields(l2l.SGD) == {
         "groups": None,
+        "average": None,
         "lr": 1e-3,
         "momentum": 0.0,
         "dampening": 0.0,
         "weight_decay": 0.0,
         "nesterov": False,
     }
-    assert set(fields(l2l.RecordGradients)) == {"groups", "gradients"}
+    assert set(fields(l2l.RecordGradients)) == {"groups", "average", "gradients"}
 
 
 def test_kinds_of_lines_of_a_schedule() -> None:
@@ -219,16 +237,21 @@ def test_kinds_of_lines_of_a_schedule() -> None:
         "take": "SGW>",
         "release": "SGW>",
         "release U": "LTO S!unit",
+        "release U:p": "T S!unit",
         "fetch U": "LTO S>unit",
+        "fetch U:p": "T S>unit",
         "fetch U.state:p": "L W>state",
+        "fetch U.state": "L B>state",
         "fetch U.all:p": "L H< W>state",
-        "fetch v m": "CRK>value",
+        "fetch v m": "CRKP>value",
         "drain U": "LTO S<unit",
         "drain U free": "LTO S!unit",
         "drain U.grad": "LTO G<gradient H>gradient",
+        "drain U.grad:p": "T G<gradient H>table",
         "drain U.norm": "LTO G<gradient",
+        "drain U.state": "L B!state",
         "drain U.all:p": "L W<state",
-        "drain v m": "CRK<value",
+        "drain v m": "CRKP<value",
         "drain loss": "",
         "gather U": "LTO S=unit",
         "reduce U": "LTO G=gradient",
@@ -237,13 +260,19 @@ def test_kinds_of_lines_of_a_schedule() -> None:
         "forward U m": "L S<unit R<r C<h C>h+ K>k",
         "forward Int m": "I S<own R<r R>r+ C<h C>h+",
         "loss m": "S<own G>sum R<r C<h C>g",
+        "forward Epi m": "E S<own R<r C<h C>y P>s+",
+        "forward U:p m": "T S<unit S<own C<y P<s P>s+",
+        "loss Epi m": "E P<s P>c",
+        "backward U:p m": "T S<unit S<own G>gradient G>sum C<y P<c C<d+ C>d",
+        "backward Epi m": "E S<own G>sum R<r C<h C<d C>g",
         "backward U m": "L S<unit G>gradient R<r C<h K<k C<g+ C>g",
         "backward Pro m": "P S<own G>sum R<r C<e K<k C<g+ C>x",
         "backward Int m": "I S<own G>sum R<r C<h C<g+ C>g",
         "lookup m": "",
         "collect U m": "T H>",
-        "update U host": "LTO H<gradient",
-        "update U host late": "LTO H<",
+        "collect U": "LTO H<",
+        "update U host": "LTO H<gradient B=state",
+        "update U host late": "LTO H< B=state",
         "update U host late weights": "LTO H<",
         "update U host late moments": "LTO H<",
         "update U:m host late": "T H<",
@@ -266,5 +295,5 @@ def test_verbs_of_a_schedule() -> None:
 
 def test_lanes_of_a_schedule() -> None:
     lanes = ["compute", "fetch", "drain", "stash", "unstash", "update", "lend", "rework"]
-    lanes += ["gather", "reduce"]
+    lanes += ["gather", "reduce", "read", "write"]
     assert [lane.value for lane in Lane] == lanes

@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands."""
+"""The Python of README and of pages for users runs as it stands."""
 
 import re
 from pathlib import Path
@@ -6,15 +6,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+PAGES = ("README.md", "docs/loops.md", "docs/optimizers.md")
+BLOCKS = {
+    page: re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+    for page in PAGES
+}
 
 
-def test_the_readme_shows_code():
-    assert BLOCKS
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_shows_code(page: str):
+    assert BLOCKS[page]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_a_block_of_the_readme_runs(
+@pytest.mark.parametrize("block", [block for blocks in BLOCKS.values() for block in blocks])
+def test_a_block_runs(
     block: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -22,5 +27,5 @@ def test_a_block_of_the_readme_runs(
 ):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    exec(compile(block, "README.md", "exec"), names)
+    exec(compile(block, "a page", "exec"), names)
     assert capsys.readouterr().out

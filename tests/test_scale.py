@@ -41,7 +41,7 @@ def test_the_largest_model_grows_with_the_host():
         Scale(
             shape="tiny",
             optimizer="adamw",
-            device_memory="256MiB",
+            device_memory="1400MiB",
             host_memory=size,
             num_tokens=256,
             length=64,

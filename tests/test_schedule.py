@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ import pytest
 import l2l.schedule
 from l2l.schedule import (
     KINDS,
+    LASTING,
     NOTHING,
     NUM_LENT,
     VERBS,
@@ -49,6 +50,9 @@ AFTER = OuterUnit(in_prologue=False)  # a norm
 TIED = (OuterUnit(name="T0", in_prologue=False, looked_up=True), AFTER)
 UNTIED = (OuterUnit(name="T0", in_prologue=False, in_epilogue=False, looked_up=True), AFTER)
 APART = (OuterUnit(name="T0", in_epilogue=False), AFTER)
+
+IN_SLICES = (dataclasses.replace(TIED[0], num_slices=3), AFTER)
+HEAD = OuterUnit(name="T1", in_prologue=False, num_slices=2)
 
 IN_HALVES = Shape(
     layers=first_layers(3),
@@ -111,6 +115,15 @@ GOLDEN = {
     ),
     "tied_table_on_the_host_clipped": dataclasses.replace(IN_HALVES, halves=False),
     "tied_table_on_the_host_in_halves": IN_HALVES,
+    "tied_head_in_slices_clipped": dataclasses.replace(IN_HALVES, halves=False, outer=IN_SLICES),
+    "head_in_slices": Shape(
+        layers=first_layers(3), stacks=(2,), num_microbatches=3, outer=(OuterUnit(), HEAD)
+    ),
+    "frozen_head_in_slices": Shape(
+        layers=first_layers(3),
+        num_microbatches=2,
+        outer=(*FROZEN, dataclasses.replace(HEAD, trained=False)),
+    ),
     "untied_table_on_the_host": Shape(
         layers=first_layers(3), num_microbatches=2, outer=UNTIED, pending=("T0",)
     ),
@@ -138,6 +151,15 @@ GOLDEN = {
         shared=frozenset({0, 2}),
         num_pieces=4,
     ),
+    "state_on_disk": Shape(
+        layers=first_layers(3),
+        num_microbatches=2,
+        on_disk=frozenset({"L0", "L1", "L2"}),
+        num_disk_buffers=2,
+    ),
+    "state_on_disk_clipped": dataclasses.replace(
+        IN_HALVES, halves=False, on_disk=frozenset({"L1", "L2"})
+    ),
     "shared_updates_at_once": Shape(
         layers=first_layers(3),
         num_microbatches=2,
@@ -146,6 +168,18 @@ GOLDEN = {
         shared=frozenset({0, 1}),
         num_pieces=5,
         shares_memory=True,
+    ),
+    "forward_side": Shape(layers=first_layers(3), num_microbatches=2, outer=TIED, side="forward"),
+    "backward_side": Shape(layers=first_layers(3), num_microbatches=2, outer=TIED, side="backward"),
+    "outputs_side": Shape(layers=first_layers(3), num_microbatches=2, outer=TIED, side="outputs"),
+    "fused_forward_side": Shape(
+        layers=first_layers(3), num_microbatches=2, outer=TIED, side="forward", fused=True
+    ),
+    "fused_backward_side": Shape(
+        layers=first_layers(3), num_microbatches=2, outer=TIED, side="backward", fused=True
+    ),
+    "backward_side_of_two_stacks": Shape(
+        layers=first_layers(3), stacks=(2,), num_microbatches=2, side="backward"
     ),
 }
 
@@ -168,6 +202,9 @@ def small_shapes(*, training: bool = True) -> Iterator[Shape]:
                 num_cells=num_cells,
                 training=training,
             )
+
+
+ON_DISK = frozenset({"L0", "L2"})
 
 
 def varied_shapes() -> Iterator[Shape]:
@@ -208,6 +245,11 @@ def varied_shapes() -> Iterator[Shape]:
         {"num_late": 4, "pending": ("O", "L0", "L1", "L2"), "halves": True},
         {**FEW, "num_late": 4, "pending": ("O", "L0", "L1", "L2"), "halves": True, "num_slots": 1},
         {"pending": ("O", "L0"), "training": False, "halves": True},
+        {"on_disk": ON_DISK, "num_disk_buffers": 1},
+        {"on_disk": ON_DISK, "num_late": 2, "pending": ("O", "L0", "L1")},
+        {"on_disk": ON_DISK, "pending": ("O", "L0", "L1", "L2"), "num_disk_buffers": 2},
+        {"on_disk": ON_DISK, "num_late": 4, "pending": ("L0", "L1", "L2"), "halves": True},
+        {"on_disk": ON_DISK, "pending": ("L0", "L2"), "training": False, "num_disk_buffers": 1},
         {"device_updates": True, "num_slots": 1},
         {"device_updates": True, "num_slots": 3, "num_gradient_slots": 1, "num_cells": 4},
     ):
@@ -223,6 +265,10 @@ OUTER_KINDS = {
     "frozen table": (dataclasses.replace(TIED[0], trained=False), AFTER),
     "table alone": (UNTIED[0], *FROZEN),
     "with state": tuple(dataclasses.replace(unit, device_state=True) for unit in APART),
+    "in slices": IN_SLICES,
+    "in slices with nothing beside it": (HEAD,),
+    "frozen in slices": (dataclasses.replace(IN_SLICES[0], trained=False), AFTER),
+    "frozen in slices with nothing trained": (dataclasses.replace(HEAD, trained=False), *FROZEN),
     "nothing to update": (
         OuterUnit(name="T0", in_prologue=False, in_epilogue=False, device_state=True),  # not read
         OuterUnit(in_prologue=False, trained=False, device_state=True),
@@ -250,6 +296,19 @@ FEW = {"num_cells": 3, "num_recorded_cells": 1, "num_gradient_slots": 1, "num_st
 CELLS = ({}, {"num_kept_cells": 2}, FEW, {"num_kept_cells": 1, **FEW})
 
 
+def is_refused_in_slices(
+    outer: tuple[OuterUnit, ...],
+    *,
+    num_tail: int,
+    shares_memory: bool,
+    mode: dict[str, object],
+    joint: bool = False,
+) -> bool:
+    """Whether a head in slices does not go with the rest."""
+    others = num_tail or shares_memory or joint or {"device_updates", "parallel"} & {*mode}
+    return any(unit.num_slices for unit in outer) and bool(others)
+
+
 def combined_shapes() -> Iterator[Shape]:
     """Two layers and two microbatches, all else combined: first steps and steps that follow."""
     for outer, (num_tail, num_states), mode, shares_memory, frozen, cells in itertools.product(
@@ -266,6 +325,8 @@ def combined_shapes() -> Iterator[Shape]:
             continue  # refused: see below
         if shares_memory and not any(unit.passes for unit in outer):
             continue  # nothing to share
+        if is_refused_in_slices(outer, num_tail=num_tail, shares_memory=shares_memory, mode=mode):
+            continue
         if num_tail == 2 and ("num_kept_cells" in cells or "shared" in mode):
             continue  # no layer to keep anything of, or to share the updates of
         if cells and mode in MODES_WITH_MANY_CELLS:
@@ -306,7 +367,7 @@ RANKS = (
     {"parallel": True, "device_updates": True},
 )
 TIGHT = {**FEW, "num_recorded_cells": 2}
-NUM_DRAWN = 3000  # of which about a third can be
+NUM_DRAWN = 4500  # of which about a quarter can be
 
 
 def routed_shapes() -> Iterator[Shape]:
@@ -330,6 +391,10 @@ def routed_shapes() -> Iterator[Shape]:
         if {"parallel", "device_updates"} & {*mode} and (has_state or has_rows):
             continue
         if shares_memory and not any(unit.passes for unit in outer):
+            continue
+        if is_refused_in_slices(
+            outer, num_tail=num_tail, shares_memory=shares_memory, mode=mode, joint=joint
+        ):
             continue
         if "shared" in mode:
             shared = (call for call in layers[: len(layers) - num_tail] if units[call] not in again)
@@ -361,7 +426,45 @@ def small_schedules() -> tuple[Schedule, ...]:
 @functools.cache
 def varied_schedules() -> tuple[Schedule, ...]:
     """The golden ones, and of few sizes with every other number varied."""
-    return tuple(make_schedule(shape) for shape in (*GOLDEN.values(), *varied_shapes()))
+    golden = (shape for shape in GOLDEN.values() if not shape.side)
+    return tuple(make_schedule(shape) for shape in (*golden, *varied_shapes()))
+
+
+OUTERS = (TIED, UNTIED, APART, (OuterUnit(),), FROZEN)
+
+
+def sided_shapes() -> Iterator[Shape]:
+    """Of both sides of steps, fused or not, and of what may come in between."""
+    for outer, stacks, microbatches, few in itertools.product(
+        OUTERS, ((), (1,), (1, 2)), (1, 2, 3), (False, True)
+    ):
+        if stacks and outer in (APART,):  # units that any code before stacks reads all stay
+            continue
+        numbers = {"num_slots": 1, "num_cells": 3, "num_staging": 1} if few else {}
+        whole = Shape(
+            layers=first_layers(4),
+            stacks=stacks,
+            num_microbatches=microbatches,
+            outer=outer,
+            frozen_layers=frozenset({1}),
+            num_recorded_cells=2,
+            **numbers,
+        )
+        if few and outer is not FROZEN:
+            whole = dataclasses.replace(whole, shares_memory=True)
+        left = (*(unit.name for unit in outer if unit.trained), "L3", "L0")
+        yield dataclasses.replace(whole, side="forward", pending=left)
+        for side in ("forward", "outputs", "backward"):
+            yield dataclasses.replace(whole, side=side)
+        if any(unit.stays and unit.trained for unit in outer):
+            continue
+        for side, joint in itertools.product(("forward", "backward"), (False, True)):
+            yield dataclasses.replace(whole, side=side, fused=True, joint=joint)
+
+
+@functools.cache
+def sided_schedules() -> tuple[Schedule, ...]:
+    return tuple(make_schedule(shape) for shape in sided_shapes())
 
 
 @functools.cache
@@ -423,7 +526,7 @@ def test_there_are_at_most_fourteen_verbs_also_for_what_comes() -> None:
     assert len(lines) > 50
     for line in lines:
         lane, waits, awaited = line.partition(" waits ")
-        assert (awaited or line).split()[0] in VERBS
+        assert (awaited or line).split()[0] in (*VERBS, *(["last"] if waits else []))
         assert not waits or lane in {one.value for one in Lane}
 
 
@@ -541,7 +644,11 @@ def parts_of(shape: Shape) -> list[str]:
     ways, found = ["Pro", *(f"Int{stack + 1}" for stack in range(last))], []
     for stack, way in enumerate(ways):
         found += [f"forward {one}" for one in (way, *map(name, calls_in(shape, stack)))]
-    found.append("loss")
+    head = head_of(shape)
+    if head is not None:
+        found += parts_of_head(shape, head, trains=bool(shape.training and (returns or needs)))
+    else:
+        found.append("loss")
     if shape.joint and shape.training and (returns or needs):
         found.append("loss")  # the gradients of each microbatch
     for stack, way in reversed([*enumerate(ways)]):
@@ -550,6 +657,26 @@ def parts_of(shape: Shape) -> list[str]:
         if shape.training and (needs or any(stack_of(shape, call) < stack for call in returns)):
             found.append(f"backward {way}")
     return found
+
+
+def head_of(shape: Shape) -> OuterUnit | None:
+    """The unit that comes in slices."""
+    return next((unit for unit in shape.outer if unit.num_slices), None)
+
+
+def epilogue_units(shape: Shape) -> list[OuterUnit]:
+    """Units that the code after the layers reads beside a head in slices."""
+    return [unit for unit in shape.outer if unit.in_epilogue and not unit.num_slices]
+
+
+def parts_of_head(shape: Shape, head: OuterUnit, *, trains: bool) -> list[str]:
+    """The code up to the head, all slices, the loss; all slices and that code backward."""
+    slices = [f"{head.name}:p{index}" for index in range(head.num_slices)]
+    found = ["forward Epi", *(f"forward {one}" for one in slices), "loss Epi"]
+    trains |= shape.training and any(unit.trained for unit in epilogue_units(shape))
+    if trains or (shape.training and head.trained):
+        found += [f"backward {one}" for one in slices[::-1]]
+    return [*found, "backward Epi"] if trains else found
 
 
 def test_computing_goes_part_by_part_and_within_a_part_over_all_microbatches() -> None:
@@ -581,19 +708,24 @@ def test_a_unit_is_resident_when_computed_on_and_slots_hold_one_unit_and_end_fre
         held = {f"S{unit}": unit for unit in shape.held}
         for action in schedule.actions:
             kind, unit, slot = action.kind, action.unit, (*action.places, "")[0]
-            if kind == "fetch U":
+            unit = unit if action.piece is None else f"{unit}:p{action.piece}"
+            if kind in ("fetch U", "fetch U:p"):
                 assert slot not in held, (shape, action)
                 assert unit not in held.values(), (shape, action)
                 held[slot] = unit
-            elif kind in ("release U", "drain U free"):
+            elif kind in ("release U", "release U:p", "drain U free"):
                 assert held.pop(slot) == unit, (shape, action)
             elif kind in ("update U device", "update U device late", "drain U") or kind in (
                 "forward U m",
                 "backward U m",
             ):
                 assert held[slot] == unit, (shape, action)
-            elif action.verb in PASSES:
-                assert action.kind == "loss m" or action.unit[:3] in ("Pro", "Int")
+            elif kind in ("forward U:p m", "backward U:p m"):
+                assert held[slot] == unit, (shape, action)
+                beside = [one.name for one in epilogue_units(shape)]
+                assert [held[slot] for slot in places(action.places[1])] == beside, action
+            elif action.verb in PASSES and kind != "loss Epi m":
+                assert kind == "loss m" or action.unit[:3] in ("Pro", "Int", "Epi")
                 assert [held[slot] for slot in places(slot)] == read_by(shape, action), action
             assert sum(slot[1:].isdigit() for slot in held) <= shape.num_slots
         assert sorted(held.values()) == sorted(units_with_state(shape)), shape
@@ -601,6 +733,8 @@ def test_a_unit_is_resident_when_computed_on_and_slots_hold_one_unit_and_end_fre
 
 def read_by(shape: Shape, action: Action) -> list[str]:
     """Units that a pass around the layers reads, in order."""
+    if action.unit == "Epi" or action.piece is not None:
+        return [unit.name for unit in epilogue_units(shape)]
     if action.verb != "loss":
         return [unit.name for unit in shape.outer if unit.in_prologue]
     tail = [unit_of(shape, call) for call in shape.layers[len(shape.layers) - shape.num_tail :]]
@@ -627,10 +761,12 @@ def test_passes_around_the_layers_sum_gradients_of_what_they_read_and_is_trained
         shape = schedule.shape
         frozen = frozen_units(shape)
         for action in schedule.actions:
-            if action.kind in ("loss m", "backward Pro m", "backward Int m"):
+            around = ("loss m", "backward Pro m", "backward Int m", "backward Epi m")
+            if action.kind in (*around, "backward U:p m"):
                 trained = [unit for unit in read_by(shape, action) if unit not in frozen]
                 expected = [f"G{unit}" for unit in trained] if shape.training else []
-                assert places(action.places[1]) == expected, (shape, action)
+                place = action.places[3 if action.kind == "backward U:p m" else 1]
+                assert places(place) == expected, (shape, action)
 
 
 def test_gradients_of_a_layer_are_summed_in_one_place_until_all_are_there() -> None:
@@ -691,6 +827,9 @@ def test_ranks_gather_all_that_is_fetched_and_reduce_all_gradients_and_losses() 
     assert num_parallel > 50
 
 
+OF_SLICES = ("forward U:p m", "backward U:p m")
+
+
 def test_a_layer_is_fetched_again_only_where_others_need_its_slot() -> None:
     """As many as there are slots are walked in between."""
     num_again = 0
@@ -699,12 +838,12 @@ def test_a_layer_is_fetched_again_only_where_others_need_its_slot() -> None:
         for action in schedule.actions:
             if action.kind == "release U":
                 gone[action.unit] = set()
-            elif action.kind in ("forward U m", "backward U m"):
+            elif action.kind in ("forward U m", "backward U m", *OF_SLICES):
                 since = gone.pop(action.unit, None)
                 num_again += since is not None
                 assert since is None or len(since) >= shape.num_slots, (shape, action)
                 for others in gone.values():
-                    others.add(action.unit)
+                    others.add(action.text.split()[1])  # of slices each
     assert num_again > 1000
 
 
@@ -771,15 +910,42 @@ def test_every_trained_unit_is_updated_once_and_no_other() -> None:
         every = range(shape.num_microbatches)
         expected = sorted(itertools.product(on_host & looked_up, every))
         assert sorted(collected) == expected, shape
-        assert units_of(schedule, "drain U.grad") == on_host - only_rows - redone, shape
+        sliced = on_host & {unit.name for unit in shape.outer if unit.num_slices}
+        assert units_of(schedule, "drain U.grad") == on_host - only_rows - redone - sliced, shape
+        slices = [(a.unit, a.piece) for a in schedule.actions if a.kind == "drain U.grad:p"]
+        assert slices == [
+            (unit.name, index)
+            for unit in shape.outer
+            for index in reversed(range(unit.num_slices))
+            if unit.name in sliced
+        ], shape
         assert units_of(schedule, "update U host") == on_host - late - redone, shape
         for kind in ("update U device", "drain U free"):
             assert units_of(schedule, kind) == trained - with_state - on_host, shape
         # Those that are left: what must be, and of the others the last ones drained.
-        drained = [a.unit for a in schedule.actions if a.kind == "drain U.grad"]
+        whole = [a for a in schedule.actions if a.kind.startswith("drain U.grad")]
+        drained = [a.unit for a in whole if not a.piece]  # the first slice leaves last
         may_be_left = [unit for unit in drained if unit not in looked_up]
         last = may_be_left[max(0, len(may_be_left) - shape.num_late) :]
         assert late == {*with_state, *(on_host & looked_up), *last}, shape
+
+
+def test_state_on_disk_is_read_and_written_once_for_every_update() -> None:
+    found = 0
+    for schedule in varied_schedules():
+        on_disk, number = schedule.shape.on_disk, schedule.shape.num_disk_buffers
+        kinds = ("fetch U.state", "update U host", "update U host late", "drain U.state")
+        lines = [a for a in schedule.actions if a.kind in kinds and a.unit in on_disk]
+        assert not units_of(schedule, "update U host late weights") & on_disk
+        updates = [line for line in lines if line.verb == "update"]
+        for verb in ("fetch", "drain"):
+            moved = [(a.unit, a.places[-1]) for a in lines if a.verb == verb]
+            assert moved == [(a.unit, a.places[-1]) for a in updates], "in the order of updates"
+        assert [a.places[-1] for a in updates] == [f"B{i % number}" for i in range(len(updates))]
+        for before, after in itertools.pairwise(lines):
+            assert before.verb != "update" or after.verb == "drain", "written at once"
+        found += len(updates)
+    assert found > 10
 
 
 def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> None:
@@ -789,7 +955,7 @@ def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> No
         pending, looked_up = set(shape.pending), {u.name for u in shape.outer if u.looked_up}
         renewed, reworked = pending & units_with_state(shape), pending & borrowing_units(shape)
         settled = pending - renewed - reworked
-        halved = settled if shape.halves and shape.training else set()
+        halved = settled - shape.on_disk if shape.halves and shape.training else set()
         for kind in ("update U device late", "drain U"):
             assert units_of(schedule, kind) == renewed, shape
         assert units_of(schedule, "order U late") == renewed | reworked, shape
@@ -872,7 +1038,8 @@ def test_in_halves_weights_come_as_they_are_fetched_and_moments_after_all_as_the
         num_advanced += len(advanced)
         assert sorted(advanced) == sorted(completed)
         assert schedule.shape.training or not advanced
-        fetched, drained = units["fetch U"], units["drain U.grad"]
+        fetched = [a.unit for a in schedule.actions if a.kind in ("fetch U", "fetch U:p")]
+        drained = units["drain U.grad"]
         needed = [fetched.index(one) if one in fetched else len(fetched) for one in advanced]
         leaving = [drained.index(one) if one in drained else -1 for one in completed]
         assert needed == sorted(needed), schedule.shape
@@ -1012,13 +1179,18 @@ TOUCHED = {  # kind -> what it reads, what it writes: by name, or by its positio
     "take": ([], [0]),
     "release": ([], [0]),
     "release U": ([], [0]),
+    "release U:p": ([], [0]),
     "fetch U": (["weights"], [0]),
+    "fetch U:p": (["weights"], [0]),
     "fetch U.state:p": (["piece"], [0]),
     "fetch U.all:p": ([0, "piece"], [1]),
+    "fetch U.state": (["state"], [0]),
+    "drain U.state": ([], [0, "state"]),
     "fetch v m": (["kept"], [0]),
     "drain U": ([0], ["weights"]),
     "drain U free": ([], [0, "weights"]),
     "drain U.grad": ([0], [1]),
+    "drain U.grad:p": ([0], [1]),
     "drain U.norm": ([0], []),
     "drain U.all:p": ([0], ["weights", "piece"]),
     "drain v m": ([0], ["kept"]),
@@ -1030,11 +1202,17 @@ TOUCHED = {  # kind -> what it reads, what it writes: by name, or by its positio
     "forward U m": ([0, 1, 2], [3, 4]),
     "forward Int m": ([0, 1, 3], [2, 4]),
     "loss m": ([0, 2, 3], [1, "loss", 4]),
+    "forward Epi m": ([0, 1, 2], [3, 4]),
+    "forward U:p m": ([0, 1, 2, 3], [4]),
+    "loss Epi m": ([0], ["loss", 1]),
+    "backward U:p m": ([0, 1, 4, 5, 6], [2, 3, 7]),
+    "backward Epi m": ([0, 2, 3, 4], [1, 5]),
     "backward U m": ([0, 2, 3, 4, 5], [1, 6]),
     "backward Pro m": ([0, 2, 3, 4, 5], [1, 6]),
     "backward Int m": ([0, 2, 3, 4], [1, 5]),
     "lookup m": (["tables"], ["rows"]),
     "collect U m": (["gradients of rows"], [0]),
+    "collect U": ([0], []),
     "update U host": ([0, "drained loss"], ["weights"]),
     "update U host late": ([0], ["weights"]),
     "update U host late weights": ([0], ["weights"]),
@@ -1059,6 +1237,7 @@ def touched(action: Action, shape: Shape) -> tuple[set[str], set[str]]:
         "piece": [f"piece {unit} {action.piece}"],
         "tables": [f"weights {unit.name}" for unit in shape.outer if unit.looked_up],
         "numbers": [f"numbers {unit}"],
+        "state": [f"state {unit}"],
         "kept": [f"kept {action.value}"],
         "rows": [f"kept e m{action.microbatch}"],
         "gradients of rows": [f"kept x m{m}" for m in microbatches if m <= last],
@@ -1073,7 +1252,7 @@ def touched(action: Action, shape: Shape) -> tuple[set[str], set[str]]:
         }
         for names in TOUCHED[action.kind]
     )
-    return reads, writes
+    return reads, writes | {place for place in action.places if place.startswith("B")}
 
 
 def assert_conflicts_are_ordered(schedule: Schedule) -> None:
@@ -1084,10 +1263,14 @@ def assert_conflicts_are_ordered(schedule: Schedule) -> None:
     for each thing that a line may wait for: the first lines, on no lane.
     """
     earlier = {name: number for number, name in enumerate(earlier_steps(schedule))}
-    on_host = sum(1 << number for name, number in earlier.items() if name != "drain")
     drained = 1 << earlier["drain"]
-    lane_history = dict.fromkeys(Lane, drained)  # all but the update lane begin after the drains
-    lane_history[Lane.UPDATE] = on_host  # which goes on in its own order
+    lane_history = dict.fromkeys(Lane, drained)  # most lanes begin after the drains
+    for lane in LASTING:  # which go on, each in its own order
+        lane_history[lane] = 0
+    for name, number in earlier.items():
+        if name != "drain":
+            written = name.startswith("B") or name.endswith(".state")
+            lane_history[Lane.WRITE if written else Lane.UPDATE] |= 1 << number
     latest: dict[Action, int] = {}
     before: list[int] = [0] * len(earlier)
     reading: dict[str, int] = {}
@@ -1102,8 +1285,8 @@ def assert_conflicts_are_ordered(schedule: Schedule) -> None:
             continue
         number = len(before)
         history = lane_history[line.lane]
-        last = needed_of_earlier_steps(line, schedule.shape)
-        assert last is None or history >> earlier[last] & 1, f"{line}: last {last} not known done"
+        for last in needed_of_earlier_steps(line, schedule.shape, writing):
+            assert history >> earlier[last] & 1, f"{line}: last {last} not known done"
         reads, writes = touched(line, schedule.shape)
         for place in reads | writes:
             others = writing.get(place, 0) | (reading.get(place, 0) if place in writes else 0)
@@ -1120,22 +1303,27 @@ def assert_conflicts_are_ordered(schedule: Schedule) -> None:
 def earlier_steps(schedule: Schedule) -> list[str]:
     """What of earlier steps may go on, or may be needed, when a step begins."""
     units = [a.unit for a in schedule.actions if a.unit]
-    staging = [p for a in schedule.actions for p in a.places if p.startswith("H")]
-    return list(dict.fromkeys([*units, *staging, "drain"]))
+    staging = [p for a in schedule.actions for p in a.places if p[0] in "HB"]
+    states = [f"{unit}.state" for unit in schedule.shape.on_disk]
+    return list(dict.fromkeys([*units, *staging, *states, "drain"]))
 
 
-def needed_of_earlier_steps(action: Action, shape: Shape) -> str | None:
-    """What of earlier steps must be done before a line."""
-    if action.kind == "fetch U" and not shape.device_updates:
+def needed_of_earlier_steps(action: Action, shape: Shape, written: Mapping[str, int]) -> list[str]:
+    """What of earlier steps must be done before a line, behind others that have written."""
+    if action.kind == "fetch U.state":
+        return [action.places[0], f"{action.unit}.state"]
+    if action.kind in ("fetch U", "fetch U:p") and not shape.device_updates:
         own = frozen_units(shape) | units_with_state(shape)
-        return action.unit if action.unit not in own else None
-    if action.kind == "drain U.grad":
-        return action.places[1]
-    return "drain" if "late" in action.text and action.lane is Lane.UPDATE else None
+        return [action.unit] if action.unit not in own else []
+    if action.kind in ("drain U.grad", "drain U.grad:p"):
+        return [action.places[1]]
+    if action.kind == "collect U" and action.places[0] not in written:
+        return ["drain"]
+    return ["drain"] if "late" in action.text and action.lane is Lane.UPDATE else []
 
 
 def test_conflicting_lines_of_different_lanes_are_ordered() -> None:
-    for schedule in all_schedules():
+    for schedule in (*all_schedules(), *sided_schedules()):
         assert_conflicts_are_ordered(schedule)
 
 
@@ -1167,6 +1355,8 @@ def values_of(action: Action, shape: Shape) -> tuple[Values, Values]:
     if action.kind == "loss m":
         reads = {found[2]: recorded(len(shape.stacks), m), found[3]: f"hE {m}"}
         return reads, {found[4]: f"gE {m}"}
+    if action.unit == "Epi" or action.piece is not None:
+        return values_of_head(action, shape)
     if not action.unit.startswith("L"):
         return values_around(action, shape)
     call = call_of(shape, action)
@@ -1177,6 +1367,25 @@ def values_of(action: Action, shape: Shape) -> tuple[Values, Values]:
         return reads, {found[3]: f"h{to} {m}", found[4]: kept}
     reads = {found[2]: recorded(stack, m), found[3]: hidden, found[4]: kept}
     return {**reads, found[5]: f"g{to} {m}"}, {found[6]: f"g{call} {m}"}
+
+
+def values_of_head(action: Action, shape: Shape) -> tuple[Values, Values]:
+    """The same of the code up to a head in slices, of its slices and of the loss behind them."""
+    m, found, head = f"m{action.microbatch}", action.places, head_of(shape)
+    assert head is not None
+    part = action.piece or 0
+    if action.kind == "loss Epi m":
+        return {found[0]: f"s{head.num_slices} {m}"}, {found[1]: f"c {m}"}
+    if action.kind == "forward U:p m":
+        return {found[2]: f"y {m}", found[3]: f"s{part} {m}"}, {found[4]: f"s{part + 1} {m}"}
+    if action.kind == "backward U:p m":
+        reads = {found[4]: f"y {m}", found[5]: f"c {m}", found[6]: f"d{part + 1} {m}"}
+        return reads, {found[7]: f"d{part} {m}"}
+    ends = {found[-3]: f"hE {m}", found[-4]: recorded(len(shape.stacks), m)}
+    if action.verb == "forward":
+        return ends, {found[-2]: f"y {m}", found[-1]: f"s0 {m}"}
+    ends = {found[2]: recorded(len(shape.stacks), m), found[3]: f"hE {m}"}
+    return {**ends, found[4]: f"d0 {m}"}, {found[5]: f"gE {m}"}
 
 
 def values_around(action: Action, shape: Shape) -> tuple[Values, Values]:
@@ -1217,6 +1426,7 @@ def test_every_boundary_value_is_in_the_cell_it_is_read_from() -> None:
                     assert cell == NOTHING or cells[cell] == expected, (shape, action)
                 cells |= {cell: value for cell, value in left.items() if cell != NOTHING}
         numbers = {"C": shape.num_cells, "R": shape.num_recorded_cells, "K": shape.num_kept_cells}
+        numbers["P"] = shape.num_head_cells
         assert {*cells} <= {f"{kind}{i}" for kind, number in numbers.items() for i in range(number)}
 
 
@@ -1253,6 +1463,9 @@ def test_a_pass_has_a_cell_for_everything_it_needs_and_for_nothing_else() -> Non
             call = call_of(shape, action) if action.unit.startswith("L") else -1
             num_losses += action.verb == "loss"
             is_second = num_losses > shape.num_microbatches  # of a joint loss that was taken
+            if action.unit == "Epi" or action.piece is not None:
+                assert_cells_of_head(action, shape, needs=returns_any)
+                continue
             needed = {  # the places that a pass may do without
                 "forward Pro m": {2: bool(looked_up)},
                 "forward Int m": {},
@@ -1275,6 +1488,23 @@ def test_a_pass_has_a_cell_for_everything_it_needs_and_for_nothing_else() -> Non
                 if call < 0 and position in around:
                     continue  # see above
                 assert (word != NOTHING) == needed.get(position, True), (shape, action)
+
+
+def assert_cells_of_head(action: Action, shape: Shape, *, needs: bool) -> None:
+    head = head_of(shape)
+    assert head is not None
+    trains = shape.training and (needs or any(one.trained for one in epilogue_units(shape)))
+    is_last = action.piece == head.num_slices - 1
+    expected = {
+        "forward Epi m": {1: bool(shape.stacks)},
+        "forward U:p m": {},
+        "loss Epi m": {1: trains or (shape.training and head.trained)},
+        "backward U:p m": {2: head.trained, 6: trains and not is_last, 7: trains},
+        "backward Epi m": {2: bool(shape.stacks), 5: needs},
+    }[action.kind]
+    for position, word in enumerate(action.places):
+        if word[:1] in "CRPG-" and not (word == NOTHING and position in (0, 1, 3)):
+            assert (word != NOTHING) == expected.get(position, True), (shape, action, position)
 
 
 def test_more_layers_and_microbatches_need_no_more_places() -> None:
@@ -1509,3 +1739,68 @@ def test_fewer_layers_leave_the_same_of_the_others_as_it_was(
     assert {a.unit for a in schedule.actions if a.kind in settled} == set(pending)
     if layers == whole.layers:
         assert fewer == whole
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps in two sides
+
+
+def passes_of(shape: Shape) -> list[str]:
+    lines = make_schedule(shape).actions
+    return [f"{a.verb} {a.unit} m{a.microbatch}" for a in lines if a.verb in PASSES]
+
+
+def test_two_sides_compute_what_a_whole_step_does() -> None:
+    for shape in sided_shapes():
+        if shape.side != "forward":
+            continue
+        whole = passes_of(dataclasses.replace(shape, side="", fused=False))
+        sides = passes_of(shape) + passes_of(dataclasses.replace(shape, side="backward"))
+        if shape.fused:
+            assert sides == whole
+            continue
+        epilogues = [f"Epi m{m}" for m in range(shape.num_microbatches)]
+        expected = [one for one in whole if not one.startswith("loss")]
+        assert [one for one in sides if " Epi " not in one] == expected
+        found = [one for one in sides if " Epi " in one]
+        assert found == [f"{verb} {one}" for verb in ("forward", "backward") for one in epilogues]
+
+
+def test_one_side_leaves_on_the_host_what_another_reads() -> None:
+    for shape in sided_shapes():
+        if shape.side != "forward":
+            continue
+        left = {a.value for a in make_schedule(shape).actions if a.kind == "drain v m"}
+        whole = dataclasses.replace(shape, fused=False, joint=False)
+        others = [dataclasses.replace(whole, side=side) for side in ("outputs", "backward")]
+        others.append(dataclasses.replace(shape, side="backward"))
+        for other in others:
+            lines = make_schedule(other).actions
+            fetched = {a.value for a in lines if a.kind == "fetch v m"}
+            made = {a.value for a in lines if a.kind == "drain v m"}
+            rows = {f"e m{m}" for m in range(shape.num_microbatches)}
+            assert fetched - made - rows <= left
+
+
+def test_nothing_of_a_step_in_two_sides_stays_on_the_device_or_is_updated() -> None:
+    for schedule in sided_schedules():
+        held: set[str] = set()
+        for action in schedule.actions:
+            assert action.verb not in ("update", "order") or action.text.endswith("late")
+            if action.kind == "fetch U":
+                held.add(action.places[0])
+            elif action.kind == "release U":
+                held.remove(action.places[0])
+        assert not held
+
+
+def test_every_gradient_is_collected_once_by_the_backward_side() -> None:
+    for schedule in sided_schedules():
+        shape = schedule.shape
+        collected = [a.unit for a in schedule.actions if a.kind == "collect U"]
+        if shape.side != "backward":
+            assert not collected
+            continue
+        trained = {unit.name for unit in shape.outer if unit.trained}
+        trained |= {f"L{i}" for i in shape.backward_layers if i not in shape.frozen_layers}
+        assert sorted(collected) == sorted(trained)

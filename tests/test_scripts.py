@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(
     path
-    for folder in ("benchmarks", "examples", "reproduce")
+    for folder in ("benchmarks", "examples", "examples/trainers", "reproduce")
     for path in (ROOT / folder).glob("*.py")
 )
 

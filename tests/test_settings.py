@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 import tomllib
 from pathlib import Path
 
@@ -101,9 +102,12 @@ def test_flags_alone_make_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found.output.folder == folder / "runs" / "model-text"
 
 
-def test_several_sources_and_names_of_the_hub_are_taken(folder: Path) -> None:
+def test_several_sources_and_names_of_the_hub_are_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = read(folder, 'evaluation_source = ["text.txt", "other.txt"]')
     assert found.data.evaluation_source == (str(folder / "text.txt"), str(folder / "other.txt"))
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     assert "datasets" in refusal(folder, 'evaluation_source = "nobody/nothing"')
 
 
@@ -218,7 +222,7 @@ def test_differences_are_those_that_change_the_result(folder: Path) -> None:
         ("[training]\nrows = 1979-05-27", ["1979-05-27", "a valid integer"]),
         ('task = "clasification"', ["'causal'", "Did you mean classification?"]),
         ('task = "regression"\npacking = true', ["one label per row", "Set it to false"]),
-        ('template = "x"', ["template is set", "only instruct"]),
+        ('template = "x"', ["template is set", "has no chats"]),
         ("hold_out = 2\nevaluation_source = 'text.txt'", ["Set only one of them"]),
         ('evaluation_source = "gone.txt"', ["evaluation_source", "gone.txt is not there"]),
         ("evaluation_source = []", ["evaluation_source = []", "at least 1 item"]),
@@ -371,3 +375,27 @@ def test_a_refusal_ends_with_status_2(folder: Path, capsys: pytest.CaptureFixtur
     assert "Did you mean steps?" in shown.err
     assert "Traceback" not in shown.err
     assert not shown.out
+
+
+# --------------------------------------------------------------------------------------------------
+# Adapters
+
+
+def test_an_adapter_is_trained_if_anything_is_said_of_it(folder: Path) -> None:
+    plain = read(folder)
+    assert plain.lora.make() is None
+    assert "lora" not in plain.table()
+    assert plain.output.export_dtype == "bfloat16"
+    for found in (read(folder, "[lora]\nrank = 4"), read(folder, lora_rank="4", lora=True)):
+        lora = found.lora.make()
+        assert lora is not None
+        assert (lora.rank, lora.alpha, lora.targets) == (4, 8.0, ("all-linear",))
+        assert found.output.export_dtype == "float32"
+        assert found.optimizer.learning_rate == 2e-5, "as without one"
+        assert Settings.of_table(tomllib.loads(found.to_toml())).lora == found.lora
+    named = read(folder, lora_target=["q_proj", "v_proj"], lora_alpha="16", dora=True)
+    assert named.lora.targets == ("q_proj", "v_proj")
+    assert (named.lora.rank, named.lora.alpha, named.lora.dora) == (16, 16.0, True)
+    assert read(folder, "[lora]\nenabled = false\nrank = 4").lora.make() is None
+    assert "[lora] rank = 0: expected" in refusal(folder, "[lora]\nrank = 0")
+    assert "--lora-dropout = 1.0" in refusal(folder, lora_dropout="1.0")

@@ -50,7 +50,11 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder without weights, with dropout, and data for every task."""
-    folder = tmp_path_factory.mktemp("tiny")
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def write_tiny(folder: Path) -> Path:
+    """Write the model and the data into a folder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -167,11 +171,14 @@ def train_until(path: Path, step: int) -> Record:
     return display
 
 
+OF_TIME = ("seconds", "bound", "share_of_bound")
+
+
 def metrics_of(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """Lines of a run's metrics, without times."""
     records = read_metrics(RunFolder(folder / "run").metrics_file)
     return [
-        {key: value for key, value in record.items() if key != "seconds"}
+        {key: value for key, value in record.items() if key not in OF_TIME}
         for record in records
         if kind in (None, record["kind"])
     ]
@@ -993,6 +1000,180 @@ def test_a_report_of_what_is_no_run_is_refused(
 ) -> None:
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "run.toml" in capsys.readouterr().err
+
+
+LORA = {"rank": 4, "dropout": 0.1, "targets": ["q_proj", "down_proj"], "modules_to_save": ["norm"]}
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has trained an adapter."""
+    pytest.importorskip("peft")
+    folder, display = tmp_path_factory.mktemp("adapter"), Record()
+    assert train(write_settings(tiny, folder, lora=LORA), display)
+    assert "adapter: 720 of them are trained" in display.text
+    return folder
+
+
+def based(tiny: Path, tmp_path: Path, **sections: dict[str, Any]) -> tuple[Path, Path]:
+    """A model folder with weights in bfloat16, and settings of a run that begins with these."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny / "model", base)
+    config = transformers.AutoConfig.from_pretrained(base)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    model.to(torch.bfloat16).save_pretrained(base)
+    given = {"folder": str(base), "random_init": False}
+    return base, write_settings(tiny, tmp_path, **{"model": given, "lora": LORA, **sections})
+
+
+def test_an_adapter_is_trained_beside_frozen_weights(tiny: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base, settings = based(tiny, tmp_path, training={"precision": "bfloat16"})
+    before = load_file(base / "model.safetensors")
+    assert train(settings)
+    first, *_, last = metrics_of(tmp_path, "evaluation")
+    assert last["loss"] < first["loss"]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    found = tmp_path / "run" / "model"
+    assert {one.dtype for one in load_file(found / "adapter_model.safetensors").values()} == {
+        torch.float32
+    }
+    model = peft.PeftModel.from_pretrained(plain, found)
+    assert model.peft_config["default"].lora_alpha == 8.0, "twice the rank"
+    outputs, _ = predictions(model.float(), tmp_path)
+    assert outputs.loss.item() == pytest.approx(last["loss"], rel=0.02)
+    assert transformers.AutoTokenizer.from_pretrained(found)
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == before.keys()
+    changed = {name for name, one in before.items() if not torch.equal(one, merged[name])}
+    words = ("q_proj", "down_proj", "norm")  # peft looks at the ends of names
+    assert changed == {name for name in before if any(word in name for word in words)}
+    assert {one.dtype for one in merged.values()} == {torch.bfloat16}
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    outputs, _ = predictions(whole.float(), tmp_path)
+    assert outputs.loss.item() == pytest.approx(last["loss"], rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_an_adapter_is_trained_beside_a_quantized_base(
+    kind: str, tiny: Path, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    library: Any = pytest.importorskip("torchao.quantization")
+    base, settings = based(tiny, tmp_path, lora={**LORA, "base": kind})
+    train_until(settings, 3)
+    assert train(tmp_path / "run" / "run.toml")
+    last = metrics_of(tmp_path, "evaluation")[-1]
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in path:
+            weight, scales = module.weight.detach(), module.weight.numel() // 64
+            if kind == "nf4" and weight.numel() % 64 == 0:
+                quantized = library.NF4Tensor.from_tensor(weight, 64, min(256, scales & -scales))
+                module.weight.data = quantized.get_original_weight()
+            elif kind == "int8":
+                module.weight.data = library.Int8Tensor.from_hp(
+                    weight, library.PerRow()
+                ).dequantize()
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "run" / "model")
+    outputs, _ = predictions(adapted, tmp_path)
+    assert outputs.loss.item() == pytest.approx(last["loss"], rel=1e-5)
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    outputs, _ = predictions(whole.float(), tmp_path)
+    assert outputs.loss.item() == pytest.approx(last["loss"], rel=0.02)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_begins_as_its_base(dora: bool, tiny: Path, tmp_path: Path) -> None:
+    """DoRA begins with the norms of weights, which are not there when the model is made."""
+    pytest.importorskip("peft")
+    lora = {**LORA, "dora": dora, "dropout": 0.0}
+    base, settings = based(tiny, tmp_path, lora=lora, training={"steps": 1})
+    assert train(settings)
+    (first, *_) = metrics_of(tmp_path, "evaluation")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    outputs, _ = predictions(model, tmp_path)
+    assert outputs.loss.item() == pytest.approx(first["loss"], abs=1e-5)
+
+
+def test_a_classifier_has_an_adapter_and_a_head(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    lora = {"rank": 4}
+    assert train(write_settings(tiny, tmp_path, task="classification", lora=lora))
+    found = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
+    assert "base_model.model.score.weight" in found
+    assert sum("lora_A" in name for name in found) == 2 * 7
+
+
+def test_a_run_of_an_adapter_goes_on_exactly(tiny: Path, tmp_path: Path, adapter: Path) -> None:
+    settings = write_settings(tiny, tmp_path, lora=LORA)
+    train_until(settings, 3)
+    with pytest.raises(TrainingError, match=r"(?s)started with the model .*rank was 4 and is 8"):
+        train(write_settings(tiny, tmp_path, lora={**LORA, "rank": 8}))
+    assert train(tmp_path / "run" / "run.toml")
+    name = "adapter_model.safetensors"
+    found, expected = (load_file(one / "run" / "model" / name) for one in (tmp_path, adapter))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], one) for key, one in expected.items())
+    assert metrics_of(tmp_path, "step") == metrics_of(adapter, "step")
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        (
+            {"targets": ["q_proj", "query"]},
+            r"targets: LlamaForCausalLM has no module 'query'. Expected 'all-linear', or ends of "
+            r"names of modules, such as embed_tokens, q_proj, k_proj",
+        ),
+        ({"modules_to_save": ["head"]}, r"modules_to_save: .* has no module 'head'.*lm_head"),
+        (
+            {"targets": ["self_attn"]},
+            r"peft .* makes no such .*: Target module LlamaAttention is not",
+        ),
+    ],
+    ids=["target", "saved", "kind"],
+)
+def test_an_adapter_of_nothing_is_refused(
+    lora: dict[str, Any], words: str, tiny: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    with pytest.raises(ValueError, match=words):
+        train(write_settings(tiny, tmp_path, lora=lora))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_without_peft_is_refused(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"LoRA needs peft, .*Install it with: pip install peft"):
+        train(write_settings(tiny, tmp_path, lora=LORA))
+
+
+def test_a_checkpoint_of_an_adapter_is_exported_and_merged(adapter: Path, tmp_path: Path) -> None:
+    run = str(adapter / "run")
+    assert cli.main(["export", run, str(tmp_path / "adapter")]) == 0
+    name = "adapter_model.safetensors"
+    found = load_file(tmp_path / "adapter" / name)
+    expected = load_file(adapter / "run" / "model" / name)
+    assert all(torch.equal(found[key], one) for key, one in expected.items())
+    assert cli.main(["export", run, str(tmp_path / "merged"), "--merge"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    outputs, _ = predictions(model, adapter)
+    assert outputs.loss.item() == pytest.approx(
+        metrics_of(adapter, "evaluation")[-1]["loss"], abs=1e-4
+    )
+
+
+def test_a_model_without_adapter_is_not_merged(
+    uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, output = str(uninterrupted / "run"), str(tmp_path / "merged")
+    assert cli.main(["export", run, output, "--merge"]) == 1
+    assert "merge=True, but the model has no adapter" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_exported_as_the_run_would(

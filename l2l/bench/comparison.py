@@ -27,6 +27,7 @@ from l2l.bench.peers import PEERS, PLAIN_VARIANTS
 from l2l.bench.plot import PlotError, Point, draw
 from l2l.bench.workload import ENGINE, FAILED, PLAIN, Measurement, Run, Workload
 from l2l.device import parse_bytes
+from l2l.planner import Bounds
 
 HELP = """Train one model for a few steps with this engine and, in the same run, with other
 systems: plain PyTorch with everything on the device, FSDP2, DeepSpeed and RoundPipe, the last two
@@ -205,11 +206,13 @@ COLUMNS = {  # and how wide they are; the names of systems come before them
     "device GiB": 12,
     "budget": 9,
     "host GiB": 10,
+    "of bound": 15,
 }
 LEGEND = (
     "x exact peer: times the fastest other system that trains exactly from host memory. "
     "x in memory: times the fastest plain loop\nwith everything on the device. device: most "
-    "that was taken from the driver. host: most resident memory of the process."
+    "that was taken from the driver. host: most resident memory of the process. of bound: "
+    "the lane\nthat binds, and what share of its measured rate it reaches."
 )
 
 
@@ -244,6 +247,7 @@ def _row(outcome: Outcome, *, exact: float | None, in_memory: float | None) -> s
         _gibibytes(found["device_peak_bytes"]),
         outcome.run.device_memory or "-",
         _gibibytes(found["host_peak_bytes"]),
+        _of_bound(found),
     ]
     return _cells(name, cells, f"no: {outcome.caveat}" if outcome.caveat else "yes")
 
@@ -264,6 +268,14 @@ def _title(outcomes: Sequence[Outcome]) -> str:
 def _fastest(outcomes: Iterable[Outcome], kind: str) -> float | None:
     found = [one.measurement for one in outcomes if one.kind == kind and one.measurement]
     return max((one["tokens_per_second"] for one in found), default=None)
+
+
+def _of_bound(found: Measurement) -> str:
+    """The lane that binds the engine, and what share of its measured rate it has reached."""
+    if not found.get("bounds"):
+        return "-"
+    bounds = Bounds(**found["bounds"])
+    return f"{bounds.lane} {bounds.share(found['step_seconds']):.0%}"
 
 
 def _gibibytes(nbytes: int | None) -> str:

@@ -190,7 +190,7 @@ def measure(run: Run) -> Measurement:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if run.system != PLAIN:
         model.cpu()
-    _forget_peak(device)
+    forget_peak(device)
     handed_over = time.perf_counter()
     engine = make_engine(model, run, device) if run.system == ENGINE else None
     if engine is not None:
@@ -256,15 +256,17 @@ def _engine_step(engine: Engine, ids: Tensor) -> Step:
 def _engine_facts(engine: Engine | None, step: Step, trace_path: str | None) -> Measurement:
     """What only the engine tells: its plan, and how busy its lanes are in two more steps."""
     if engine is None:
-        return {"plan": None, "predicted_seconds": None, "busy": {}}
+        return {"plan": None, "predicted_seconds": None, "bounds": None, "busy": {}}
     with engine.trace() as trace:
         for _ in range(TRACED_STEPS):
             step()
     if trace_path is not None:
         trace.write(Path(trace_path))
+    plan = engine.plan
     return {
-        "plan": str(engine.plan),
-        "predicted_seconds": engine.plan.predicted_seconds,
+        "plan": str(plan),
+        "predicted_seconds": plan.predicted_seconds,
+        "bounds": None if plan.bounds is None else asdict(plan.bounds),
         "busy": busy_lanes(trace),
     }
 
@@ -297,7 +299,8 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _forget_peak(device: torch.device) -> None:
+def forget_peak(device: torch.device) -> None:
+    """Let what is measured begin with a device in which nothing is left."""
     gc.collect()
     _synchronize(device)
     if device.type == "cuda":

@@ -43,6 +43,7 @@ from l2l.checkpoint.manifest import (
     OtherCheckpointError,
     file_name,
 )
+from l2l.model import Format
 from l2l.parameter_server import (
     NUM_WRITERS,
     Image,
@@ -204,7 +205,8 @@ class Saving:
             del image  # a copy's memory is free now
 
     def _write(self, name: str, image: Image) -> None:
-        written = files.write_tensors(self._partial / f"{name}.safetensors", image.tensors)
+        path = self._partial / f"{name}.safetensors"
+        written = files.write_tensors(path, image.tensors, read=image.value)
         with self._lock:
             self.num_bytes += written.nbytes
             self._files[name] = FileRecord(written.nbytes, written.checksum, dict(image.steps))
@@ -375,6 +377,7 @@ class SavedModel:
                     self._files.setdefault(name, {})[share.index] = file
         # Those of layers once more, as they are now.
         self._files |= {name: {0: BUFFERS} for name in checkpoint.kinds(BUFFERS)}
+        self._owners = {name.partition("|")[0] for name in self._files}
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -388,7 +391,8 @@ class SavedModel:
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         kept = model.state_dict().keys()
         for name, tensor in {**parameters, **buffers}.items():
-            if tensor.numel() and name not in self and (name in parameters or name in kept):
+            there = name in self._owners  # of which there may be several tensors
+            if tensor.numel() and not there and (name in parameters or name in kept):
                 raise self._refusal(f" lacks {name!r}")
         for name in self._files:
             if "|" not in name and name not in parameters and name not in buffers:
@@ -421,6 +425,11 @@ class SavedModel:
         if list(value.shape) not in (list(shape), *([[numel]] if is_cut else [])):
             raise self._refusal(f": {name!r} has shape {list(value.shape)}, expected {list(shape)}")
         return value.view(tuple(shape))
+
+    def read_format(self, name: str, wanted: Format) -> Tensor:
+        """A parameter that is made of several tensors."""
+        fields = ((key, shape) for key, shape, _ in wanted.fields)
+        return wanted.join({key: self.read(state_name(name, key), shape) for key, shape in fields})
 
     def _refusal(self, reason: str) -> OtherCheckpointError:
         folder = self._checkpoint.folder

@@ -275,6 +275,8 @@ LATER_CHOICES: Mapping[str, Rule] = {
     "keep": ("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1),
     "num_kept_cells": _NUMBER,
     "outer_state": _FLAG,
+    "num_head_slices": _NUMBER,
+    "tile_tokens": _maybe(_POSITIVE),
 }
 RECORD: Mapping[str, Rule] = {
     "bytes": _NUMBER,

@@ -44,10 +44,12 @@ from l2l.files import TensorKind
 from l2l.model import Partition
 from l2l.parameter_server import (
     ALIGNMENT_ELEMENTS,
+    OUTER,
     HostOptimizer,
     LossScale,
     ParameterServer,
     ServerOptimizer,
+    Unit,
     UnitForm,
     kinds_in,
 )
@@ -131,7 +133,7 @@ class Persistence:
         numbers = {
             **state,
             "link": self._link,
-            "optimizer": type(optimizer).__name__,
+            "optimizer": optimizer.name,
             "moments": getattr(optimizer, "moments", None),
             "groups": self.optimizer.numbers(),
             "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
@@ -196,7 +198,7 @@ class Persistence:
             OtherCheckpointError: with the file, and what does not fit.
         """
         manifest, folder, own = checkpoint.manifest, checkpoint.folder, self.server.optimizer
-        mine = _called(type(own).__name__, getattr(own, "moments", None))
+        mine = _called(own.name, getattr(own, "moments", None))
         found = _called(manifest.state["optimizer"], manifest.state["moments"])
         if mine != found:
             raise OtherCheckpointError(
@@ -207,11 +209,18 @@ class Persistence:
             raise OtherCheckpointError(
                 f"{folder} is of another precision. Keep it, or save and load in a single process."
             )
-        forms = expected.forms
-        wanted = {file_name(k, one): (v, one) for k, v in forms.items() for one in manifest.shares}
+        forms, among = expected.forms, _among_others(checkpoint, expected.forms)
+        wanted = {
+            file_name(name, one): (form, one)
+            for name, form in forms.items()
+            for one in manifest.shares
+            if name not in among
+        }
+        also = [form for name, form in forms.items() if name in among]
         for file in dict.fromkeys((*wanted, *manifest.files)):
             if file in wanted and file in manifest.files:
-                self._compare_unit(checkpoint, file, *wanted[file])
+                beside = also if file == OUTER else ()
+                self._compare_unit(checkpoint, file, *wanted[file], also=beside)
             elif file != BUFFERS:
                 number = sum(unit.startswith("L") for unit in forms)
                 has = "no" if file in wanted else "a"
@@ -226,12 +235,21 @@ class Persistence:
         self._check_groups(checkpoint, forms)
 
     @staticmethod
-    def _compare_unit(checkpoint: Checkpoint, file: str, form: UnitForm, share: Share) -> None:
-        """Compare a file with what it must have of a unit."""
-        _compare(checkpoint.path(file), checkpoint.kinds(file), kinds_in(form, share))
+    def _compare_unit(
+        checkpoint: Checkpoint,
+        file: str,
+        form: UnitForm,
+        share: Share,
+        *,
+        also: Sequence[UnitForm] = (),
+    ) -> None:
+        """Compare a file with what it must have of a unit, and of others that are in it."""
+        kinds = {k: v for one in (form, *also) for k, v in kinds_in(one, share).items()}
+        _compare(checkpoint.path(file), checkpoint.kinds(file), kinds)
         files = checkpoint.manifest.files
         steps, first = files[file].steps, files[file_name(form.name, Share(number=share.number))]
-        if set(steps) not in ({""}, set(form.trained.names)) or steps != first.steps:
+        names = {name for one in (form, *also) for name in one.trained.names}
+        if set(steps) not in ({""}, names) or steps != first.steps:
             raise OtherCheckpointError(
                 f"{checkpoint.folder / MANIFEST}: the update counts of {file} do not match its "
                 "trained parameters: the checkpoint belongs to a different model."
@@ -269,15 +287,17 @@ class Persistence:
             logger.warning(said, checkpoint.folder, state["link"], self._link)
             saved = SavedModel(checkpoint)
         self.server.waiting.clear()
+        among = _among_others(checkpoint, {k: one.form for k, one in self.server.units.items()})
         for name, unit in self.server.units.items():
-            targets = dict(self.server.image(name).tensors)
+            targets = self.server.at_hand(name)
+            source = OUTER if name in among else name
             if saved is not None:
-                self._load_converted(checkpoint, saved, name, targets)
+                self._load_converted(checkpoint, saved, source, targets)
             else:
                 for share in shares:
-                    self._load_share(checkpoint, name, share, targets)
+                    self._load_share(checkpoint, unit, file_name(source, share), share, targets)
             for owner in unit.steps:
-                unit.steps[owner] = checkpoint.steps(file_name(name, shares[0]), owner)
+                unit.steps[owner] = checkpoint.steps(file_name(source, shares[0]), owner)
         if self.loss_scale is not None:
             for key, value in (state["loss_scale"] or {}).items():
                 setattr(self.loss_scale, key, value)
@@ -285,11 +305,15 @@ class Persistence:
             said = "%s has other parameter groups; the engine keeps its own learning rates."
             logger.warning(said, checkpoint.folder)
 
+    @staticmethod
     def _load_share(
-        self, checkpoint: Checkpoint, name: str, share: Share, targets: Mapping[str, Tensor]
+        checkpoint: Checkpoint,
+        unit: Unit,
+        file: str,
+        share: Share,
+        targets: Mapping[str, Tensor],
     ) -> None:
         """Load what is needed here of the share that one rank has saved of a unit."""
-        file, unit = file_name(name, share), self.server.units[name]
         if share.number == unit.share.number == 1:
             for key, value in checkpoint.read(file, targets):
                 targets[key].copy_(value)
@@ -317,12 +341,12 @@ class Persistence:
         self, checkpoint: Checkpoint, saved: SavedModel, name: str, targets: Mapping[str, Tensor]
     ) -> None:
         """Load tensors of another precision: masters are joined there and split here."""
-        trained = self.server.units[name].form.trained.names
+        trained = {owner for unit in self.server.units.values() for owner in unit.steps}
         others = [key for key in targets if key not in trained]
         as_they_are = [key for key in others if key.rpartition("|")[2] not in COMPANIONS]
         for key, value in checkpoint.read(name, as_they_are):
             targets[key].copy_(value)
-        for owner in trained:
+        for owner in trained & targets.keys():
             self.server.set_weight(owner, saved.read(owner, targets[owner].shape))
 
     def load_buffers(self, checkpoint: Checkpoint, present: Mapping[str, Tensor]) -> None:
@@ -338,6 +362,16 @@ class Persistence:
             for target in (own.get(name), present.get(name)):
                 if target is not None:
                     target.copy_(value)
+
+
+def _among_others(checkpoint: Checkpoint, forms: Mapping[str, UnitForm]) -> frozenset[str]:
+    """Units that a checkpoint of earlier days has with what else is around the layers: heads."""
+    files = checkpoint.manifest.files
+    if OUTER not in files or OUTER not in forms:  # several ranks have saved it
+        return frozenset()
+    there = checkpoint.kinds(OUTER)
+    missing = [name for name in forms if name.startswith("T") and name not in files]
+    return frozenset(n for n in missing if {*forms[n].weight_layout.names} <= there.keys())
 
 
 def _announce_stall(folder: Path, total: int, spare: int, step_seconds: float) -> float:

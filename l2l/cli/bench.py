@@ -1,4 +1,4 @@
-"""`l2l bench`: the host optimizers, training steps beside other systems, the largest model."""
+"""`l2l bench`: host optimizers, steps beside other systems, the first step, the largest model."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 import json
 from functools import partial
 
-from l2l.bench import comparison, kernel, scale
+from l2l.bench import comparison, first, kernel, scale
 
 SUBJECTS = {  # each has its HELP, its options, and `run`: a table, the same as data, the status
     "host": (kernel, "the host optimizers"),
     "step": (comparison, "training steps"),
+    "first": (first, "the first step"),
     "scale": (scale, "the largest model"),
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from l2l.bench import SHAPES, Workload
 from l2l.device import format_bytes, parse_bytes
-from l2l.hugging_face import first_line, library, read_config
+from l2l.hugging_face import ADAPTED, Lora, first_line, library, read_config, with_lora
 from l2l.parameter_server import OPTIMIZERS, HostBudget
 from l2l.planner import (
     H200,
@@ -43,6 +43,7 @@ The last line is JSON. Ends with status 1 if the model does not fit, and says wh
 
 LARGEST = {"adamw": "AdamW, exact", "adamw-8bit": "AdamW, 8-bit moments", "adafactor": "Adafactor"}
 MAX_LAYERS = 1024
+BASES = ["nf4", "int8"]
 PRECISIONS = ["bfloat16", "float16", "float32"]
 ASSUMED = (
     "assumed: {} devices a host, which hold the model together, each with a link of its own, and\n"
@@ -58,6 +59,10 @@ FLAGS = {  # what errors advise, as it is said here
 }
 
 
+DISK = """where optimizer state may go: room and sustained rates of reading and writing, such as
+2TB@6.5/5GB/s; or a folder, which is measured"""
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `l2l plan` takes."""
     words = "a Hugging Face folder with a config.json, such a file, or a benchmark shape: "
@@ -71,6 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     memory("--device-memory", help="for the engine, such as 8GiB (default: 90%% of the device's)")
     words = "95%% of what is free if the plan is for this machine, else not limited"
     memory("--host-memory", help=f"for the parameter server and the stash (default: {words})")
+    memory("--disk", metavar="DISK", help=DISK)
     add = parser.add_argument_group("training").add_argument
     add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="default: adamw")
     words = "clip gradients by global norm; updates then run during the next forward pass"
@@ -81,6 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--no-compile", action="store_true", help="plan for uncompiled layers")
     words = "of a model that has several, such as decoder.layers"
     add("--layer-list", metavar="NAME", help=words)
+    _add_adapter(parser)
     add = parser.add_argument_group("the machine").add_argument
     words = "plan for another machine, described by its ~/.cache/l2l/hardware-*.json (default: "
     words += "this machine's measured accelerator, or an H200 if there is none)"
@@ -99,6 +106,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--largest", action="store_true", help=words)
 
 
+def _add_adapter(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("an adapter").add_argument
+    words = "train an adapter (LoRA) beside all linear weights, which stay as they are"
+    add("--lora", action="store_true", help=words)
+    add("--lora-rank", type=int, default=16, metavar="N", help="default: 16")
+    words = "keep the linear weights of the layers in 4 bits (nf4) or 8 (int8) beside it"
+    add("--base", choices=BASES, help=words)
+
+
 def run(parsed: argparse.Namespace) -> int:
     """`l2l plan`; returns the exit status."""
     try:
@@ -114,7 +130,10 @@ def _planned(parsed: argparse.Namespace) -> dict[str, Any]:
     hardware = None if parsed.machine is None else _read_machine(parsed.machine)
     here = measured_hardware() if hardware is None else None
     machine = hardware or here or H200
-    source, num_rows = Source(parsed.model, parsed.length), _num_rows(parsed)
+    if parsed.base is not None and not parsed.lora:
+        raise ValueError("--base is of weights that are not trained: expected --lora beside it.")
+    lora = Lora(rank=parsed.lora_rank, alpha=2.0 * parsed.lora_rank) if parsed.lora else None
+    source, num_rows = Source(parsed.model, parsed.length, lora), _num_rows(parsed)
     if here is not None:
         print(f"for this machine: {here.device_name}")
     elif hardware is not None:
@@ -133,8 +152,9 @@ def _planned(parsed: argparse.Namespace) -> dict[str, Any]:
         "device_memory": parsed.device_memory,
         "microbatch_size": parsed.microbatch_size,
         "precision": parsed.precision,
+        "base": parsed.base,
         "compile": not parsed.no_compile,
-        "layers": parsed.layer_list,
+        "layers": _layer_list(parsed),
         "hardware": hardware,
     }
     found: dict[str, Any] = {
@@ -156,6 +176,7 @@ def _plan(parsed: argparse.Namespace, model: nn.Module, settings: dict[str, Any]
             optimizer=OPTIMIZERS[parsed.optimizer](),
             clip_norm=parsed.clip_norm or None,
             host_memory=parsed.host_memory,
+            disk=parsed.disk,
             world=_world(parsed),
             **settings,
         )
@@ -170,6 +191,11 @@ def _plan(parsed: argparse.Namespace, model: nn.Module, settings: dict[str, Any]
         print(ASSUMED.format(parsed.per_host, speed, parsed.interconnect, parsed.network))
         found["scaling"] = [asdict(point) for point in made.scaling]
     return found
+
+
+def _layer_list(parsed: argparse.Namespace) -> str | None:
+    name: str | None = parsed.layer_list
+    return f"{ADAPTED}{name}" if name is not None and parsed.lora else name
 
 
 def _world(parsed: argparse.Namespace) -> Together | None:
@@ -200,10 +226,12 @@ def _facts(made: Plan) -> dict[str, Any]:
         "predicted_seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "bound": made.bound,
+        "bounds": None if made.bounds is None else asdict(made.bounds),
         "num_tokens": tokens,
         "device_bytes": made.total_bytes("device"),
         "device_budget_bytes": made.budget_bytes,
         "host_bytes": made.total_bytes("host"),
+        **({"disk_bytes": made.disk_bytes} if made.disk_bytes else {}),
     }
 
 
@@ -270,13 +298,13 @@ class Source:
         period: after how many layers they repeat.
     """
 
-    def __init__(self, word: str, length: int) -> None:
+    def __init__(self, word: str, length: int, lora: Lora | None = None) -> None:
         """The model that the user named.
 
         Raises:
             ValueError: there is no such model.
         """
-        self._word, self._length, self.period = word, length, 1
+        self._word, self._length, self._lora, self.period = word, length, lora, 1
         if word in SHAPES:
             return
         path = Path(word).expanduser()
@@ -293,6 +321,15 @@ class Source:
 
     def make(self, num_layers: int | None) -> nn.Module:
         """The model on the meta device; None: with as many layers as it has.
+
+        Raises:
+            ValueError: transformers does not make it, or peft no adapter of it.
+        """
+        model = self._plain(num_layers)
+        return model if self._lora is None else with_lora(model, self._lora, task="causal").train()
+
+    def _plain(self, num_layers: int | None) -> nn.Module:
+        """The model without an adapter.
 
         Raises:
             ValueError: transformers does not make it.

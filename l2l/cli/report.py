@@ -13,8 +13,8 @@ from typing import Any
 
 from l2l.bench import Curve, PlotError, draw_curves
 from l2l.checkpoint import CheckpointError, CheckpointFolder, Manifest
-from l2l.device import format_bytes
-from l2l.train import BEST, Record, RunFolder, Settings, format_seconds, read_metrics
+from l2l.device import describe_wear, format_bytes
+from l2l.train import KINDS, Record, RunFolder, Settings, format_seconds, read_metrics
 
 HELP = """Summarise a run: settings, steps, losses, speed, evaluations, checkpoints; also while it
 goes on. Draws the losses as an SVG file. The last line is JSON."""
@@ -71,9 +71,9 @@ def summarise(settings: Settings, records: Sequence[Record]) -> dict[str, Any]:
     )
     losses = [loss for _, loss in _losses(steps, "step")]
     speeds = [record["tokens"] / record["seconds"] for record in steps if record["seconds"]]
-    name, more = BEST[settings.data.task]
-    judged = [record for record in evaluations if record.get(name) is not None]
-    best = sorted(judged, key=lambda record: record[name], reverse=more)
+    kind = KINDS[settings.data.task]
+    judged = [record for record in evaluations if record.get(kind.best) is not None]
+    best = sorted(judged, key=lambda record: record[kind.best], reverse=kind.more_is_better)
     return {
         "steps": steps[-1]["step"] if steps else 0,
         "first_loss": next(iter(losses), None),
@@ -82,12 +82,23 @@ def summarise(settings: Settings, records: Sequence[Record]) -> dict[str, Any]:
         "tokens": sum(record["tokens"] for record in steps),
         "seconds": round(sum(record["seconds"] for record in steps), 3),
         "tokens_per_second": statistics.median(speeds) if speeds else None,
+        **_bound(steps),
+        "uncompiled": sum(record.get("compiled") is False for record in steps),
+        "disk_written": sum(record.get("disk_written", 0) for record in steps),
         "skipped": sum(bool(record.get("skipped")) for record in steps),
         "given_up": next((one for one in records if one["kind"] == "diverged"), None),
         "first_evaluation": next(iter(evaluations), None),
         "last_evaluation": next(reversed(evaluations), None),
         "best_evaluation": next(iter(best), None),
     }
+
+
+def _bound(steps: Sequence[Record]) -> dict[str, Any]:
+    """The lane that bound the last steps that say so, and what share of its rate these reached."""
+    told = [record for record in steps if record.get("bound")]
+    lane = told[-1]["bound"] if told else None
+    shares = [record["share_of_bound"] for record in told if record["bound"] == lane]
+    return {"bound": lane, "share_of_bound": statistics.median(shares) if shares else None}
 
 
 def _checkpoints(folder: RunFolder) -> dict[str, Any]:
@@ -128,7 +139,15 @@ def _lines(found: dict[str, Any], settings: Settings) -> Iterator[str]:
     if found["tokens_per_second"] is not None:
         took = f"{found['tokens']:,} tokens in {format_seconds(found['seconds'])}"
         yield f"speed: {found['tokens_per_second']:,.0f} tokens/s; {took}"
-    name, _ = BEST[settings.data.task]
+    if found["uncompiled"]:
+        yield f"compiled: all steps but {found['uncompiled']}, which began while it was compiled"
+    if found["bound"] is not None:
+        yield f"bound by: {found['bound']}, at {found['share_of_bound']:.0%} of its measured rate"
+    if found["disk_written"]:
+        written = format_bytes(found["disk_written"])
+        wear = describe_wear(found["disk_written"] // found["steps"])
+        yield f"disk: {written} written; {wear}"
+    name = KINDS[settings.data.task].best
     for word in ("first", "best", "last"):
         record = found[f"{word}_evaluation"]
         if record is not None and record.get(name) is not None:
@@ -147,7 +166,7 @@ def _losses(records: Sequence[Record], kind: str) -> Points:
     return [
         (record["step"], record["loss"])
         for record in records
-        if record["kind"] == kind and record["loss"] is not None
+        if record["kind"] == kind and record.get("loss") is not None
     ]
 
 

@@ -40,6 +40,11 @@ EXAMPLES = """examples:
   l2l train --model models/SmolLM2-135M --data alpaca.jsonl.gz --task instruct --steps 300
   l2l train --model models/bert --data train.jsonl --evaluation-data dev.jsonl \\
       --task classification --epochs 3 --length 128 --learning-rate 3e-5 --device-memory 4GiB
+  l2l train --model models/Qwen2.5-14B --data chats.jsonl --task instruct --lora \\
+      --learning-rate 2e-4 --device-memory 8GiB          an adapter beside frozen weights
+  l2l train --model models/Qwen2.5-0.5B-sft --data pairs.jsonl --task dpo --learning-rate 5e-7
+  l2l train --model models/Qwen2.5-0.5B --data questions.jsonl --task grpo \\
+      --reward my_rewards.py:is_right --learning-rate 1e-6
   l2l train runs/SmolLM2-135M-alpaca          go on with a run
   torchrun --nproc-per-node 4 -m l2l train run.toml
                                               four devices, which hold the model together
@@ -63,12 +68,29 @@ FLAGS = {  # flag -> section, key, what it takes; nothing: it switches something
     "--optimizer": ("optimizer", "name", "NAME"),
     "--device-memory": ("memory", "device_memory", "SIZE"),
     "--host-memory": ("memory", "host_memory", "SIZE"),
+    "--disk": ("memory", "disk", "FOLDER"),
     "--precision": ("training", "precision", "NAME"),
     "--seed": ("training", "seed", "N"),
+    "--reward": ("grpo", "rewards", "FILE.py:FUNCTION"),
+    "--lora": ("lora", "enabled", ""),
+    "--lora-rank": ("lora", "rank", "N"),
+    "--lora-alpha": ("lora", "alpha", "NUMBER"),
+    "--lora-dropout": ("lora", "dropout", "SHARE"),
+    "--lora-target": ("lora", "targets", "MODULE"),
+    "--lora-save": ("lora", "modules_to_save", "MODULE"),
+    "--base": ("lora", "base", "FORMAT"),
+    "--rslora": ("lora", "rslora", ""),
+    "--dora": ("lora", "dora", ""),
     "--random-init": ("model", "random_init", ""),
     "--allow-missing-weights": ("model", "allow_missing_weights", ""),
 }
-SEVERAL = ("--data", "--evaluation-data")  # may be given more than once
+SEVERAL = (
+    "--data",
+    "--evaluation-data",
+    "--lora-target",
+    "--lora-save",
+    "--reward",
+)  # may be given more than once
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,10 @@ def run(arguments: Sequence[str] | None) -> int:
     """Run a verb; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
-        prog="l2l", description="Layer-to-layer training: models that do not fit the device."
+        prog="l2l",
+        description="Layer-to-layer training: models that do not fit the device.",
+        epilog="What is kept from run to run (measured rates, plans, proofs, compiled programs) is "
+        "in ~/.cache/l2l: delete that folder, or a part of it, and it is made anew.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     add = partial(verbs.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -26,16 +26,17 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from l2l.device.limits import LIMITS
 from l2l.device.pages import anonymous_pages
 from l2l.device.random_numbers import Drawing, RandomNumbers
-from l2l.device.worker import Event, Work, Worker, WorkerEvent
-from l2l.schedule import Lane, Span, Trace
+from l2l.device.worker import WAITING, Event, Work, Worker, WorkerEvent
+from l2l.schedule import LASTING, Lane, Span, Trace
 
-AT_ONCE = (Lane.COMPUTE, Lane.UPDATE, Lane.GATHER, Lane.REDUCE)
+AT_ONCE = (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, *LASTING)
 """Lanes that run what they are given: ranks meet in the order of the schedule."""
 
 
@@ -82,17 +83,19 @@ class CheckingDevice(Drawing):
         """Make the device.
 
         Args:
-            first: None computes at once, does copies when they are waited for, and updates on a
-                thread. A lane: [Note: hostile order], for tests; everything runs on this thread.
+            first: None computes at once, does copies when they are waited for, and on threads what
+                the host and the disk do. A lane: [Note: hostile order], for tests; everything runs
+                on this thread.
         """
         super().__init__(torch.device("cpu"), RandomNumbers([torch.default_generator]))
         self._first = first
         self._queues = {lane: _Queue() for lane in Lane}
-        self._worker = Worker() if first is None else None
-        self._worker_events: dict[int, WorkerEvent] = {}
+        threaded = LASTING if first is None else ()
+        self._workers = {lane: Worker(lane.value) for lane in threaded}
+        self._worker_events: dict[Lane, dict[int, WorkerEvent]] = {one: {} for one in threaded}
         self._trace: tuple[Trace, float] | None = None
-        if self._worker is not None:
-            weakref.finalize(self, self._worker.dismiss).atexit = False
+        for worker in self._workers.values():
+            weakref.finalize(self, worker.dismiss).atexit = False
         self._reserved = ByteCount()
         self._counts = False  # whether what computing allocates is counted as well
 
@@ -118,13 +121,19 @@ class CheckingDevice(Drawing):
 
     def run_to(self, event: QueuedEvent) -> None:
         """Run what the event covers, and what that waits for."""
+        done = self._on_thread(event)
+        if done is not None:
+            done.synchronize()
+
+    def _on_thread(self, event: QueuedEvent) -> WorkerEvent | None:
+        """Submit what the event covers; the end of that, if it is on a thread and known."""
         self._advance(event.lane, event.position)
-        if event.lane is Lane.UPDATE and self._worker is not None:
-            completed = [p for p in self._worker_events if p <= event.position]
-            if completed:
-                self._worker_events[max(completed)].synchronize()
-            for position in completed:
-                del self._worker_events[position]
+        events = self._worker_events.get(event.lane, {})
+        known = [position for position in events if position <= event.position]
+        done = events[known[-1]] if known else None
+        for position in known if done is not None and done.is_done else ():
+            del events[position]
+        return done
 
     def _advance(self, lane: Lane, position: int | None = None) -> None:
         """Run a lane up to a position, or all that it has."""
@@ -137,17 +146,27 @@ class CheckingDevice(Drawing):
             item = lane_queue.waiting.popleft()
             try:
                 if isinstance(item, QueuedEvent):
-                    self.run_to(item)
+                    self._await(lane, item)
                 else:
                     self._perform(lane, item)
             finally:
                 lane_queue.busy = False
                 lane_queue.num_done += 1
 
+    def _await(self, lane: Lane, event: QueuedEvent) -> None:
+        """Hold a lane until an event is complete: one thread waits for another by itself."""
+        if lane in self._workers and event.lane in self._workers:
+            done = self._on_thread(event)
+            if done is not None:
+                self._workers[lane].submit(WAITING, done.synchronize)
+        else:
+            self.run_to(event)
+
     def _perform(self, lane: Lane, work: Work) -> None:
-        if lane is Lane.UPDATE and self._worker is not None:
-            self._worker.submit(lane.value, work)
-            self._worker_events[self._queues[lane].num_done + 1] = self._worker.record()
+        if lane in self._workers:
+            self._workers[lane].submit(lane.value, work)
+            events = self._worker_events[lane]
+            events[self._queues[lane].num_done + 1] = self._workers[lane].record()
             return
         counting = lane is Lane.COMPUTE and self._counts
         with self._reserved if counting else contextlib.nullcontext():
@@ -160,32 +179,39 @@ class CheckingDevice(Drawing):
         self._trace = (trace, time.perf_counter())
         try:
             yield trace
-            self.record(Lane.UPDATE).synchronize()
+            for lane in LASTING:
+                self.record(lane).synchronize()
         finally:
             self._trace = None
 
     def begin(self) -> None:
-        """Start a schedule: every lane but the update lane goes on after all earlier work."""
-        if self._worker is not None:
-            self._worker.raise_failure()
+        """Start a schedule: every lane that does not last goes on after all earlier work."""
+        for worker in self._failed_first():
+            worker.raise_failure()
 
     def finish(self) -> None:
-        """End a schedule: later work of every lane but the update lane follows all of it."""
+        """End a schedule: later work of every lane that does not last follows all of it."""
         if self._first is not None:
             self._advance(self._first)
         for lane in Lane:
-            if lane is not Lane.UPDATE:
+            if lane not in LASTING:
                 self._advance(lane)
+
+    def _failed_first(self) -> list[Worker]:
+        """Threads; those of the disk first: others fail because these have."""
+        return list(self._workers.values())[::-1]
 
     @property
     def has_failed(self) -> bool:
-        """Whether work on the update lane has failed."""
-        return self._worker is not None and self._worker.has_failed
+        """Whether work on a lane that lasts has failed."""
+        return any(worker.has_failed for worker in self._workers.values())
 
     def recover(self) -> None:
-        """Forget that the update lane has failed: its work is to be replaced."""
-        if self._worker is not None:
-            self._worker.recover()
+        """Forget that such a lane has failed: its work is to be replaced."""
+        for worker in self._failed_first():
+            worker.finish()
+        for worker in self._failed_first():
+            worker.recover()
 
     def abort(self) -> None:
         """Drop or finish what was submitted to all lanes, after an error; may be called again.
@@ -194,20 +220,22 @@ class CheckingDevice(Drawing):
         """
         for lane, one in self._queues.items():
             one.busy = False
-            if lane is not Lane.UPDATE or self._worker is not None:
+            if lane not in LASTING or self._workers:
                 one.waiting.clear()
                 one.num_done = one.num_submitted = max(one.num_done, one.num_submitted)
-        if self._worker is not None:
-            self._worker.finish()
-        else:  # it may have work of earlier steps
-            self._advance(Lane.UPDATE)
+        for worker in self._failed_first():
+            worker.finish()
+        if not self._workers:  # these may have work of earlier steps
+            for lane in LASTING:
+                self._advance(lane)
 
     def close(self) -> None:
         """Finish all work and give back threads and host memory."""
         for lane in Lane:
             self._advance(lane)
-        if self._worker is not None:
-            self._worker.close()
+        LIMITS.drop(self.torch_device, self)
+        for worker in self._workers.values():
+            worker.close()
 
     # ----------------------------------------------------------------------------------------------
     # Memory
@@ -250,6 +278,10 @@ class CheckingDevice(Drawing):
         """A host tensor as one that can be copied to the device without the host's help."""
         return tensor
 
+    def context_bytes(self) -> int:
+        """What this process takes of the device beside its tensors: nothing."""
+        return 0
+
     def total_bytes(self) -> int:
         """Memory of the device."""
         return _host_bytes("MemTotal")
@@ -261,8 +293,9 @@ class CheckingDevice(Drawing):
     def give_back(self) -> None:
         """Give device memory that torch keeps unused back to the driver."""
 
-    def limit_memory(self, nbytes: int) -> None:
-        """Let torch reserve no more device memory than this, and waste none of it."""
+    def limit_memory(self, nbytes: int | None, *, context_bytes: int = 0) -> None:
+        """What this engine may take of the device, None: what is free; torch keeps to the sum."""
+        LIMITS.set(self.torch_device, self, None if nbytes is None else nbytes - context_bytes)
 
     def reset_peak(self) -> None:
         """Start a new peak measurement."""
@@ -310,6 +343,9 @@ class ByteCount(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(map(is_traceable_wrapper_subclass, tree_leaves((args, kwargs)))):
+            with self:  # what its class makes of it is counted
+                return func(*args, **(kwargs or {}))
         given = {
             leaf.untyped_storage()._cdata
             for leaf in tree_leaves((args, kwargs))
@@ -317,6 +353,7 @@ class ByteCount(TorchDispatchMode):
         }
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
+            is_memory = isinstance(leaf, Tensor) and leaf.device.type != "meta"
+            if is_memory and leaf.untyped_storage()._cdata not in given:
                 self.hold(leaf)
         return result

@@ -1,8 +1,8 @@
-"""Streams of one CUDA device; the only file of the package that knows `torch.cuda`.
+"""One CUDA device; with cuda_streams.py the only file of the package that knows `torch.cuda`.
 
 A lane is a stream, an event a CUDA event, work is launched as it is submitted. The update lane is a
 host thread (worker.py): it waits for drains by blocking itself, and a stream waits for an update by
-watching a number in host memory.
+watching a number in host memory. So are the lanes of the disk, for which no stream waits.
 
 [Note: the interpreter's lock] Compiled code launches kernels with the lock held. A launch blocks
 while too many others are queued, and loading a new kernel blocks until the device is done with all
@@ -13,6 +13,9 @@ every event carries the number of the last piece of host work that it comes afte
 allocator must tidy up, it waits for the whole device; torch lets go of the lock meanwhile, but not
 for compiled code, which is therefore given another function to allocate with.
 
+Another thread that compiles (`hold_back`) may load a kernel at any time. Meanwhile nothing at all
+is queued behind the host thread: whoever submits waits for it each time, without the lock.
+
 Short of that, the host thread would wait for the lock whenever launches block: so a line is
 submitted to the compute lane only while about `MAX_LAUNCHES` or fewer are queued there. And the
 host thread, which waits for the lock after each piece of its work, gets it within `SWITCH_SECONDS`
@@ -22,7 +25,6 @@ during a step, not within Python's five milliseconds.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import sys
 import threading
 import time
@@ -34,15 +36,20 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from l2l.device.cuda_streams import CudaEvent, StreamCounter, Turn
+from l2l.device.limits import LIMITS
 from l2l.device.pages import PAGE_BYTES, anonymous_pages
 from l2l.device.random_numbers import Drawing, RandomNumbers, current
 from l2l.device.worker import WAITING, Event, Work, Worker, WorkerEvent
-from l2l.schedule import Lane, Span, Trace
+from l2l.schedule import LASTING, Lane, Span, Trace
 
 COPIES_AHEAD = 16
 MAX_LAUNCHES = 512  # the driver queues 1,024
 SEGMENT_GROWTH = 20 << 20  # bytes
+LEAST_MEMORY = 64 << 20  # that the allocator is left, whatever the limit
+MAX_CONTEXT = 1 << 30  # what else is taken when a device is opened, others have taken
 LITTLE_MEMORY = 1 << 30
 LITTLE_CACHE = 4 << 20
 MARKED_LAUNCHES = 128  # between two marks, by which it is known how many are done
@@ -50,80 +57,6 @@ SWITCH_SECONDS = 0.0002
 NOTHING_TO_DO: Final = contextlib.nullcontext()
 LAUNCHES: Final[Mapping[str, int]] = {"forward": 40, "backward": 80, "loss": MAX_LAUNCHES}
 """Kernels that compiled lines launch, at most: a layer makes about 15 and 50; other lines: 8."""
-
-
-@final
-class CudaEvent:
-    """An event on a stream."""
-
-    def __init__(self, *, after: WorkerEvent | None) -> None:
-        self.event = torch.cuda.Event(blocking=True)  # who waits on the host, sleeps
-        self.after = after  # the last host work that its lane has waited for
-
-    def synchronize(self) -> None:
-        """Sleep until the stream has come so far."""
-        self.event.synchronize()
-
-
-@final
-class _Turn:
-    """A stream's turn to be the current one; torch's own looks up five times what is known here."""
-
-    __slots__ = ("_after", "_stream")
-
-    def __init__(self, stream: torch.cuda.Stream, after: torch.cuda.Stream) -> None:
-        self._stream = stream
-        self._after = after
-
-    def __enter__(self) -> None:
-        torch.cuda.set_stream(self._stream)
-
-    def __exit__(self, *_: object) -> None:
-        torch.cuda.set_stream(self._after)
-
-
-@final
-class StreamCounter:
-    """A number in host memory that a stream can wait for: how the device waits for the host.
-
-    The worker thread writes the number of each event it completes; a stream that waits for an
-    event holds until the number is that large. So a lane can wait for an update without the thread
-    that submits work having to block. Where the driver does not offer this, that thread blocks.
-    """
-
-    def __init__(self) -> None:
-        self._memory, self._pages = anonymous_pages(PAGE_BYTES)
-        cudart = torch.cuda.cudart()
-        self._registered = not int(cudart.cudaHostRegister(self._memory.data_ptr(), PAGE_BYTES, 0))
-        self._word = ctypes.c_uint32.from_address(self._memory.data_ptr())
-        self._wait_value: Any = None
-        if self._registered:
-            with contextlib.suppress(OSError, AttributeError):
-                self._wait_value = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
-
-    def advance(self, number: int) -> None:
-        """All events up to this number are complete."""
-        self._word.value = number
-
-    def wait(self, stream: torch.cuda.Stream, event: WorkerEvent) -> None:
-        """Hold a stream until an event is complete."""
-        if self._wait_value is not None:
-            error = self._wait_value(
-                ctypes.c_void_p(stream.cuda_stream),
-                ctypes.c_uint64(self._memory.data_ptr()),
-                ctypes.c_uint32(event.number),
-                ctypes.c_uint(0),  # until the word is equal or greater
-            )
-            if error == 0:
-                return
-            self._wait_value = None
-        event.synchronize()
-
-    def close(self) -> None:
-        """Give the memory back."""
-        if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
-            self._registered = False
 
 
 def _finish_before_compiling(worker: weakref.ref[Worker], _: object) -> None:
@@ -216,19 +149,23 @@ class CudaDevice(Drawing):
             RandomNumbers([torch.default_generator, torch.cuda.default_generators[number]]),
         )
         _redirect_states()
+        self._others_bytes = max(0, self._beside_bytes() - MAX_CONTEXT)
         self._counter = StreamCounter()
         self._worker = Worker(on_event=self._counter.advance)
+        self._workers: dict[Lane, Worker] = {
+            lane: Worker(lane.value) for lane in (Lane.WRITE, Lane.READ)
+        }
+        self._workers[Lane.UPDATE] = self._worker  # last: it fails because those of the disk have
         # The compute lane is the caller's stream: libraries keep a workspace for every stream they
         # ever saw. Copies are short and the kernels that wait for them long: copies go first. State
         # that is lent comes after weights that a pass waits for.
         self._streams: dict[Lane, torch.cuda.Stream] = {
             lane: torch.cuda.Stream(self.torch_device, priority=0 if lane is Lane.LEND else -1)
             for lane in Lane
-            if lane not in (Lane.COMPUTE, Lane.UPDATE)
+            if lane is not Lane.COMPUTE and lane not in LASTING
         }
         self._streams[Lane.COMPUTE] = torch.cuda.current_stream(self.torch_device)
         self._host_buffers: list[tuple[int, object]] = []  # address, and what owns the memory
-        self._is_limited = False
         self._after: dict[Lane, WorkerEvent] = {}  # the last host work that lanes have waited for
         self._num_launches = dict.fromkeys(Lane, 0)  # queued since then
         self._launched: deque[torch.cuda.Event] = deque()  # marks on the compute lane
@@ -237,11 +174,13 @@ class CudaDevice(Drawing):
         self._callers: tuple[torch.cuda.Stream, float] | None = None
         self._waited: Event | None = None  # what the host thread has waited for, or will, last
         self._marks: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] | None = None
+        self._holds_back = False  # whether another thread compiles
         self._before_compiling = partial(_finish_before_compiling, weakref.ref(self._worker))
         self._watch_compilation()
         _allocate_without_the_lock()
         # For a device that is dropped without `close`.
-        weakref.finalize(self, self._worker.dismiss).atexit = False
+        for worker in self._workers.values():
+            weakref.finalize(self, worker.dismiss).atexit = False
         weakref.finalize(self, self._counter.close).atexit = False
         weakref.finalize(self, _unregister, self._host_buffers).atexit = False
         weakref.finalize(self, _forget_callback, self._before_compiling).atexit = False
@@ -256,8 +195,8 @@ class CudaDevice(Drawing):
 
     def submit(self, lane: Lane, text: str, work: Work) -> None:
         """Launch work on the stream of its lane, once few enough launches are queued."""
-        if lane is Lane.UPDATE:
-            self._worker.submit(text, work)
+        if lane in self._workers:
+            self._workers[lane].submit(text, work)
             return
         num_launches = LAUNCHES.get(text.partition(" ")[0], 8)
         self._hold_back(lane, num_launches)
@@ -281,7 +220,7 @@ class CudaDevice(Drawing):
         if self._callers is None:
             return torch.cuda.stream(stream)
         compute = self._streams[Lane.COMPUTE]
-        return NOTHING_TO_DO if stream is compute else _Turn(stream, compute)
+        return NOTHING_TO_DO if stream is compute else Turn(stream, compute)
 
     def _leave(self) -> None:
         """Let stream and switch interval be those from before the step."""
@@ -329,23 +268,32 @@ class CudaDevice(Drawing):
         origin, began = torch.cuda.Event(enable_timing=True), time.perf_counter()
         origin.record(self._streams[Lane.COMPUTE])
         marks = self._marks = []
-        times = self._worker.times = []
+        times = {lane: list[tuple[str, float, float]]() for lane in LASTING}
+        for lane, worker in self._workers.items():
+            worker.times = times[lane]
         try:
             yield trace
             torch.cuda.synchronize(self.torch_device)
-            self._worker.record().synchronize()
+            for worker in self._workers.values():
+                worker.record().synchronize()
         finally:
-            self._marks, self._worker.times = None, None
+            self._marks = None
+            for worker in self._workers.values():
+                worker.times = None
         for lane, text, *events in marks:
             start, end = (origin.elapsed_time(event) / 1e3 for event in events)
             trace.spans.append(Span(lane.value, text, start, end))
-        updates = [one for one in times if one[0] != WAITING]
-        trace.spans += [Span(Lane.UPDATE.value, t, a - began, b - began) for t, a, b in updates]
+        trace.spans += [
+            Span(lane.value, text, start - began, end - began)
+            for lane, spans in times.items()
+            for text, start, end in spans
+            if text != WAITING
+        ]
 
     def record(self, lane: Lane) -> Event:
         """An event on the stream of a lane, or on the host thread."""
-        if lane is Lane.UPDATE:
-            return self._worker.record()
+        if lane in self._workers:
+            return self._workers[lane].record()
         event = CudaEvent(after=self._after.get(lane))
         event.event.record(self._streams[lane])
         return event
@@ -356,17 +304,37 @@ class CudaDevice(Drawing):
             if event is not self._waited:
                 self._worker.submit(WAITING, event.synchronize)
                 self._waited = event
+        elif lane in self._workers:
+            self._workers[lane].submit(WAITING, event.synchronize)
         elif isinstance(event, CudaEvent):
             self._comes_after(lane, event.after)
             self._streams[lane].wait_event(event.event)
+        elif self._holds_back:
+            assert isinstance(event, WorkerEvent), type(event)
+            event.synchronize()
         else:
             assert isinstance(event, WorkerEvent), type(event)
             self._comes_after(lane, event)
             self._counter.wait(self._streams[lane], event)
 
+    @override
+    def hold_back(self, is_compiled: bool) -> None:
+        """See [Note: the interpreter's lock]; what waits already, waits no longer than this."""
+        if is_compiled:
+            self._worker.finish()
+        self._holds_back = is_compiled
+
+    @override
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """The thread's device is this one."""
+        with torch.cuda.device(self.torch_device), super().beside():
+            yield
+
     def begin(self) -> None:
         """Let all streams follow the current one, and the compute lane be that."""
-        self._worker.raise_failure()
+        for worker in self._workers.values():
+            worker.raise_failure()
         self._watch_compilation()  # again, if torch was reset
         current = torch.cuda.current_stream(self.torch_device)
         for lane, stream in self._streams.items():
@@ -434,19 +402,23 @@ class CudaDevice(Drawing):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the host thread has failed."""
-        return self._worker.has_failed
+        """Whether a host thread has failed."""
+        return any(worker.has_failed for worker in self._workers.values())
 
     def recover(self) -> None:
-        """Forget what has failed on the host thread."""
-        self._worker.recover()
+        """Forget what has failed on host threads."""
+        for worker in self._workers.values():
+            worker.finish()
+        for worker in self._workers.values():
+            worker.recover()
         self._waited = None  # or what was dropped
 
     def abort(self) -> None:
-        """Wait for all streams and for the host thread."""
+        """Wait for all streams and for host threads."""
         self._leave()
         torch.cuda.synchronize(self.torch_device)
-        self._worker.finish()
+        for worker in self._workers.values():
+            worker.finish()
         self._waited = None
 
     def poison(self, buffer: Tensor) -> None:
@@ -457,29 +429,59 @@ class CudaDevice(Drawing):
         """The driver's."""
         return torch.cuda.get_device_name(self.torch_device)
 
+    def _beside_bytes(self) -> int:
+        """What is taken of the device, by whomever, beside what torch has reserved."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return total - free - torch.cuda.memory_reserved(self.torch_device)
+
+    def context_bytes(self) -> int:
+        """What the driver counts for this process beside what torch has reserved.
+
+        That is its context, libraries, and kernels that were loaded so far. What other processes
+        had when the device was opened is not counted, as far as that can be told apart.
+        """
+        return max(0, self._beside_bytes() - self._others_bytes)
+
     def total_bytes(self) -> int:
         """Memory that the driver sees."""
         return torch.cuda.mem_get_info(self.torch_device)[1]
 
     def free_bytes(self) -> int:
-        """What the driver has left, and what torch keeps unused."""
+        """What the driver has left, and what torch keeps unused; not what others were promised."""
         free = torch.cuda.mem_get_info(self.torch_device)[0]
         reserved = torch.cuda.memory_reserved(self.torch_device)
-        return free + reserved - torch.cuda.memory_allocated(self.torch_device)
+        taken = torch.cuda.memory_allocated(self.torch_device)
+        promised = max(0, LIMITS.of_others(self.torch_device, self) - taken)
+        return max(0, free + reserved - taken - promised)
 
     def give_back(self) -> None:
         """Empty the cache of the allocator."""
         torch.cuda.empty_cache()
 
-    def limit_memory(self, nbytes: int) -> None:
-        """Limit the allocator, and let its segments grow."""
+    def limit_memory(self, nbytes: int | None, *, context_bytes: int = 0) -> None:
+        """Limit the allocator to what all engines of the process may take.
+
+        Args:
+            nbytes: of an engine, its context among them; None: no limit.
+            context_bytes: of these, what is not the allocator's.
+        """
+        # Segments grow by so much at a time, which torch does not count when it looks at the limit.
+        if nbytes is not None:
+            nbytes = max(nbytes - context_bytes - SEGMENT_GROWTH, LEAST_MEMORY)
+        was_limited = LIMITS.total(self.torch_device) is not None
+        LIMITS.set(self.torch_device, self, nbytes)
+        self._apply_limit(was_limited=was_limited)
+
+    def _apply_limit(self, *, was_limited: bool) -> None:
+        nbytes = LIMITS.total(self.torch_device)
+        if nbytes is None:
+            if was_limited:  # else a limit that there may be is the user's own
+                torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
+            return
         # Segments that grow leave no holes between them that a larger tensor does not fit into.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-        # And they grow by so much at a time, which torch does not count when it looks at the limit.
-        nbytes = max(nbytes - SEGMENT_GROWTH, nbytes // 2)
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.torch_device)
-        self._is_limited = True
         if nbytes < LITTLE_MEMORY:  # compare kernels without a tensor as large as the cache
             from torch._inductor.runtime.benchmarking import benchmarker
 
@@ -490,16 +492,18 @@ class CudaDevice(Drawing):
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def peak_bytes(self) -> int:
-        """Most bytes that the allocator has reserved."""
-        return torch.cuda.max_memory_reserved(self.torch_device)
+        """Most bytes that this process has taken: reserved by the allocator, and its context."""
+        return torch.cuda.max_memory_reserved(self.torch_device) + self.context_bytes()
 
     def close(self) -> None:
         """Wait for everything, and give back thread, limit and registered memory."""
         _forget_callback(self._before_compiling)
-        self._worker.close()
+        for worker in self._workers.values():
+            worker.close()
         torch.cuda.synchronize(self.torch_device)
-        if self._is_limited:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
+        was_limited = LIMITS.total(self.torch_device) is not None
+        LIMITS.drop(self.torch_device, self)
+        self._apply_limit(was_limited=was_limited)
         self._counter.close()
         _unregister(self._host_buffers)
 

@@ -108,6 +108,10 @@ class RandomNumbers:
         self.seeds_defaults = False  # [Note: others' generators]
         self.num_draws = 0  # operators that have drawn from here
 
+    def apart(self) -> RandomNumbers:
+        """Others in the same place, for another thread."""
+        return RandomNumbers([*self._defaults.values()])
+
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Draw from these generators, in this thread and in what autograd runs for it."""
@@ -196,6 +200,15 @@ class Drawing:
     def private_random_state(self) -> contextlib.AbstractContextManager[None]:
         """Draw from generators of this device's own, and leave the caller's as they are."""
         return self.random_numbers.scope()
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """For another thread, which may use the device's libraries inside the block."""
+        with self.random_numbers.apart().scope():
+            yield
+
+    def hold_back(self, is_compiled: bool) -> None:  # noqa: FBT001
+        """Whether another thread compiles from here on: streams leave waiting to the host."""
 
     def seed(self, seed: int) -> None:
         """Seed the generators that the layers' own code draws from."""

@@ -1,4 +1,4 @@
-"""The host thread of the update lane: performs work in order, beside whatever submits it."""
+"""A host thread of a lane: performs work in order, beside whatever submits it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class WorkerEvent:
 class Worker:
     """One host thread that performs work in order; a failure is raised to whoever waits."""
 
-    def __init__(self, *, on_event: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, name: str = "update", *, on_event: Callable[[int], None] | None = None
+    ) -> None:
         """Start the thread; `on_event` is told the number of every event that completes."""
         self._on_event = on_event
         self._num_events = 0
@@ -70,7 +72,7 @@ class Worker:
         self.times: list[tuple[str, float, float]] | None = None  # of each work, while tracing
         self._is_closed = False
         self._is_ending = False
-        self._thread = threading.Thread(target=self._run, name="l2l-update", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"l2l-{name}", daemon=True)
         self._thread.start()
         _workers.add(self)
 
@@ -94,7 +96,7 @@ class Worker:
         """Raise what broke on the thread, if anything did."""
         failure = self._failure
         if isinstance(failure, UpdateFailedError):  # says all there is to say
-            raise UpdateFailedError(str(failure)) from failure
+            raise type(failure)(str(failure)) from failure
         if failure is not None:
             raise UpdateFailedError(f"an update on the host failed: {failure!r}") from failure
 

@@ -15,7 +15,15 @@ from l2l.engine.layers import Layers, Layout, change, expected_with
 
 logger = logging.getLogger("l2l")
 
-PLACED = ("num_tail", "num_device_states", "num_shared", "keep", "num_kept_cells", "outer_state")
+PLACED = (
+    "num_tail",
+    "num_device_states",
+    "num_shared",
+    "keep",
+    "num_kept_cells",
+    "outer_state",
+    "num_head_slices",
+)
 """Choices by which a layer is computed, or updated, by other code: the same but for last bits."""
 
 
@@ -36,6 +44,7 @@ class Checkpoints:
 
     def prepare(self) -> None:
         """Take the memory that saving in the background needs."""
+        self.condition.refuse_unless_training("engine.prepare_saving")
         self.condition.refuse_if_unusable()
         self.condition.network.persistence.prepare(self._order_of_change())
 
@@ -54,6 +63,7 @@ class Checkpoints:
             CheckpointError: that cannot begin, or an earlier one could not be written.
         """
         condition, has, network = self.condition, self.condition.has, self.condition.network
+        condition.refuse_unless_training("engine.save")
         condition.refuse_if_unusable()
         network.persistence.finish()
         condition.finish_step()
@@ -85,6 +95,7 @@ class Checkpoints:
             CheckpointError: it is damaged, or of another model or optimizer; nothing has changed.
         """
         condition = self.condition
+        condition.refuse_unless_training("engine.load")
         condition.refuse_if_unusable(or_torn=False)
         try:
             condition.network.persistence.finish()
@@ -166,7 +177,9 @@ class Checkpoints:
             "microbatch_size": has.microbatch_size,
             "microbatch_tokens": decisions.microbatch_tokens,
             "piece_tokens": decisions.piece_tokens,
+            "tile_tokens": decisions.tile_tokens,
             "compiled": has.compiler.is_on,
+            "compiled_since": self.condition.compiled_since,
             "looked_up": sorted({lookup.unit for lookup in lookups}),
             "device_memory": has.planning.given_budget,
             "depth": repr(self.condition.depth),
@@ -181,7 +194,11 @@ class Checkpoints:
             if (found := choices.get(name, own[name])) != own[name]:
                 said = "the checkpoint was made with %s=%s, this engine has %s%s."
                 logger.warning(said, name, found, own[name], also)
+        if (since := choices.get("compiled_since")) is not None:
+            said = "the checkpoint's run had compiled layers from step %s on%s."
+            logger.info(said, since + 1, bits)
         names = ["piece_tokens"] if has.microbatch_size else ["microbatch_tokens", "piece_tokens"]
+        names += ["tile_tokens"] if choices.get("tile_tokens") else []
         if choices.get("device_memory") == own["device_memory"]:
             names += [name for name in PLACED if name in choices]
         elif has.compiler.is_on:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
@@ -15,12 +16,14 @@ from l2l.engine.network import Network
 from l2l.engine.resources import Resources
 from l2l.model import Microbatch, Partition, Rule
 from l2l.parameter_server import UpdatePolicy
-from l2l.run import Skips, Step
+from l2l.run import Program, Skips, Step
 from l2l.schedule import Lane
 
 logger = logging.getLogger("l2l")
 
 MAX_STEPS_AHEAD = 2  # how far the host may run ahead of the device
+
+FIRST_SCALE = 2.0**16  # what torch.amp.GradScaler begins with
 
 Settings = Mapping[str, Mapping[str, Any]]
 """Of the optimizer, by parameter."""
@@ -42,9 +45,15 @@ class Condition:
         self.origins: tuple[int | None, ...] = tuple(range(partition.num_layers))
         """Of the present layers: see [Note: origins] in layers.py."""
         self.step_number = 0
+        self.compiled_since: int | None = None
+        """Steps before layers last became compiled ones; None: they were from the first on."""
+        self.num_calls = 0  # of the model, since the last step
+        self.seed_scale = FIRST_SCALE  # of the loss of a fused side in float16
+        self.era = 0  # of the weights: changes whenever they do
         self.skips = Skips()
         self.running: Step | None = None  # one whose end was not reached, or not noted
         self._state: Literal["open", "torn", "closed"] = "open"
+        self.has_averages = False  # for weights
         self._ends: deque[tuple[Event, Step]] = deque()  # of steps that the device may still run
 
     @property
@@ -79,6 +88,32 @@ class Condition:
             )
         self.clean_up()  # an interrupt may have kept it from being done
 
+    def refuse_if_averaged(self, operation: str) -> None:
+        """Refuse what changes weights, or keeps them, while running means stand for them.
+
+        Raises:
+            RuntimeError: they do.
+        """
+        if self.has_averages:
+            raise RuntimeError(
+                f"{operation} inside engine.averaged(), where running means stand for the weights. "
+                "Leave that block first."
+            )
+
+    def refuse_unless_training(self, operation: str) -> None:
+        """Refuse what only an engine does that trains.
+
+        Raises:
+            RuntimeError: nothing of the model is trained, or not now.
+        """
+        self.refuse_if_averaged(operation)
+        if self.has.is_frozen:
+            raise RuntimeError(
+                f"{operation} is for models that are trained, and no parameter of this one "
+                "requires a gradient: it can be evaluated, predict, generate and be exported. To "
+                "train it, make the engine from model.requires_grad_(True)."
+            )
+
     def clean_up(self) -> None:
         """Give up the step that runs, if there is one."""
         if self.running is None:
@@ -102,6 +137,7 @@ class Condition:
     def follow(self, partition: Partition, origins: tuple[int | None, ...]) -> None:
         """Go on with other layers, which are in the server."""
         self.network, self.origins = Network(self.has, partition), origins
+        self.era += 1
 
     def choose_by(self, depth: Depth | None) -> None:
         """Let another policy choose the layers of every step."""
@@ -133,6 +169,7 @@ class Condition:
         rule: Rule,
         joint: bool = False,
         keep_outputs: bool = False,
+        side: str = "",
         **more: Any,
     ) -> Step:
         """Everything that one run of a schedule works on; without `settings` it does not train.
@@ -145,16 +182,19 @@ class Condition:
             rule: what the loss averages over.
             joint: whether one loss is taken over all microbatches.
             keep_outputs: whether the model's outputs are wanted.
+            side: of a step in two sides, which one.
             more: as of `Step`.
         """
         has, trains, number = self.has, settings is not None, len(microbatches)
-        program = self.network.program(
-            number, choice, training=trains, seed=seed, joint=joint, keep_outputs=keep_outputs
-        )
+        program_of = partial(self.network.program, number, choice, training=trains, seed=seed)
+        program = program_of(joint=joint, keep_outputs=keep_outputs, side=side)
+        if side and has.precision.link is torch.float16:
+            more["loss_scale"] = self.seed_scale
         names = {name: unit.form.trained.names for name, unit in has.server.units.items()}
         lookups = program.lookups
         return Step(
             program=program,
+            sides=_sides(program_of, joint=joint, fused=not keep_outputs) if side else {},
             number=self.step_number,
             layers=choice.layers,
             survival=choice.survival,
@@ -168,6 +208,7 @@ class Condition:
             settings=settings,
             keep_outputs=keep_outputs,
             clip_norm=has.clip_norm,
+            compiles=has.compiler.is_on,
             checks_norms=has.policy is UpdatePolicy.JUST_IN_TIME,
             divide_by_weight=rule is Rule.SUM_AND_WEIGHT,
             rows=has.rows.begin(lookups, microbatches) if lookups else None,
@@ -187,16 +228,23 @@ class Condition:
     def note_submitted(self, step: Step) -> None:
         """All of a step is on its way; if it trains, it runs until it is counted."""
         self._ends.append((self.has.device.record(Lane.COMPUTE), step))
-        if not step.training:
+        if not step.training or step.program.shape.side:
             self.running = None
             return
         self.skips.add(step)
         if self.has.scaler is not None:
             self.has.scaler.note(step)
 
+    def settle_compiler(self) -> None:
+        """A step begins: use what was compiled beside those before, and say so."""
+        if self.has.compiler.settle():
+            self.compiled_since = self.step_number
+            logger.info("layers run compiled from step %s on.", self.step_number + 1)
+
     def count(self) -> None:
         """Count the step that runs: only now the engine is whole again."""
         self.step_number += 1
+        self.num_calls, self.era = 0, self.era + 1
         self.running = None
 
     def finish_step(self) -> None:
@@ -210,6 +258,7 @@ class Condition:
     def begin_anew(self) -> None:
         """Give up whatever runs and waits: a checkpoint replaces all of it. Torn until then."""
         self._state = "torn"
+        self.era += 1
         self.network.relay.abandon(self.running)
         self.has.device.recover()
         self.skips.begin_anew()
@@ -226,6 +275,7 @@ class Condition:
     def finish(self) -> Exception | None:
         """Wait for everything that runs or is being written; what went wrong with it."""
         self.clean_up()
+        self.has.compiler.close()
         failure: Exception | None = None
         persistence = self.network.persistence
         for finish in (self.has.server.settle_all, persistence.finish, self.skips.learn_all):
@@ -244,3 +294,12 @@ class Condition:
         self.refuse_if_unusable()
         self.finish_step()
         self.network.give_back_buffers()
+
+
+def _sides(program_of: Callable[..., Program], *, joint: bool, fused: bool) -> dict[str, Program]:
+    """What may follow the forward side of a step, which is fused or not."""
+    found = {"backward": program_of(side="backward", keep_outputs=True)}
+    if fused:
+        found["fused"] = program_of(side="backward", joint=joint)
+        found["outputs"] = program_of(side="outputs", keep_outputs=True)
+    return found

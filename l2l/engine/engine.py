@@ -6,7 +6,6 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, final
 
@@ -14,40 +13,44 @@ import torch
 from torch import Tensor, nn
 
 from l2l.checkpoint import Saving
-from l2l.device import Device, open_device
+from l2l.device import Device, Disk, open_device
 from l2l.distributed import open_world, refuse_different_weights
+from l2l.engine.averages import Averages
 from l2l.engine.checkpoints import Checkpoints
 from l2l.engine.condition import Condition
 from l2l.engine.depth import Depth, checked_depth
+from l2l.engine.disk_tier import refuse_without_room
+from l2l.engine.generation import Generation
 from l2l.engine.guard import Guard, guarded
 from l2l.engine.layers import Layers
+from l2l.engine.loop import Loop
+from l2l.engine.network import PLANS
 from l2l.engine.proving import Batches
-from l2l.engine.resources import Execution, Resources, expect, find_kernel, server_bytes
+from l2l.engine.resources import Execution, Resources, refuse_loop
 from l2l.engine.stepping import Stepping
 from l2l.hugging_face import SHARD_BYTES, Incoming, RandomInit
-from l2l.model import Compiler, LossFunction, Partition, Split, parse_backend
+from l2l.model import (
+    LossFunction,
+    Partition,
+    Split,
+    TokenLoss,
+    bytes_of,
+)
 from l2l.parameter_server import (
-    Arena,
     HostBudget,
+    Inventory,
     Optimizer,
-    ParameterServer,
-    PrecisionPolicy,
-    ServerOptimizer,
     UnitForm,
-    UpdatePolicy,
-    alternatives,
-    forms_of,
-    groups_of,
     units_of,
 )
-from l2l.planner import STATE_ON_HOST, Decisions, Plan, Planning, parse_budget
-from l2l.run import HostRows, Scaler, Stash, StepReport, Transfer, parse_policy
+from l2l.planner import STATE_ON_HOST, Plan
+from l2l.run import StepReport
 from l2l.schedule import Trace
 
 
 @final
 class Engine:
-    """Trains a model with one layer on the device at a time.
+    """Trains a model with one layer on the device at a time, or runs one that is frozen.
 
     The model's weights move into the parameter server when the engine is made and back when it is
     closed. In between its parameters take no memory. Reading one gives the weights; writing
@@ -59,15 +62,17 @@ class Engine:
         model: nn.Module,
         *,
         optimizer: Optimizer | torch.optim.Optimizer | None = None,
-        loss: LossFunction | None = None,
+        loss: LossFunction | TokenLoss | None = None,
         split: Split | None = None,
         weights: Path | str | RandomInit | None = None,
         allow_missing_weights: bool = False,
         device: str | torch.device | Device | None = None,
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
+        disk: Disk | str | Path | None = None,
         microbatch_size: int | None = None,
         precision: str | torch.dtype = "bfloat16",
+        base: str | None = None,
         clip_norm: float | None = None,
         layers: str | Sequence[str] | None = None,
         nonfinite: str = "stop",
@@ -75,6 +80,7 @@ class Engine:
         seed: int | None = None,
         prove: bool = True,
         depth: Depth | None = None,
+        autograd: bool = False,
         execution: Execution | None = None,
     ) -> None:
         """Partition the model and move its weights into the parameter server.
@@ -83,9 +89,11 @@ class Engine:
             model: any module that runs a list of layers in order, on the CPU; or on the meta
                 device, with `weights`.
             optimizer: `l2l.AdamW(...)`, `SGD`, `Lion` or `Adafactor`, or a fresh torch.optim.AdamW
-                or SGD over the model's parameters, whose groups are taken over. None: AdamW.
+                or SGD over the model's parameters, whose groups are taken over. None: AdamW; or
+                for a model of which no parameter requires a gradient, none: the engine takes the
+                bytes of its weights, evaluates, predicts, generates and exports.
             loss: None is the model's own (`outputs.loss`); or (outputs, batch) -> (sum, weight),
-                or a scalar, taken as a mean over rows.
+                or a scalar, taken as a mean over rows; or `l2l.TokenLoss`, of log-probabilities.
             split: (batch, start, end) -> a dict with these rows of the batch, where its tensors do
                 not all have rows as their first dimension; also of what it has returned. Rows are
                 counted by its attribute `num_rows`, a function of a batch, or else by `input_ids`
@@ -97,13 +105,17 @@ class Engine:
                 even if they are not a new head.
             device: None is the accelerator if there is one, else the CPU.
             device_memory: how much of the device may be used: bytes, "8GiB", or None: 90% of what
-                is free. Counts all memory that torch has reserved there. What is left is used to
-                run faster: layers that stay, results that need not be computed twice.
+                is free. Counts what the driver does, context and libraries too. What is left is
+                used to run faster: layers that stay, results that need not be computed twice.
             host_memory: how much of the host's memory may be taken, by the parameter server and by
                 what steps need besides: bytes, "100GiB", or None: 95% of what is free.
+            disk: a folder on a fast drive, or `l2l.Disk(folder, size="2TB")`: where optimizer state
+                of layers goes that the host's memory has no room for.
             microbatch_size: rows that pass a layer at once. None: planned.
             precision: "float32", "bfloat16" or "float16": what crosses the link and runs on the
                 device. The server keeps a float32 master of what is trained on the host.
+            base: "nf4" (4 bits, with double quantization) or "int8": quantize the frozen linear
+                weights of layers as they move in, by torchao; an adapter is trained beside them.
             clip_norm: clip gradients by their global norm, as torch.nn.utils.clip_grad_norm_.
             layers: dotted name of the list of layers, where the model has several.
             nonfinite: what happens if a gradient is not finite though the loss is. Where the whole
@@ -113,108 +125,73 @@ class Engine:
                 on an accelerator. Compiled layers round differently.
             seed: of dropout, of stochastic rounding, of `depth`, and of a new head that `weights`
                 does not have. None: torch's initial seed.
-            prove: whether the first step is preceded by a comparison with the model's own code, on
-                a few tokens: see `l2l.proof`.
+            prove: whether the first step is compared with the model's own code: see `l2l.proof`.
             depth: which layers every training step runs: `l2l.StochasticDepth()`, say. None: all.
-            execution: settings that are rarely needed, such as overrides of the plan's choices:
-                see `l2l.Execution`.
+            autograd: whether a loop of the user's own works: `model(**batch)`, `loss.backward()`,
+                `engine.optimizer.step()`; see loop.py. Takes 4 more bytes a parameter, on the host.
+            execution: settings that are rarely needed: see `l2l.Execution`.
 
         Raises:
             ValueError: an argument is invalid; the model is unchanged.
         """
         # All arguments are checked before the model changes.
         execution = execution or Execution()
-        if microbatch_size is not None and microbatch_size < 1:
-            raise ValueError(
-                f"microbatch_size={microbatch_size}; expected at least 1 row, or None."
-            )
         self._guard, world = Guard(), open_world(group_size=execution.group_size)
-        expect("embedding", execution.embedding, "host", "device", None)
-        if execution.embedding == "host" and world.is_parallel:
-            raise ValueError(
-                "embedding='host', but several ranks hold the tables together. Expected 'device' "
-                "or None: they are gathered like layers."
-            )
+        execution.check(world, microbatch_size)
         seed = world.gather_facts(torch.initial_seed() if seed is None else seed)[0]
+        if autograd:
+            refuse_loop(loss=loss, optimizer=optimizer, disk=disk, world=world)
         incoming = Incoming.of(model, weights, seed=seed, allow_missing=allow_missing_weights)
-        types = PrecisionPolicy.for_model(model, precision=precision)
-        stashed = parse_policy(execution.stash)
         refuse_different_weights(world, model)
-        partition = Partition(model, layers=layers)
-        depth = checked_depth(depth, partition.num_layers)
-        description, groups = groups_of(optimizer, model)
-        policy = UpdatePolicy.choose(
-            execution.update,
-            optimizer=description,
+        inventory = Inventory.of(
+            model,
+            optimizer=optimizer,
+            precision=precision,
+            base=base,
+            layers=layers,
             clip_norm=clip_norm,
-            link=types.link,
+            own_loss=loss is None,
+            update=execution.update,
             nonfinite=nonfinite,
+            num_shares=world.share.number,
+            drains_sums=autograd,
         )
-        self.optimizer = ServerOptimizer(
-            groups,
-            description.defaults,
-            names={parameter: name for name, parameter in model.named_parameters()},
-            state_of=self._state_of,
+        partition, forms = inventory.partition, inventory.forms
+        depth = checked_depth(depth, partition.num_layers)
+        self.optimizer = inventory.server_optimizer()
+        inventory.precision.warn_of_rounding(model, trained=self.optimizer.settings())
+        budget = HostBudget.of(
+            host_memory, model_bytes=bytes_of(model.parameters()), num_sharing=world.share.number
         )
-        types.warn_of_rounding(model, trained=self.optimizer.settings())
-        form_units = partial(
-            _forms, partition, self.optimizer, precision=types, num_shares=world.share.number
-        )
-        forms = form_units(description)
-        model_bytes = sum(p.nbytes for p in model.parameters() if not p.is_meta)
-        budget = HostBudget.of(host_memory, model_bytes=model_bytes, num_sharing=world.share.number)
-        others = alternatives(form_units, policy, types.link)
-        budget.check(server_bytes(forms, policy, world), alternatives=others)
-        kernel = find_kernel(execution.kernel, description)
-        on_host = world.is_parallel or depth.skips
-        overrides = {**execution.overrides, **(STATE_ON_HOST if on_host else {})}
-        Decisions().override(overrides)
-        # What all parts share, then the parts.
-        device = device if isinstance(device, Device) else open_device(device)
-        compiler, arena = Compiler(backend=parse_backend(compile, device)), Arena(device)
-        server = ParameterServer(
-            arena=arena, optimizer=description, kernel=kernel, seed=seed, world=world
-        )
-        self._resources = has = Resources(
+        refuse_without_room(disk, inventory, budget, world, execution.overrides)
+        on_host = world.is_parallel or depth.skips or autograd
+        self._resources = has = Resources.of(
+            inventory,
+            self.optimizer,
             model=model,
             loss=loss,
             split=split,
-            optimizer=self.optimizer,
-            precision=types,
-            policy=policy,
             clip_norm=clip_norm,
             microbatch_size=microbatch_size,
             proves=prove,
             world=world,
             host_budget=budget,
-            device=device,
-            compiler=compiler,
-            scaler=Scaler() if types.link is torch.float16 else None,
-            arena=arena,
-            server=server,
-            transfer=Transfer(device=device, arena=arena, server=server),
-            stash=Stash(device=device, arena=arena, policy=stashed),
-            rows=HostRows(arena=arena, server=server, kernel=kernel),
-            planning=Planning(
-                partition=partition,
-                forms={form.name: form for form in forms},
-                device=device,
-                optimizer=description,
-                policy=policy,
-                kernel=kernel,
-                given_budget=parse_budget(device_memory),
-                host=budget,
-                world=world,
-                compiled=compiler.is_on,
-                overrides=overrides,
-                embedding=execution.embedding,
-            ),
+            device=device if isinstance(device, Device) else open_device(device),
+            device_memory=device_memory,
+            disk=disk,
+            backend=compile,
+            seed=seed,
+            execution=execution.with_choices(STATE_ON_HOST if on_host else {}),
+            plans=PLANS,
         )
+        server = has.server
         with _moved_in(has, partition, forms, incoming):
             self._condition = condition = Condition(has, partition, depth=depth, seed=seed)
         server.reader.prepare_with(condition.before_reading)
         self._stepping = Stepping(condition, self._guard)
+        self._loop = Loop(condition, self._stepping, self._guard, self.generate)
         self._layers = Layers(condition, self._guard)
+        self._averages = Averages(condition, self._guard)
         self._checkpoints = Checkpoints(condition, self._layers, self._guard)
         has.planning.limit_device()  # the model itself may have been on the device
 
@@ -233,6 +210,7 @@ class Engine:
         """
         condition, settings = self._condition, self.optimizer.settings()
         condition.refuse_if_unusable()
+        condition.refuse_unless_training("engine.step")
         condition.skips.refuse()
         choice = condition.drawn() if layers is None else condition.chosen(layers)
         step, _ = self._stepping.perform(batch, choice, settings=settings)
@@ -249,6 +227,27 @@ class Engine:
     def predict(self, batch: Batches, *, layers: Sequence[int] | None = None) -> Any:
         """The model's outputs for a batch, on the host; otherwise as `evaluate`."""
         return self._stepping.predict(batch, self._condition.chosen(layers))
+
+    @guarded("engine.generate")
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """What the model's own `generate` gives with these arguments, on the host.
+
+        For models of transformers: `engine.generate(input_ids, attention_mask=mask,
+        max_new_tokens=128, do_sample=True, temperature=0.7)`. All rows decode together: weights of
+        layers that do not fit the device cross the link once a token.
+
+        Raises:
+            ValueError: the model does not generate, or the device has no room; nothing has changed.
+        """
+        return Generation(self._condition).generate(args, options)
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block, running means stand for the weights that `average=` keeps them of.
+
+        So `evaluate`, `predict`, `generate`, `export` and `state_dict` are about the means; steps,
+        saving and loading are refused. A parameter that was never updated stays as it is.
+        """
+        return self._averages.used()
 
     @property
     def layers(self) -> Layers:
@@ -305,12 +304,17 @@ class Engine:
         """What a checkpoint takes on the disk, but for its headers: of this rank, its share."""
         return self._checkpoints.num_bytes
 
+    @property
+    def disk_written_bytes(self) -> int:
+        """What was written to the disk of `disk=` so far, optimizer state moved there included."""
+        disk = self._resources.server.disk
+        return 0 if disk is None else disk.folder.num_written_bytes
+
     @guarded("engine.prepare_saving")
     def prepare_saving(self) -> None:
         """Take the host memory that saving in the background will copy layers into.
 
-        Returns immediately: the memory is touched in the background while training continues. Else
-        the first background save allocates it, which slows the steps during that save.
+        It returns at once. Else the first such save takes that memory, and slows steps beside it.
         """
         self._checkpoints.prepare()
 
@@ -335,6 +339,7 @@ class Engine:
         dtype: str | None = None,
         tokenizer: Any = None,
         shard_bytes: int = SHARD_BYTES,
+        merge: bool = False,
     ) -> None:
         """Write a folder that `from_pretrained` reads, tensor by tensor: see export.py.
 
@@ -346,6 +351,7 @@ class Engine:
             dtype: "float32", "bfloat16" or "float16"; None: that of the model's parameters.
             tokenizer: to be saved beside the weights.
             shard_bytes: the most bytes in a file.
+            merge: write the whole model, with a PEFT model's adapter merged into its weights.
 
         Raises:
             ValueError: the folder holds something else, or cannot be written.
@@ -355,8 +361,8 @@ class Engine:
         with self._guard.held():
             self._condition.refuse_if_unusable()
             self._resources.server.settle_all()
-        network = self._condition.network
-        network.export(folder, dtype=dtype, tokenizer=tokenizer, shard_bytes=shard_bytes)
+        export = self._condition.network.export
+        export(folder, dtype=dtype, tokenizer=tokenizer, shard_bytes=shard_bytes, merge=merge)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and present weights of all parameters, in the model's dtypes, on the CPU.
@@ -385,7 +391,7 @@ class Engine:
 
     @property
     def streamed_share(self) -> float:
-        """Of the parameters outside embedding tables, the share that is in layers."""
+        """Of the parameters outside tables and heads of words, the share that is in layers."""
         return self._condition.network.partition.layer_share
 
     @property
@@ -404,24 +410,7 @@ class Engine:
         Several ranks must do this together, and each gets all of the model. With `give_back=False`
         the weights are freed and the model's parameters stay without memory.
         """
-        condition, network = self._condition, self._condition.network
-        if condition.state == "closed":
-            return
-        torn = condition.is_torn
-        failure = condition.finish()  # raised once weights are given back, as they are
-        if give_back:
-            network.give_back()
-        condition.close()
-        self._resources.server.reader.close("they were let go when their engine was closed")
-        network.close()
-        if failure is not None:
-            raise failure
-        if torn and give_back:
-            warnings.warn(
-                "a step failed after some layers had been updated: the weights returned to "
-                "the model are a mix of two steps.",
-                stacklevel=2,
-            )
+        _close(self._resources, self._condition, self._loop, give_back=give_back)
 
     def __enter__(self) -> Self:
         return self
@@ -435,39 +424,49 @@ class Engine:
         if condition is not None and condition.state != "closed" and not sys.is_finalizing():
             self._guard.drop(self.close, alone=not self._resources.world.is_parallel)
 
-    # ----------------------------------------------------------------------------------------------
 
-    @guarded("engine.optimizer", within="engine.step")
-    def _state_of(self, owner: str) -> dict[str, Any]:
-        """A parameter's state in the server."""
-        self._condition.clean_up()
-        return self._resources.server.state_of(owner)
-
-
-def _forms(
-    partition: Partition, optimizer: ServerOptimizer, other: Optimizer, **how: Any
-) -> list[UnitForm]:
-    """What units would be made of with another optimizer, or with the one that there is."""
-    settings = optimizer.settings()
-    if optimizer.defaults.keys() != other.defaults.keys():
-        settings = dict.fromkeys(settings, other.defaults)
-    return forms_of(partition, optimizer=other, settings=settings, **how)
+def _close(has: Resources, condition: Condition, loop: Loop, *, give_back: bool) -> None:
+    """Let go of everything, and of the weights last: back into the model, or freed."""
+    network = condition.network
+    if condition.state == "closed":
+        return
+    condition.refuse_if_averaged("engine.close")
+    torn = condition.is_torn
+    failure = condition.finish()  # raised once weights are given back, as they are
+    if give_back:
+        network.give_back()
+    loop.detach()
+    condition.close()
+    has.server.reader.close("they were let go when their engine was closed")
+    network.close()
+    if failure is not None:
+        raise failure
+    if torn and give_back:
+        warnings.warn(
+            "a step failed after some layers had been updated: the weights returned to "
+            "the model are a mix of two steps.",
+            stacklevel=3,
+        )
 
 
 @contextlib.contextmanager
 def _moved_in(
-    has: Resources, partition: Partition, forms: Sequence[UnitForm], incoming: Incoming | None
+    has: Resources,
+    partition: Partition,
+    forms: Sequence[UnitForm],
+    incoming: Incoming | None,
 ) -> Iterator[None]:
     """Move every unit into the server; if that or the block fails, the model is as it was."""
     moved: list[tuple[Mapping[str, nn.Parameter], str]] = []
     try:
-        if incoming is not None:
-            incoming.fill_buffers()
-        for form, (name, tensors) in zip(forms, units_of(partition), strict=True):
-            has.server.add(form, tensors)
-            moved.append((tensors.parameters, name))
-        if incoming is not None:
-            incoming.deliver(has.server.set_weight, has.device.torch_device)
+        with has.timeline.phase("weights"):
+            if incoming is not None:
+                incoming.fill_buffers()
+            for form, (name, tensors) in zip(forms, units_of(partition), strict=True):
+                has.server.add(form, tensors, on_disk=form.name in has.first_on_disk)
+                moved.append((tensors.parameters, name))
+            if incoming is not None:
+                incoming.deliver(has.server.set_weight, has.device.torch_device)
         yield
     except BaseException:
         if incoming is not None:
@@ -476,4 +475,6 @@ def _moved_in(
             for unit in moved:
                 has.server.give_back(*unit)
         has.device.close()
+        if has.server.disk is not None:
+            has.server.disk.close()
         raise

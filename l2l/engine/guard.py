@@ -57,7 +57,8 @@ def guarded(
                 return method(owner, *args, **kwargs)
             guard.enter(name, holds=holds)
             try:
-                return method(owner, *args, **kwargs)
+                with _outside_inference():
+                    return method(owner, *args, **kwargs)
             except BaseException:
                 guard.restore_torch()
                 raise
@@ -68,6 +69,16 @@ def guarded(
         return cast(Method, operation)
 
     return decorate
+
+
+def _outside_inference() -> contextlib.AbstractContextManager[object]:
+    """Tensors that an engine keeps are to be of use outside of `torch.inference_mode()`, too."""
+    if not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    left = contextlib.ExitStack()
+    left.enter_context(torch.inference_mode(mode=False))
+    left.enter_context(torch.no_grad())
+    return left
 
 
 _CODES: set[CodeType] = set()  # of operations: all the same one
@@ -122,6 +133,11 @@ class Guard:
     def is_within(self, name: str) -> bool:
         """Whether this thread is inside an operation."""
         return self._name == name and self._thread == threading.get_ident()
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this thread is inside any operation."""
+        return self._thread == threading.get_ident()
 
     def deliver(self) -> None:
         """Handle signals that came: nothing is half done now."""

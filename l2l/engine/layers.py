@@ -33,7 +33,7 @@ from l2l.checkpoint import Expected
 from l2l.engine.condition import Condition
 from l2l.engine.guard import Guard, guarded
 from l2l.engine.resources import expect, server_bytes
-from l2l.model import LayerList, Partition, UnitTensors, own_numbers
+from l2l.model import LayerList, Partition, UnitTensors, format_of, mean, own_numbers
 from l2l.parameter_server import Members, Move, PrecisionPolicy, UnitForm, nothing_like
 
 COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "decoder_layers")
@@ -238,6 +238,7 @@ def change(condition: Condition, layout: Layout) -> None:
     """
     has, network, old = condition.has, condition.network, condition.network.partition
     condition.refuse_if_unusable()
+    condition.refuse_if_averaged("a change of engine.layers")
     _refuse(condition, layout)
     network.persistence.finish()
     condition.finish_step()
@@ -282,6 +283,11 @@ def expected_with(condition: Condition, layout: Layout | None, *, link: str) -> 
 def _refuse(condition: Condition, layout: Layout) -> None:
     """Refuse layers that the engine cannot have."""
     condition.depth.check(len(layout))
+    if condition.has.server.disk is not None:
+        raise ValueError(
+            "layers cannot be changed while optimizer state may be on disk. Make the engine "
+            "without disk=, or from a model that has these layers."
+        )
     is_shared, network = condition.has.world.share.number > 1, condition.network
     if is_shared and any(place.frozen is not None for place in layout):
         raise ValueError(
@@ -298,7 +304,14 @@ def _with_layers(
 ) -> tuple[Partition, Members, list[UnitForm]]:
     """What the model, which has these layers now, is made of."""
     has, old = condition.has, condition.network.partition
-    new = Partition(has.model, layers=[one.name for one in old.lists], like=old)
+    names = [one.name for one in old.lists]
+    new = Partition(
+        has.model,
+        layers=names,
+        old=old,
+        own_loss=has.loss is None,
+        gradient_hooks=has.gradients is not None,
+    )
     # For the parameters of the new layers, those that they are alike, if any.
     like: dict[nn.Parameter, nn.Parameter | None] = {}
     for place, tensors in zip(layout, new.layer_tensors, strict=True):
@@ -409,13 +422,16 @@ def _module_for(place: Place, modules: list[nn.Module]) -> nn.Module:
     if not place.is_copy:
         return module
     # Weights are in the server. Configs and the like are one for all layers.
-    memo: dict[int, Any] = {
-        id(one): nn.Parameter(nothing_like(one), requires_grad=one.requires_grad)
-        for one in module.parameters()
-    }
+    memo: dict[int, Any] = {id(one): _hollow_like(one) for one in module.parameters()}
     shared = [value for child in module.modules() for value in vars(child).values()]
     memo |= {id(value): value for value in shared if _is_shared(value)}
     return copy.deepcopy(module, memo)
+
+
+def _hollow_like(parameter: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(nothing_like(parameter), requires_grad=parameter.requires_grad)
+    mean(made, format_of(parameter))
+    return made
 
 
 def _is_shared(value: object) -> bool:

@@ -17,15 +17,16 @@ from l2l.checkpoint import Persistence
 from l2l.engine.depth import Choice
 from l2l.engine.resources import Resources
 from l2l.hugging_face import export_model
-from l2l.model import Partition, Route, like
-from l2l.parameter_server import units_of
-from l2l.planner import Plan
+from l2l.model import Partition, Route, format_of, like, plain_values
+from l2l.parameter_server import formats_in, units_of, values_of
+from l2l.planner import KeptPlans, Plan
 from l2l.proof import Proof, ProofMemory
 from l2l.run import Facts, OuterPass, Parts, Program, Relay, TableLookup
 from l2l.schedule import Schedule, Shape, make_schedule
 from l2l.trial import Trial
 
 PROVEN = ProofMemory.of_user()
+PLANS = KeptPlans.of_user()
 MAX_SCHEDULES = 32  # that are kept
 
 
@@ -46,11 +47,12 @@ class Network:
             rows=has.rows,
             compiler=has.compiler,
             loss_function=has.loss,
+            gradients=has.gradients,
         )
-        self.outer = OuterPass(parts)
+        self.parts, self.outer = parts, OuterPass(parts)
         scale_of = None if has.scaler is None else has.scaler.scale_of
         self.relay = Relay(parts, self.outer, scale_of)
-        self.trial = Trial(partition, server, device, self.outer, has.compiler)
+        self.trial = Trial(parts, self.outer)
         self.persistence = Persistence(
             server=server,
             partition=partition,
@@ -72,9 +74,13 @@ class Network:
         self._kind: frozenset[str] | None = None  # entries of batches that the facts are about
         self._known: dict[frozenset[str], Facts] = {}  # of other kinds
         self.schedules: dict[Shape, Schedule] = {}
+        self.lengths: str | None = None  # how the last batch was cut, where rows differ in length
         self.is_placed = False  # whether everything follows the choices
         self._held: frozenset[str] = frozenset()  # units that the last step has left on the device
         server.reader.watch(has.model)
+        if has.gradients is not None:
+            owned = (tensors.parameters for _, tensors in units_of(partition))
+            has.gradients.follow({k: one for own in owned for k, one in own.items()})
         # Let the code around the layers see buffers on the device.
         buffers = partition.outer_tensors.buffers.items()
         partition.skeleton.bind(
@@ -93,23 +99,44 @@ class Network:
     def learn(self, rows: Mapping[str, Any], *, needs_loss: bool) -> Facts:
         """Try some rows, unless all is known of their kind.
 
-        Batches with other entries, such as text without images, may run other code.
+        Batches with other entries, such as text without images, may run other code, and those with
+        more entries may take another loss.
         """
-        kind = frozenset(rows)
-        may_be_others = kind in self._known or self.route != self.partition.straight
-        if self._kind is not None and kind != self._kind and may_be_others:
+        kinds = self._server.world.gather_facts(frozenset(rows))  # ranks learn together
+        kind, before = frozenset[str]().union(*kinds), None
+        if self._kind is not None and self._may_be_others(kind, needs_loss=needs_loss):
+            before = self._kind, self.facts
             self._known[self._kind] = self.facts
             self.leave()
             self.facts = self._known.get(kind, Facts())
             self._kind = kind
-        elif not self.facts.rows:
+        elif not self.facts.rows or (needs_loss and self.facts.rule is None):
             self._kind = kind
-        is_first = not self.facts.rows
+        if self.is_placed and self.trial.must_run(self.facts, needs_loss=needs_loss):
+            self.leave()  # a trial is planned for nothing beside it
+        is_first, knew_loss = not self.facts.rows, self.facts.rule is not None
         self.facts = self.trial.run(like(rows, rows), self.facts, needs_loss=needs_loss)
+        if before is not None and self.facts.says(before[1]):  # they are of one kind
+            self.facts, self._kind = before[1], kind | before[0]
+            del self._known[before[0]]
+        if not is_first and not knew_loss and self.facts.rule is not None:
+            self._has.planning.forget()  # it was for no loss
         if is_first:
             changing, device = self.facts.changing_in_layers, self._has.device.torch_device
             self.relay.buffers.keep(changing, device)
         return self.facts
+
+    def _may_be_others(self, kind: frozenset[str], *, needs_loss: bool) -> bool:
+        """Whether the facts are not those of batches with these entries."""
+        if kind == self._kind:
+            return False
+        has_more = needs_loss and self.facts.rule is not None and not kind <= (self._kind or kind)
+        return has_more or kind in self._known or self.route != self.partition.straight
+
+    def learn_pointwise(self) -> None:
+        """Find what of the layers may run in tiles, once rows are long."""
+        if not self.facts.pointwise:
+            self.facts = self.trial.pointwise(self.facts)
 
     # ----------------------------------------------------------------------------------------------
     # What is on the device from step to step
@@ -127,6 +154,9 @@ class Network:
     def enter(self) -> None:
         """Let everything follow the choices."""
         shape, device = self.shape(1, training=True), self._has.device
+        if self._server.disk is not None:
+            units, before = self._server.units, self._server.before_change
+            self._server.disk.place(units, shape.on_disk, before)
         for unit in shape.units_of(shape.shared):
             self._server.register(unit, device)
         for name in shape.on_device:
@@ -137,14 +167,34 @@ class Network:
         """A program has run, and has left on the device what it says."""
         self._held = frozenset(program.shape.on_device)
 
-    def shape(self, num_microbatches: int, *, training: bool, joint: bool = False) -> Shape:
+    def may_fuse(self) -> bool:
+        """Whether a forward side may take the loss: its gradients are whole then, and go alone."""
+        outer = self.shape(1, training=True).outer
+        stays = any(unit.stays and unit.trained for unit in outer)
+        whole = self.facts.whole_route or self.route
+        return not stays and whole.runs_as(self.route)
+
+    def shape(
+        self,
+        num_microbatches: int,
+        *,
+        training: bool,
+        joint: bool = False,
+        keep_outputs: bool = False,
+        side: str = "",
+    ) -> Shape:
         """The shape of the next step if it runs all layers."""
         return self._has.planning.shape(
             self.facts,
             num_microbatches,
             training=training,
             joint=joint,
-            before=(self._held, tuple(self._server.waiting)),
+            whole_head=keep_outputs,
+            side=side,
+            before=(
+                self._held,
+                () if side in ("outputs", "backward") else tuple(self._server.waiting),
+            ),
         )
 
     def program(
@@ -156,11 +206,12 @@ class Network:
         seed: int,
         joint: bool = False,
         keep_outputs: bool = False,
+        side: str = "",
     ) -> Program:
         """What the next step runs by; its schedule is kept for steps of the same shape."""
-        shape, decisions = (
-            self.shape(num_microbatches, training=training, joint=joint),
-            self._has.planning.decisions,
+        decisions = self._has.planning.decisions
+        shape = self.shape(
+            num_microbatches, training=training, joint=joint, keep_outputs=keep_outputs, side=side
         )
         if len(choice.layers) < self.partition.num_layers:
             shape = shape.only(self._calls_of(choice.layers))
@@ -174,7 +225,8 @@ class Network:
             facts=self.facts,
             route=(self.facts.whole_route if keep_outputs else None) or self.route,
             lookups=self.lookups(shape),
-            keep=decisions.keep,
+            keep=0.0 if side else decisions.keep,
+            tile_tokens=decisions.tile_tokens,
             piece_tokens=decisions.piece_tokens,
             part_tokens=decisions.part_tokens,
             compiles_loss=self._has.compiler.is_on,
@@ -208,13 +260,16 @@ class Network:
             choices=(
                 ("layers", f"{partition.list_name}, {partition.num_layers} of them"),
                 ("precision", str(has.precision.link).removeprefix("torch.")),
+                *formats_in(unit.form for unit in self._server.units.values()),
                 ("microbatch", has.planning.microbatch(has.microbatch_size)),
+                *([("rows of different length", self.lengths)] if self.lengths else ()),
                 ("stash", has.stash.policy),
                 ("update", has.policy.value),
                 ("loss averages over", rule.value if rule else "?"),
                 ("layers run", has.compiler.describe()),
             ),
             peak_bytes=has.device.peak_bytes(),
+            first_step=tuple(has.timeline.seconds.items()),
         )
 
     # ----------------------------------------------------------------------------------------------
@@ -231,9 +286,12 @@ class Network:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and weights of all parameters, once all updates are done, unit by unit."""
         for name, tensors in units_of(self.partition):
-            value = self._server.whole(name).value
+            value = self._server.with_masters(name).value
             for owner, parameter in tensors.parameters.items():
                 weight = value(owner).detach()
+                if (known := format_of(weight)) is not None:
+                    yield owner, known.to_read(weight)
+                    continue
                 yield owner, weight.to(device="cpu", dtype=parameter.dtype, copy=True)
 
     def state_dict(self, weights: dict[str, Tensor]) -> dict[str, Any]:
@@ -253,10 +311,14 @@ class Network:
 
     def export(self, folder: Any, **options: Any) -> None:
         """Write a folder that others read, once all updates are done: see `export_model`."""
-        with self._server.values() as weight_of:
-            if weight_of is None:  # another rank writes
+        with values_of(self._server) as value:
+            if value is None:  # another rank writes
                 return
             model, buffers = self._has.model, self.buffers()
+
+            def weight_of(owner: str) -> Tensor:
+                return plain_values(value(owner))
+
             with torch._C.DisableTorchFunctionSubclass():  # of the model, names and shapes only
                 export_model(model, folder, weight_of=weight_of, buffers=buffers, **options)
 

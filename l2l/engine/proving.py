@@ -85,7 +85,7 @@ class Proving:
     def _path(self) -> tuple[object, ...]:
         """What decides which code a step runs, sizes apart."""
         has, network = self.condition.has, self.condition.network
-        decisions, outer = has.planning.decisions, has.planning.outer_units(network.facts)
+        decisions, outer = has.planning.decisions, has.planning.subject.outer_units(network.facts)
         return (
             has.device.torch_device.type,
             has.precision.link,

@@ -13,16 +13,20 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from l2l.device import UpdateFailedError
+from l2l.engine.casting import Casting
 from l2l.engine.condition import Condition, Settings
 from l2l.engine.depth import Choice
 from l2l.engine.guard import Guard
+from l2l.engine.lengths import Lengths
 from l2l.engine.proving import Batches, Proving
 from l2l.model import (
     Microbatch,
     Rule,
     Splitting,
+    TokenLoss,
     Whole,
     can_join,
     cutting_of,
@@ -36,12 +40,14 @@ from l2l.model import (
     take_rows,
     token_length,
 )
+from l2l.parameter_server import check_settings
 from l2l.planner import STATE_ON_HOST, Findings
 from l2l.run import Step
 
 logger = logging.getLogger("l2l")
 
 RANK_SEED = 0x9E3779B9  # ranks draw different random numbers
+CALL_SEED = 0xC2B2AE35  # and so do calls of the model between two updates
 REMEDY = (
     "split=, a function of (batch, start, end) that returns these rows, or a list of dicts, each "
     "of which is a microbatch"
@@ -57,11 +63,13 @@ class Stepping:
         self._condition, self._has, self._guard = condition, condition.has, guard
         self._proving = Proving(condition)
         self._splitting = Splitting.of_model(self._has.model, self._has.split)
+        self._casting = Casting(self._has.precision.link)
+        self._lengths = Lengths(condition, self._outputs_of)
         self._is_warned = False  # of statistics over microbatches
         self._is_told = False  # that batches cannot be cut
 
     def perform(
-        self, batch: Batches, choice: Choice, *, settings: Settings | None = None, **wanted: bool
+        self, batch: Batches, choice: Choice, *, settings: Settings | None = None, **wanted: Any
     ) -> tuple[Step, list[Microbatch]]:
         """Run a batch; arguments as for `_prepare`.
 
@@ -71,6 +79,7 @@ class Stepping:
         condition, has = self._condition, self._has
         with condition.network.running():
             condition.refuse_if_unusable()
+            condition.settle_compiler()
             if not self._is_whole(choice.layers):
                 has.planning.restrict(STATE_ON_HOST)
             while True:
@@ -102,6 +111,37 @@ class Stepping:
         shares = (network.facts.rule or Rule.UNKNOWN).output_shares(own)
         return join_outputs([step.outputs[m] for m in range(len(own))], shares)
 
+    def follow(self, step: Step, side: str) -> None:
+        """Another side of a step of which the first has run, to its end."""
+        condition, has, program = self._condition, self._has, step.sides[side]
+        assert has.gradients is not None
+        with condition.network.running():
+            condition.refuse_if_unusable()
+            step.program, lookups = program, () if side == "outputs" else program.lookups
+            step.rows = has.rows.begin(lookups, step.microbatches) if lookups else None
+            has.transfer.reserve(program.shape)
+            has.gradients.reserve(program.shape.collected)
+            condition.network.partition.set_training(True)
+            self._run(step)
+            condition.finish_step()
+
+    def _outputs_of(self, rows: Microbatch) -> Any:
+        """The outputs of a few rows in evaluation mode, while a batch is prepared."""
+        condition, has = self._condition, self._has
+        with has.compiler.paused():
+            step = self._prepare(
+                rows, condition.chosen(), settings=None, needs_loss=False, keep_outputs=True
+            )
+            try:
+                condition.network.relay.run(step)
+            except BaseException:
+                condition.network.relay.abandon(step)
+                has.device.recover()
+                raise
+        condition.network.note_run(step.program)
+        condition.finish_step()
+        return step.outputs[0]
+
     def _run(self, step: Step) -> None:
         condition, has = self._condition, self._has
         # Ranks meet in every step: none gives one up that others go on with.
@@ -109,7 +149,13 @@ class Stepping:
         try:
             if condition.begin(step):
                 has.planning.mark(training=step.training and self._is_whole(step.layers))
-            condition.network.relay.run(step, between=between)
+            compiler, timeline = has.compiler, has.timeline
+            before = compiler.seconds
+            with timeline.phase("step"), compiler.running(has.planning.may_run_uncompiled()):
+                condition.network.relay.run(step, between=between)
+            timeline.move(compiler.seconds - before, "compiling", out_of="step")
+            timeline.is_over |= step.training
+            step.waited_for_compiler = compiler.has_waited
         except BaseException as error:
             if isinstance(error, UpdateFailedError):
                 condition.tear()
@@ -129,6 +175,7 @@ class Stepping:
         settings: Settings | None,
         needs_loss: bool = True,
         keep_outputs: bool = False,
+        side: str = "",
     ) -> Step:
         """Make a step; before, try two rows, plan and prove, if that was not done for its like.
 
@@ -138,24 +185,36 @@ class Stepping:
             settings: of the optimizer; None: nothing is updated.
             needs_loss: whether there must be a loss.
             keep_outputs: whether they are wanted, and not what the loss averages over.
+            side: of a step in two sides, the one that runs.
 
         Raises:
             ValueError: the batch is invalid, on this rank or another; nothing has changed.
         """
         has, network, training = self._has, self._condition.network, settings is not None
         # A rank without rows tries, plans and proves with one of another rank, and counts nothing.
-        given = self._splitting.of(batch)
+        given = self._splitting.of(_ordinary(batch))
         batch = self._with_rows(given)
         has_own, batch = batch is given, self._as_one(batch)
         parts = [batch] if isinstance(batch, Mapping) else split_batch(batch, microbatch_size=1)
         first = max(parts, key=len)  # rows without images, say, would not show what these need
         num_rows(first)
-        rule = network.learn(first, needs_loss=needs_loss).rule or Rule.ROWS
-        proves = training and has.proves
+        learn = partial(network.learn, needs_loss=needs_loss)
+        with has.timeline.phase("trial"):
+            rule = self._casting.try_rows(first, learn).rule or Rule.ROWS
+        batch = self._casting.cast(batch)
+        proves = training and has.proves and not keep_outputs
         self._decide(batch, proves=proves)
-        rows = self._rows_of(batch)
+        keep_outputs |= bool(side) and not network.may_fuse()
+        # Outputs have the order of the rows.
+        whole = keep_outputs or bool(side)
+        rows, grouping = (
+            self._rows_of(batch),
+            None if whole else self._lengths.grouping(batch, rule),
+        )
         # All ranks need as many microbatches as the one with most: their lanes meet line by line.
-        own = split_batch(batch, microbatch_size=rows) if has_own else []
+        own = split_batch(batch, microbatch_size=rows) if has_own and grouping is None else []
+        if grouping is not None and isinstance(batch, Mapping):
+            own = grouping.take(batch)
         reasons, ignored, counts, numbers, tokens = self._ranks(
             own, rule, choice, counts=not keep_outputs
         )
@@ -166,26 +225,37 @@ class Stepping:
         if not keep_outputs and not joint:
             left_out = next(filter(None, ignored), None)
             rule.refuse_uncountable(num_microbatches=sum(numbers), total=total, ignored=left_out)
-        microbatches, num_own = split_into(batch, max(1, *numbers), microbatch_size=rows)
-        shape = network.shape(len(microbatches), training=training, joint=joint)
+        microbatches, num_own = own, len(own)
+        if grouping is None:
+            microbatches, num_own = split_into(batch, max(1, *numbers), microbatch_size=rows)
+        how: dict[str, Any] = {"keep_outputs": keep_outputs, "side": side}
+        shape = network.shape(len(microbatches), training=training, joint=joint, **how)
         has.transfer.reserve(shape)
         if proves and not self._proving.is_done(batch):
-            self._proving.check(rule)
+            with has.timeline.phase("proof"):
+                self._proving.check(rule)
         if settings is not None:
-            has.server.check_settings(settings)
+            check_settings(has.server, settings)
         network.partition.set_training(training)
         return self._condition.new_step(
             [self._pinned(one) for one in microbatches],
             choice,
-            seed=self._condition.seed + has.world.rank * RANK_SEED,
+            seed=self._condition.seed + has.world.rank * RANK_SEED + self._call_seed(side),
             settings=settings,
             rule=rule,
             joint=joint,
             total=total,
             num_own=num_own if has_own else 0,
             num_tokens_elsewhere=sum(tokens) - num_tokens(own),
-            keep_outputs=keep_outputs,
+            **how,
         )
+
+    def _call_seed(self, side: str) -> int:
+        """What lets each call of the model between two updates draw numbers of its own."""
+        if not side:
+            return 0
+        self._condition.num_calls += 1
+        return (self._condition.num_calls - 1) * CALL_SEED
 
     # ----------------------------------------------------------------------------------------------
     # The batch
@@ -270,8 +340,9 @@ class Stepping:
         if not self._has.world.is_parallel and can_join(own):
             network = self._condition.network
             obstacle = network.trial.why_not_joint(own, network.facts)
-            if obstacle is None:
+            if obstacle is None and not isinstance(self._has.loss, TokenLoss):
                 return True
+            obstacle = obstacle or "l2l.TokenLoss is taken over each of them"
             reason = reason or (
                 f"the loss of {number} microbatches cannot be taken over all of their rows: "
                 f"{obstacle}, or let one microbatch hold all rows: microbatch_size=all rows of a "
@@ -321,14 +392,18 @@ class Stepping:
         network.leave()
         try:
             if must_plan:
-                self._make_plan(batch)
+                with self._has.timeline.phase("planning"):
+                    self._make_plan(batch)
             if proves and not proving.is_done(batch):  # the plan may have chosen other code
-                proving.see(batch)
+                with self._has.timeline.phase("proof"):
+                    proving.see(batch)
         finally:  # if nothing fits, the choices made before hold
             network.enter()
 
     def _make_plan(self, batch: Batches) -> None:
         has, network = self._has, self._condition.network
+        if any(has.world.gather_facts(has.planning.may_tile(batch))):
+            network.learn_pointwise()
         found = Findings(
             facts=network.facts,
             record=partial(network.trial.record, route=network.route),
@@ -336,10 +411,21 @@ class Stepping:
             draws_random_numbers=bool(has.compiler.random),
         )
         has.planning.make(batch, found, rows=has.microbatch_size)
+        if has.planning.measuring_seconds:
+            has.timeline.move(has.planning.measuring_seconds, "measuring", out_of="planning")
         if has.world.is_parallel:  # all go by the plan of the one with most to do
             parts: list[Any] = [batch] if isinstance(batch, Mapping) else list(batch)
             plans = has.world.gather_facts((num_tokens(parts), has.planning.decisions))
             has.planning.agree(max(plans, key=lambda plan: plan[0])[1])
+
+
+def _ordinary(batch: Batches) -> Batches:
+    """The batch without tensors of `torch.inference_mode()`, which would make others like them."""
+    parts = [batch] if isinstance(batch, Mapping) else batch
+    if not any(isinstance(one, Tensor) and one.is_inference() for one in pytree.tree_leaves(parts)):
+        return batch
+    made = [map_batch(lambda one: one.clone() if one.is_inference() else one, p) for p in parts]
+    return made[0] if isinstance(batch, Mapping) else made
 
 
 def num_tokens(parts: Sequence[Mapping[str, Any]]) -> int:

@@ -1,5 +1,6 @@
 """Files of tensors, and one way to replace files and folders that survives a power cut."""
 
+from l2l.files.cache import cache_folder, own_source
 from l2l.files.replacing import (
     REPLACED,
     SUFFIXES,

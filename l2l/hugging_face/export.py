@@ -4,7 +4,8 @@
     model.safetensors                         or, above `shard_bytes`, model-00001-of-00003... with
     model.safetensors.index.json              an index
     tokenizer files                           if there is a tokenizer
-    adapter_config.json, adapter_model...     of a PEFT model, and nothing else of it
+    adapter_config.json, adapter_model...     of a PEFT model, and nothing else of it, unless it is
+                                              to be merged
     l2l_export.json                           says that the folder is ours, and what is in it
 
 The weights come from a function, one by one: from the parameter server, or from wherever they are.
@@ -29,9 +30,12 @@ from torch import Tensor, nn
 
 from l2l import files
 from l2l.hugging_face.folder import first_line, is_adapted, is_transformers
+from l2l.hugging_face.merging import Merged
 from l2l.hugging_face.recipes import Read, Recipe, Tensors, plain_recipe, recipes_for_saving
+from l2l.model import copy_tree
 from l2l.parameter_server import DTYPES, PrecisionPolicy
 
+QUANTIZED = "quantization_config"
 MARK = "l2l_export.json"
 SHARD_BYTES = 5_000_000_000
 
@@ -45,6 +49,7 @@ def export_model(
     dtype: str | None = None,
     tokenizer: Any = None,
     shard_bytes: int = SHARD_BYTES,
+    merge: bool = False,
 ) -> None:
     """Write a model's folder.
 
@@ -56,6 +61,7 @@ def export_model(
         dtype: "float32", "bfloat16" or "float16"; None: each parameter's own.
         tokenizer: to be saved beside the weights.
         shard_bytes: the most bytes of tensors in a file; a larger tensor has a file of its own.
+        merge: write the whole model with its adapter in the weights, instead of the adapter.
 
     Raises:
         ValueError: the folder holds something else, or an argument cannot be.
@@ -72,12 +78,18 @@ def export_model(
             "the model has an adapter that was added with model.add_adapter. Expected an adapter "
             "of peft.get_peft_model(model, ...), which is exported in PEFT's format."
         )
+    if merge and not is_adapted(model):
+        raise ValueError("merge=True, but the model has no adapter. Expected a peft.PeftModel.")
     target = Path(folder).expanduser().absolute()
     files.recover(target)
     refuse_foreign(target)
     tensors = Tensors(model)
     policy = None if dtype is None else PrecisionPolicy.for_model(model, precision=dtype)
-    source = _Source(tensors, weight_of, {**tensors.buffers, **(buffers or {})}, policy)
+    present = {**tensors.buffers, **(buffers or {})}
+    if merge:
+        merged = Merged(model, weight_of, present)
+        model, tensors, weight_of, present = merged.model, Tensors(merged.model), merged.value, {}
+    source = _Source(tensors, weight_of, present, policy)
     try:
         made = files.empty_folder(target)
         if is_adapted(model):
@@ -138,7 +150,7 @@ class _Source:
         owner = self.tensors.owner[name]
         tensor = self.tensors.all[owner]
         dtype = tensor.dtype
-        if self.policy is not None and owner not in self.buffers:
+        if self.policy is not None and owner not in self.tensors.buffers:
             dtype = self.policy.link_dtype(owner, dtype)
         return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
@@ -153,7 +165,7 @@ def _write_model(model: nn.Module, folder: Path, source: _Source, shard_bytes: i
     names = [name for name in source.tensors.owner if name in source.tensors.saved]
     recipes = [plain_recipe(name, name) for name in names]
     if is_transformers(model):
-        base: Any = model
+        model = base = _unquantized(model)
         tied = {*base.all_tied_weights_keys, *(base._keys_to_ignore_on_save or ())}
         empty = {name: source.empty(name) for name in names if name not in tied}
         main = next((one.dtype for one in empty.values() if one.is_floating_point()), torch.float32)
@@ -189,6 +201,27 @@ def _write_model(model: nn.Module, folder: Path, source: _Source, shard_bytes: i
         (folder / "model.safetensors.index.json").write_text(text)
 
 
+def _unquantized(model: Any) -> Any:
+    """The model without what only says that it was quantized: its weights are written plain."""
+    if getattr(model.config, QUANTIZED, None) is None:
+        return model
+    made: Any = copy_tree(model, {})
+    made.__dict__["config"] = copy.deepcopy(model.config)
+    delattr(made.config, QUANTIZED)
+    conversions = getattr(model, "_weight_conversions", None) or ()
+    made.__dict__["_weight_conversions"] = [one for one in conversions if _is_reversible(one)]
+    return made
+
+
+def _is_reversible(conversion: Any) -> bool:
+    """Whether what was done to weights when they were read can be undone: not a quantizer's."""
+    try:
+        conversion.reverse_transform()
+    except (NotImplementedError, ValueError):
+        return False
+    return True
+
+
 def write_config(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> None:
     """What is beside the weights: config.json, and generation_config.json if text is generated."""
     given: Any = model
@@ -210,7 +243,12 @@ def write_config(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> None:
 def _write_adapter(model: nn.Module, folder: Path, read: Read) -> None:
     """A PEFT model's active adapter, as its own `save_pretrained` writes it."""
     peft = importlib.import_module("peft")
-    adapted: Any = model
+    adapted: Any = copy_tree(model, {})
+    for path, module in adapted.named_modules():  # what peft computes from prompts is saved
+        if path.startswith("prompt_encoder."):
+            for local in module._parameters:
+                value = nn.Parameter(read(f"{path}.{local}"), requires_grad=False)
+                module._parameters[local] = value
     adapter = adapted.active_adapter
     saved = adapted.state_dict()
     empty = {name: torch.empty_like(one, device="meta") for name, one in saved.items()}

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from l2l.hugging_face.prequantized import is_readable, place_quantized
+
+ADAPTED = "base_model.model."  # how a PEFT model calls what is in its base
 WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 TASKS = {
     "causal": "AutoModelForCausalLM",
@@ -66,7 +69,7 @@ def base_name(model: nn.Module, name: str) -> str | None:
     if not is_adapted(model):
         return name
     adapted: Any = model
-    inside = name.removeprefix("base_model.model.")
+    inside = name.removeprefix(ADAPTED)
     prefix = getattr(adapted.base_model, "prefix", "lora_")
     if any(part.startswith(prefix) for part in inside.split(".")):
         return None
@@ -161,7 +164,7 @@ def empty_model(
             f"num_labels={num_labels} with task={task!r}: expected 1 or more, of another task."
         )
     config = read_config(folder, **_label_settings(task, num_labels))
-    refuse_quantized(Path(folder).expanduser())
+    quantization = refuse_quantized(Path(folder).expanduser())
     transformers = library()
     options = {} if attention is None else {"attn_implementation": attention}
     try:
@@ -174,6 +177,8 @@ def empty_model(
             "architecture of transformers; code of its own in a model folder is not run."
         ) from error
     _keep_float32(model)
+    if quantization:
+        place_quantized(model, Path(folder).expanduser(), quantization)
     _read_generation_config(model, Path(folder).expanduser())
     done: nn.Module = model.eval()  # as from_pretrained
     return done
@@ -223,18 +228,24 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{reason} Expected a JSON object: download the folder again.") from error
 
 
-def refuse_quantized(folder: Path) -> None:
-    """Refuse weights that are not numbers as they are.
+def refuse_quantized(folder: Path) -> dict[str, Any]:
+    """Refuse weights that are quantized in a way that is not read; returns how they are.
 
     Raises:
         ValueError: config.json in the folder says so.
     """
     path = folder / "config.json" if folder.is_dir() else folder
-    if path.is_file() and read_json(path).get("quantization_config"):
+    found = (read_json(path).get("quantization_config") if path.is_file() else None) or {}
+    if found and not is_readable(found):
+        method = found.get("quant_method", "an unknown method")
         raise ValueError(
-            f"the weights in {folder} are quantized (quantization_config in {path.name}). Expected "
-            "weights in float32, bfloat16 or float16: use the model that this one was made from."
+            f"the weights in {folder} are quantized (quantization_config in {path.name}), by "
+            f"{method}. Expected weights in float32, bfloat16 or float16, or in 4 bits of "
+            "bitsandbytes: use the model that this one was made from, with base='nf4' (l2l train: "
+            "--lora --base nf4) if it is to lie in 4 bits; or load this one with transformers and "
+            "give the engine that model."
         )
+    return found
 
 
 def _keep_float32(model: Any) -> None:

@@ -13,7 +13,6 @@ fails later, `undo` leaves it on the meta device as it was.
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
 from collections import defaultdict
@@ -25,7 +24,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from l2l.files import TensorFileError, TensorReader, kinds_of
+from l2l.files import TensorReader
+from l2l.hugging_face.adapters import followers
 from l2l.hugging_face.folder import base_of, first_line, is_transformers, refuse_quantized
 from l2l.hugging_face.initialization import Initialization
 from l2l.hugging_face.recipes import (
@@ -39,13 +39,12 @@ from l2l.hugging_face.recipes import (
     recipes_for_loading,
     whole_model,
 )
+from l2l.hugging_face.weight_files import WeightFiles, joined, listed
+from l2l.model import format_of, mean
 from l2l.parameter_server import exchange, refuse_without_weights
 
 logger = logging.getLogger("l2l")
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-MAX_NAMES = 20  # in a message
 READABLE = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 SetWeight = Callable[[str, Tensor], None]
@@ -56,81 +55,6 @@ class RandomInit:
     """Weights as the model's own code initialises them; the seed says which."""
 
     seed: int = 0
-
-
-# --------------------------------------------------------------------------------------------------
-# Files
-
-
-@final
-class WeightFiles:
-    """The safetensors files of a model."""
-
-    def __init__(self, path: Path) -> None:
-        """Find the files and read their headers.
-
-        Raises:
-            ValueError: there are none, or they are broken; the message names the file.
-        """
-        self.folder = path if path.is_dir() else path.parent
-        self.shapes: dict[str, tuple[int, ...]] = {}  # of all tensors, file by file
-        self.place_of: dict[str, Path] = {}  # the file that has a tensor
-        for file, names in sorted(_files(path).items()):
-            kinds = kinds_of(file)
-            lost = [name for name in names or () if name not in kinds]
-            if lost:
-                raise TensorFileError(
-                    f"{file} does not have {_listed(lost)}, which {INDEX} names. Get it again."
-                )
-            for name in names or kinds:
-                self.shapes[name], self.place_of[name] = kinds[name][1], file
-
-    def empty(self, name: str) -> Tensor:
-        """A tensor's shape, without values."""
-        return torch.empty(self.shapes[name], device="meta")
-
-
-def _files(path: Path) -> dict[Path, list[str] | None]:
-    """The files, and which of their tensors count; None: all."""
-    if path.is_dir():
-        single, index = path / SINGLE, path / INDEX
-        if single.is_file():
-            return {single: None}
-        if index.is_file():
-            return _indexed(index)
-        found = _joined(sorted(child.name for child in path.iterdir())) or "nothing"
-        raise TensorFileError(
-            f"{path} has no weights: expected {SINGLE} or {INDEX}, found {found}. Others such "
-            "as pytorch_model.bin are not read: load them and call model.save_pretrained."
-        )
-    if not path.is_file():
-        raise TensorFileError(
-            f"{path} does not exist. Expected a folder with {SINGLE} or {INDEX}, or such a file."
-        )
-    return _indexed(path) if path.suffix == ".json" else {path: None}
-
-
-def _indexed(index: Path) -> dict[Path, list[str] | None]:
-    files: dict[Path, list[str]] = defaultdict(list)
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        names = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise TensorFileError(
-            f"{index} cannot be read: {error!r}. Expected a JSON object with a weight_map."
-        ) from error
-    if not names:
-        raise TensorFileError(f"{index} names no tensor. Expected a weight_map: get it again.")
-    for name, file in names.items():
-        if Path(file).name != file:
-            raise TensorFileError(f"{index} names the file {file!r}. Expected a file beside it.")
-        files[index.parent / file].append(name)
-    lost = [file.name for file in files if not file.is_file()]
-    if lost:
-        raise TensorFileError(
-            f"{index.parent} is incomplete: {_listed(lost)} of {INDEX} not found. Get it again."
-        )
-    return dict(files)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -172,7 +96,14 @@ class Incoming:
         self._deliveries: list[tuple[Recipe, dict[str, str]]] = []
         """Recipes, and which of their results are wanted: the recipe's name -> the model's."""
         self._swapped: list[tuple[Tensor, Tensor]] = []
+        known = (n for n, p in self._tensors.parameters.items() if format_of(p) is not None)
         if isinstance(weights, RandomInit):
+            if (name := next(known, None)) is not None:
+                raise ValueError(
+                    f"weights={weights}, but {name!r} is quantized: there are no random weights in "
+                    "that format. Make the model of a folder without quantization_config, and say "
+                    "base='nf4'."
+                )
             seed = weights.seed
         else:
             self._path = Path(weights).expanduser()
@@ -183,6 +114,9 @@ class Incoming:
         ]
         if not isinstance(weights, RandomInit):
             self._report_missing(allow_missing=allow_missing)
+        self._followers = followers(model)
+        following = {name for one in self._followers.values() for name, _ in one}
+        self._missing = [name for name in self._missing if name not in following]
         self._initialization = Initialization(model, seed=seed)
 
     @classmethod
@@ -229,9 +163,15 @@ class Incoming:
             ValueError: a file cannot be read, has numbers of a kind that cannot be trained, or
                 nothing fills a parameter that no file has.
         """
+
+        def receive(name: str, value: Tensor) -> None:
+            set_weight(name, value)
+            for follower, make in self._followers.get(name, ()):
+                set_weight(follower, make(value))
+
         # What no file has comes first, because it may not be possible.
-        self._fill(self._tensors.parameters, device, set_weight)
-        self._hand_over(self._tensors.parameters, set_weight)
+        self._fill(self._tensors.parameters, device, receive)
+        self._hand_over(self._tensors.parameters, receive)
 
     def undo(self) -> None:
         """Leave the model on the meta device, as it was."""
@@ -242,6 +182,7 @@ class Incoming:
             if not parameter.is_meta:
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 exchange(parameter, empty)
+                mean(parameter, None)
 
     # ----------------------------------------------------------------------------------------------
 
@@ -256,7 +197,7 @@ class Incoming:
         self._match(recipes, empty)
         if unexpected:
             found = f"{self._path} has {len(unexpected)} tensors for which "
-            found += f"{type(self._model).__name__} has no place, not used: {_listed(unexpected)}"
+            found += f"{type(self._model).__name__} has no place, not used: {listed(unexpected)}"
             warnings.warn(found, stacklevel=5)
 
     def _recipes(self) -> tuple[list[Recipe], Sequence[str], Read]:
@@ -295,7 +236,7 @@ class Incoming:
             self._deliveries.append((recipe, owners))
         if wrong:
             raise ValueError(
-                f"{self._path} does not fit {type(self._model).__name__}: {_joined(wrong)}. "
+                f"{self._path} does not fit {type(self._model).__name__}: {joined(wrong)}. "
                 "Expected the weights of a model with this configuration (config.json)."
             )
 
@@ -327,7 +268,7 @@ class Incoming:
         if not allow_missing and 2 * len(lost) > len(expected):
             raise ValueError(
                 f"{path} has {len(expected) - len(lost)} of the {len(expected)} tensors of {kind}. "
-                f"Missing: {_listed(lost)}. Expected the weights of this model (config.json), or "
+                f"Missing: {listed(lost)}. Expected the weights of this model (config.json), or "
                 "of one that it adds a head to."
             )
         new = new_head(self._model, expected, missing, folder=path)
@@ -339,13 +280,13 @@ class Incoming:
             files = sorted({file.name for file in self._files.place_of.values()})
             raise ValueError(
                 f"{path} is missing {len(damage)} tensors of {kind} that do not belong to a new "
-                f"head: {_listed(damage)}. The safetensors files ({_joined(files)}) should contain "
+                f"head: {listed(damage)}. The safetensors files ({joined(files)}) should contain "
                 "all that config.json needs: download the folder again. To initialize randomly, "
                 "pass allow_missing_weights=True (l2l train: --allow-missing-weights)."
             )
         if lost:
             found = f"{path} does not have {len(lost)} tensors of {kind}, which begin with random "
-            warnings.warn(f"{found}values and must be trained: {_listed(lost)}", stacklevel=5)
+            warnings.warn(f"{found}values and must be trained: {listed(lost)}", stacklevel=5)
 
     def _hand_over(self, wanted: Container[str], receive: SetWeight) -> None:
         """Make what files have, and hand it over one by one."""
@@ -372,12 +313,3 @@ class Incoming:
             made = self._initialization.make(path, names, device)
             for name in names:
                 receive(name, made.pop(name))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return _joined([repr(name) for name in names])
-
-
-def _joined(texts: Sequence[str]) -> str:
-    shown = ", ".join(texts[:MAX_NAMES])
-    return shown if len(texts) <= MAX_NAMES else f"{shown} and {len(texts) - MAX_NAMES} more"

@@ -312,9 +312,11 @@ class Rule(enum.Enum):
                 f"{advice}"
             )
         if ignored is not None and num_microbatches > 1:
+            what = "its loss is taken as a mean over rows; "
+            if ignored != "labels":
+                what = "only targets called 'labels' are counted. Rename it, "
             raise ValueError(
-                f"{ignored!r} contains {IGNORED}, which losses ignore, but only targets called "
-                f"'labels' are counted. Rename it, {advice}"
+                f"{ignored!r} contains {IGNORED}, which losses ignore, but {what}{advice}"
             )
         if total == 0:
             raise ValueError(
@@ -355,6 +357,33 @@ def require_loss(outputs: Any) -> Tensor:
             "(sum, weight) given to the engine."
         )
     return found
+
+
+def given_loss(function: LossFunction, outputs: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What a user's loss makes of outputs: (sum, weight), or (a mean over rows, None).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    found = function(outputs, batch)
+    is_pair = isinstance(found, tuple) and len(found) == 2
+    loss, weight = found if is_pair else (found, None)
+    is_number = not isinstance(weight, Tensor) or weight.dim() == 0
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point() or not is_number:
+        raise ValueError(
+            f"the function given as loss= returns {_described(found)}. Expected (sum, weight), a "
+            "tensor without dimensions and a number, or one such tensor: a mean over rows."
+        )
+    return loss, weight
+
+
+def _described(value: Any) -> str:
+    """A value in a few words."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_described, value))})"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
+    return type(value).__name__
 
 
 def trial_batch(microbatch: Mapping[str, Any], *, cut: bool) -> Microbatch:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits")
 HOOK = "output_capturing_hook"
+COLLECTING_HOOKS = "_collecting"  # the attribute of a layer that has them while they are off
 Left = tuple[dict[str, list[Any]], dict[Any, dict[Any, Any]]]
 """By name, what hooks of a layer have collected, and what it has written into dicts."""
 Open = tuple[tuple[str, Any], ...]
@@ -60,7 +61,7 @@ def _take_off(module: nn.Module) -> dict[int, Any]:
 def take_hooks_off(layer: nn.Module) -> None:
     """Let a layer run without its hooks that collect, but where lists are open."""
     found = ((module, _take_off(module)) for module in layer.modules())
-    layer.__dict__["_collecting"] = [(module, mine) for module, mine in found if mine]
+    layer.__dict__[COLLECTING_HOOKS] = [(module, mine) for module, mine in found if mine]
 
 
 def open_lists() -> Open:
@@ -120,7 +121,7 @@ def collecting(layer: nn.Module, lists: Open) -> Iterator[dict[str, list[Any]]]:
         yield captured
         return
     collector = _module()._active_collector
-    hooks = layer.__dict__.get("_collecting", ())
+    hooks = layer.__dict__.get(COLLECTING_HOOKS, ())
     token = collector.set(mine)
     try:
         for module, own in hooks:

@@ -9,6 +9,7 @@ positions, counts of labels) does what it always does, which it could not on the
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any, final
@@ -16,7 +17,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from typing_extensions import override
 
 LARGE_BYTES = 8 << 20
@@ -46,9 +47,13 @@ class FakeWeights(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_for_class = any(map(is_traceable_wrapper_subclass, tensors))
         is_for_meta = torch.device(kwargs.get("device") or "cpu").type == "meta"
-        if is_for_meta or any(tensor.is_meta for tensor in tensors) or _is_view(func):
-            return func(*args, **kwargs)
+        is_for_meta |= any(tensor.is_meta for tensor in tensors)
+        if is_for_class or is_for_meta or _is_view(func):
+            # What a class makes of its tensors is looked at.
+            with self if is_for_class else contextlib.nullcontext():
+                return func(*args, **kwargs)
         if func._schema.is_mutable:
             if any(map(is_fake, tensors)):
                 return _written(func, args, kwargs)

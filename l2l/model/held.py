@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from l2l.model.format import MEANT, format_of
 from l2l.model.modules import CutError
 
 KEY = "_l2l_place"  # where a parameter, or a copy, notes its place
@@ -77,9 +78,21 @@ QUESTIONS = frozenset(
 """What is answered without the weights, by whichever of these this version of torch has."""
 CUT_OFF = (Tensor.detach, _property("data").__get__, torch.detach)
 """What gives no gradient to anybody."""
+GET_GRAD = _property("grad").__get__
 SET_DATA, SET_GRAD = _property("data").__set__, _property("grad").__set__
 SET_FLAG = (_property("requires_grad").__set__, Tensor.requires_grad_)
 ADD_HOOK = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+
+
+class GradientsAway:
+    """Gradients of held parameters that are not in `.grad`, as an update still reads them: none."""
+
+    def get(self, owner: str) -> Tensor | None:
+        """What stands for a parameter's gradient."""
+        return None
+
+    def drop(self, owner: str) -> None:
+        """It is not to come back: another was set, or none."""
 
 
 class Reader:
@@ -97,6 +110,8 @@ class Reader:
         self.places: dict[str, Place] = {}
         self.lost: str | None = None  # why there are no weights any more
         self.num_running = 0  # steps that run now
+        self.has_gradients = False  # whether gradients come to held parameters, and are used
+        self.gradients = GradientsAway()
         self._copies: dict[str, tuple[weakref.ref[WeightCopy], int]] = {}
         self._is_prepared = False
         self._watched: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
@@ -168,6 +183,8 @@ class Reader:
             self._is_prepared = True
         with torch.inference_mode(mode=False), torch.no_grad():
             found = read(owner)
+            if (known := format_of(found)) is not None:
+                return known.to_read(found)
             value = found.detach().to(device="cpu", dtype=parameter.dtype)
             return value.clone() if value.data_ptr() == found.data_ptr() else value
 
@@ -179,7 +196,10 @@ class Reader:
         if found is not None and found._version == version and self.places[place.owner] is place:
             return found
         with torch._C.DisableTorchFunctionSubclass():
-            made = self.value(place, parameter, function).as_subclass(WeightCopy)
+            value = self.value(place, parameter, function)
+            if format_of(value) is not None:  # nobody writes to what is not trained
+                return value  # type: ignore[return-value]
+            made = value.as_subclass(WeightCopy)
             self._copies[place.owner] = (weakref.ref(made), made._version)
             made.__dict__[KEY], made.whole = place, None
         return made
@@ -233,6 +253,16 @@ class Held(Guarded):
 
     answered = QUESTIONS
 
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == GET_GRAD:
+            place: Place = args[0].__dict__[KEY]
+            found = place.reader.gradients.get(place.owner)
+            if found is not None:
+                return found
+        return super().__torch_function__(func, types, args, kwargs)
+
     @override
     def __hash__(self) -> int:
         return id(self)
@@ -242,8 +272,9 @@ class Held(Guarded):
         place: Place = self.__dict__[KEY]
         value = place.reader.value(place, self, "copy")
         made = nn.Parameter(value, requires_grad=self.requires_grad)
-        made.__class__ = place.kind
-        made.__dict__.update({k: v for k, v in self.__dict__.items() if k != KEY})
+        if format_of(value) is None:
+            made.__class__ = place.kind
+            made.__dict__.update({k: v for k, v in self.__dict__.items() if k not in (KEY, MEANT)})
         return made
 
 
@@ -339,6 +370,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     watched = [*copies.values(), *(one for one in others if isinstance(one, WeightCopy))]
     asks = torch.is_grad_enabled() and any(one.requires_grad for one in held)
     seen = [*watched, *others] if asks else watched
+    if any(format_of(one) is not None for one in copies.values()):
+        return _of_formats(func, name, copies, leaves, spec)
     with torch._C.DisableTorchFunctionSubclass():
         versions = [_version(one) for one in seen]
         given = [copies.get(id(leaf), leaf) for leaf in leaves]
@@ -350,6 +383,16 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _refuse_write(name, written[0] if written else held[0], elsewhere=not written)
         owner = held[0].__dict__[KEY].owner if asks and func not in CUT_OFF else None
         return pytree.tree_map(lambda one: _given_out(one, watched, owner, others), result)
+
+
+def _of_formats(func: Any, name: str, copies: dict[int, Any], leaves: list[Any], spec: Any) -> Any:
+    """Run a function with copies that know themselves what it does to them."""
+    args, kwargs = pytree.tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], spec)
+    own = getattr(type(args[0]), name, func) if args else func
+    with torch.no_grad():
+        if func is not getattr(Tensor, name, None) or own is func:
+            return func(*args, **kwargs)
+        return own(*args, **{key: one for key, one in kwargs.items() if one is not None})
 
 
 def _targets(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -389,7 +432,10 @@ def _given_out(
 
 def _storage(tensor: Tensor) -> int | None:
     """Which memory a tensor lies in."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+    if tensor.layout is not torch.strided or format_of(tensor) is not None:
+        return None
+    place: int = tensor.untyped_storage()._cdata
+    return place
 
 
 def _version(tensor: Tensor) -> int:
@@ -431,8 +477,9 @@ def _refuse_pass(name: str, parameter: Any, others: list[Tensor]) -> None:
         raise RuntimeError(
             f"the model's weights are held by an engine ('{name}' was called with {place.owner!r}),"
             " so it and its submodules cannot be called directly. Use engine.step, engine.evaluate "
-            "or engine.predict. For anything else, such as model.generate, close the engine first, "
-            "or load what engine.export writes; weights alone are read with .detach()."
+            "or engine.predict; with autograd=True given to the engine the model itself can be "
+            "called. For anything else close the engine first, or load what engine.export writes; "
+            "weights alone are read with .detach()."
         )
 
 
@@ -477,7 +524,13 @@ def _is_own(parameter: Any, value: Any) -> bool:
 
 def _set(func: Any, parameter: Any, value: Any) -> Any:
     """Let something of a held parameter be set to what it is anyway, or refuse to."""
-    owner = parameter.__dict__[KEY].owner
+    place: Place = parameter.__dict__[KEY]
+    owner = place.owner
+    if func == SET_GRAD:
+        place.reader.gradients.drop(owner)
+    if place.reader.has_gradients and (func == SET_GRAD or func in ADD_HOOK):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(parameter, value)
     if func in ADD_HOOK:
         raise RuntimeError(
             f"a hook is added to {owner!r}, whose weights are in an engine. It would never run: "

@@ -32,7 +32,7 @@ Handed-over tensors go through hooks. Weights, hidden state and recorded argumen
 cells, which will have other contents, or other addresses, when the backward pass comes: of these
 only the place is noted. The rest is *kept*: the relay moves it to the stash and back.
 
-One program serves all layers of a structure (`Template` in modules.py). A second one is
+One program serves all layers of a structure (`Template` in structures.py). A second one is
 compiled if the sizes of its inputs change; that one takes any size.
 
 [Note: random numbers] A recomputed layer must draw the random numbers of its forward pass. Layers
@@ -47,7 +47,6 @@ on; if they differ even so, it runs uncompiled.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
 import types
@@ -61,9 +60,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.func import functional_call
 
-from l2l.device import Device
-from l2l.model.modules import Template
+from l2l.model.beside import Beside, must_wait, wait_for_others
+from l2l.model.compiling import keep_programs, quietly, with_own_code
+from l2l.model.gradient_sum import GradientSum
 from l2l.model.passing import HIDDEN, Call, Returns
+from l2l.model.structures import Template
+from l2l.model.tiling import Tiles, tiled
 from l2l.model.trees import Part
 
 Gradients = Sequence[Tensor | None]
@@ -123,6 +125,7 @@ class LayerInputs:
     through: Sequence[int]  # recorded tensors that require gradients
     changes_input: bool  # whether the layer writes into its hidden state
     survival: float | None = None  # of a layer that may be left out ([Note: survival] in depth.py)
+    tiles: Tiles | None = None  # of the layer, what runs some positions at a time
     sums: Mapping[Any, Tensor] = field(default_factory=dict)
     """Gradients that later passes have found for the same tensors: see `Walked`."""
 
@@ -137,7 +140,12 @@ class LayerInputs:
             tensor.detach().requires_grad_() if index in self.through else tensor
             for index, tensor in enumerate(self.recorded)
         ]
-        bound = leaves(self.tensors, self.trained)
+        # What a layer's code does to one weight (a parametrization sets it anew) is not done to
+        # others, although they lie in one buffer: each counts its changes for itself.
+        frozen = self.part.tensors.parameters.keys() - set(self.trained)
+        again, given = self.part.again, self.tensors.items()
+        apart = {name: again(name, one) if name in frozen else one for name, one in given}
+        bound = leaves(apart, self.trained)
         wanted: dict[Any, Tensor] = {name: bound[name] for name in self.trained}
         wanted |= {index: recorded[index] for index in self.through}
         handed = (hidden, *beside)
@@ -156,7 +164,8 @@ class LayerInputs:
         with torch.set_grad_enabled(has_graph), self.call.autocasting():
             hidden = given.hidden.clone() if self.changes_input else given.hidden
             args, kwargs = self.call.arguments(hidden, given.recorded, given.beside)
-            value = self.call.run(self.part.module, args, kwargs)
+            with tiled(self.part.module, self.tiles):
+                value = self.call.run(self.part.module, args, kwargs)
             return Walked(Returns.unwrap(value, self.entries), given.wanted)
 
     def forward(self, *, with_graph: bool = False) -> list[Tensor]:
@@ -251,36 +260,6 @@ SMALL_BYTES = 1 << 20  # kept on the device beside the stash: statistics, seeds
 EVERYTHING = 1.0  # to be kept, as far as that saves time
 
 
-def parse_backend(word: bool | str | None, device: Device) -> str | None:  # noqa: FBT001
-    """The compiler's backend for what the user said; None: nothing is compiled."""
-    if word is None:
-        word = device.torch_device.type != "cpu"
-    return {True: "inductor", False: None}[word] if isinstance(word, bool) else word
-
-
-def quietly(backend: Any) -> Callable[[Any, Any], Any]:
-    """A compiler's backend that keeps to itself what torch, while compiling, warns of itself."""
-
-    def compile_graph(graph: Any, inputs: Any) -> Any:
-        # This import takes a second, which is lost only where something is compiled.
-        from torch._dynamo.backends.registry import lookup_backend
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return lookup_backend(backend)(graph, inputs)
-
-    return compile_graph
-
-
-_numbers = itertools.count()  # never the same twice, as an `id` may be
-
-
-def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiler keys what it has compiled by code object: each program needs its own."""
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
-    return types.FunctionType(code, function.__globals__)
-
-
 @final
 class Packed:
     """The tensors that a graph needs for its backward pass: the graph's hooks.
@@ -352,24 +331,32 @@ class Program:
         self.num_passes = 0
         self.is_trusted = True  # its gradients are those of an uncompiled pass, as far as is known
         self._num_graphs = 0
-        self._backend = quietly(backend)
+        self._is_new = False  # whether what was compiled beside the steps has not run yet
+        self._backend = quietly(backend, settings=self._settings, on_ready=self._note_new)
         self._function: Callable[..., list[Tensor]] = torch.compile(
-            _with_own_code(_layer), backend=self._compile, fullgraph=True
+            with_own_code(_layer), backend=self._compile, fullgraph=True
         )
 
+    def _note_new(self) -> None:
+        self._is_new = True
+
     def _compile(self, graph: Any, inputs: Any) -> Any:
+        self._num_graphs += 1
+        return self._backend(graph, inputs)
+
+    @contextlib.contextmanager
+    def _settings(self) -> Iterator[None]:
         """Compile forward and backward, with settings that nobody else's code gets."""
         from torch._functorch import config as functorch
         from torch._inductor import config as inductor
 
-        self._num_graphs += 1
         # Backward at once as well: compiled when it is first needed, it would miss these settings.
         partition = functorch.patch(
             activation_memory_budget=self.keep, force_non_lazy_backward_lowering=True
         )
         random = inductor.patch(fallback_random=self.own_random_numbers or inductor.fallback_random)
         with partition, random:
-            return self._backend(graph, inputs)
+            yield
 
     def forward(
         self, template: Template, inputs: LayerInputs, *, anchors: Mapping[str, Tensor] | None
@@ -386,7 +373,8 @@ class Program:
             entries = tuple(inputs.entries)
             outputs = self._function(template.module, tensors, args, kwargs, entries)
         packed.set_anchors({})
-        handed.is_first = self._num_graphs > num_graphs
+        handed.is_first = self._num_graphs > num_graphs or self._is_new
+        self._is_new = False
         handed.wanted = given.wanted
         handed.edges = [get_gradient_edge(one) if one.requires_grad else None for one in outputs]
         return [one.detach() for one in outputs], handed
@@ -408,51 +396,13 @@ class Program:
         return result_of(found)
 
 
-def _sum(sums: list[Tensor], gradients: list[Tensor]) -> None:
-    torch._foreach_add_(sums, gradients)
-
-
-@final
-class GradientSum:
-    """Adds one structure's gradients to its sums, in one pass over memory.
-
-    Torch's own kernel for 16-bit gradients and float32 sums reaches little more than half of a
-    device's memory rate, the compiled one nearly all of it: 0.24 instead of 0.40 ms for a layer of
-    100 million parameters on an H200. The sums are the same bit by bit.
-    """
-
-    def __init__(self, *, backend: str) -> None:
-        self._function: Callable[..., None] = torch.compile(
-            _with_own_code(_sum), backend=quietly(backend), fullgraph=True, dynamic=False
-        )
-        self._num_gradients = 0  # what it was compiled for; 0: not yet
-        self._is_refused = False
-
-    def __call__(self, sums: list[Tensor], gradients: list[Tensor]) -> None:
-        """Add each gradient to its sum."""
-        # Compiled once: for the number that comes first, nearly always that of all parameters.
-        number, is_first = self._num_gradients or len(sums), not self._num_gradients
-        mixed = any(a.dtype is not b.dtype for a, b in zip(sums, gradients, strict=True))
-        if self._is_refused or not mixed or len(sums) != number:
-            return _sum(sums, gradients)
-        self._num_gradients = number
-        try:
-            self._function(sums, gradients)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # whatever a compiler may raise, before anything was added
-            if not is_first:
-                raise
-            self._is_refused = True
-            _sum(sums, gradients)
-
-
 @final
 @dataclass(eq=False, kw_only=True)
 class Compiler:
     """The programs of an engine, one for each structure and limit; knows which do not compile."""
 
     backend: str | None  # None: nothing is compiled
+    beside: Beside | None = None  # None: everything is compiled where it is met
     programs: dict[tuple[str, float], Program] = field(default_factory=dict)
     random: set[str] = field(default_factory=set)  # structures that draw random numbers
     uncompiled: set[str] = field(default_factory=set)  # those that run as they are
@@ -461,6 +411,10 @@ class Compiler:
     _unchecked: set[str] = field(default_factory=set)  # whose gradients are to be compared
     _recomputed: set[str] = field(default_factory=set)  # that keep nothing
     _paused: bool = False
+
+    def __post_init__(self) -> None:
+        if self.backend == "inductor":
+            keep_programs()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -481,11 +435,59 @@ class Compiler:
         """Whether anything may be compiled."""
         return self.backend is not None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether code that is compiled where it is met may be now."""
+        beside = self.beside
+        return self.is_on and (beside is None or (beside.has_settled and not beside.is_busy))
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether layers of the last step ran as they are, because nothing was ready."""
+        return self.beside is not None and self.beside.has_waited
+
+    def settle(self) -> bool:
+        """A step begins; whether it is the first that runs what was compiled beside earlier ones.
+
+        No program may run while another engine's are traced ([Note: two traces] in beside.py).
+        """
+        settled = self.beside is not None and self.beside.settle()
+        if self.is_on and (self.beside is None or not self.beside.is_busy):
+            wait_for_others()
+        return settled
+
+    def running(self, beside: bool) -> contextlib.AbstractContextManager[None]:  # noqa: FBT001
+        """A step: what it meets is compiled beside it and the next, or where it is met."""
+        if self.beside is None:
+            return contextlib.nullcontext()
+        if not beside and not self.beside.is_busy:
+            self.beside.has_settled = True
+            return contextlib.nullcontext()
+        return self.beside.running()
+
+    def note_waiting(self) -> None:
+        """A pass runs as it is, since its program is not ready."""
+        if self.beside is not None:
+            self.beside.has_waited = True
+
+    def note_backward(self) -> None:
+        """A layer's backward pass has ended."""
+        if self.beside is not None:
+            self.beside.note_backward()
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        if self.beside is not None:
+            self.beside.close()
+
     def describe(self) -> str:
         """One line for a plan."""
         if self.backend is None:
             return "as they are"
         uncompiled = f", {len(self.uncompiled)} structures as they are" if self.uncompiled else ""
+        if self.beside is not None:
+            uncompiled += f", {self.beside.seconds:.1f} s beside steps"
+            uncompiled += "; not ready yet: layers run as they are" if self.beside.is_busy else ""
         return (
             f"through torch.compile ({self.backend}): {len(self.programs)} programs, "
             f"{self.seconds:.1f} s{uncompiled}"
@@ -498,7 +500,8 @@ class Compiler:
 
     def compiles(self, structure: str) -> bool:
         """Whether a structure is compiled, as far as is known."""
-        return self.is_on and not self._paused and structure not in self.uncompiled
+        known = self.is_on and not self._paused and structure not in self.uncompiled
+        return known and not must_wait()
 
     def program(self, structure: str, *, keep: float) -> Program | None:
         """The program of a structure; None if it runs uncompiled."""

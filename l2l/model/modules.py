@@ -1,4 +1,4 @@
-"""The user's tree of modules: searched, compared, copied, kept as it is."""
+"""The user's tree of modules: searched, copied, kept as it is."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PLAIN = (bool, int, float, str, type(None), torch.dtype)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-Numbering = frozenset[tuple[str, str]]
-"""Attributes that hold the layer's own number: the module's path in the layer, and the name."""
 
 
 class CutError(ValueError):
@@ -104,11 +100,20 @@ def find_layers(model: nn.Module, names: str | Sequence[str] | None) -> tuple[La
     return tuple(lists[name] for name in sorted(wanted, key=order.__getitem__))
 
 
+def weights_of(model: nn.Module, kind: type[nn.Module]) -> list[Tensor]:
+    """The weights of modules of a kind, but for those that are computed whenever they are read.
+
+    To read one of these may change buffers, as with a spectral norm.
+    """
+    found = (one._parameters.get("weight") for one in model.modules() if isinstance(one, kind))
+    return [one for one in found if one is not None]
+
+
 def _worthwhile(
     model: nn.Module, largest: Sequence[LayerList], sizes: Mapping[str, int]
 ) -> list[str]:
     """Lists to be streamed, none inside another: of the largest, until most is streamed."""
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    tables = {id(one) for one in weights_of(model, nn.Embedding)}
     total = sum(p.numel() for p in model.parameters() if id(p) not in tables)
     chosen: list[LayerList] = []
     for one in largest:
@@ -217,6 +222,18 @@ def takes_use_cache(model: nn.Module) -> bool:
     return bool(hands_on and asked and any("use_cache" in one for one in inner))
 
 
+def argument_names(model: nn.Module) -> frozenset[str]:
+    """What the model's code calls its arguments.
+
+    A model that takes any may hand them on to the modules inside.
+    """
+    own = inspect.signature(model.forward).parameters.values()
+    if not any(one.kind is one.VAR_KEYWORD for one in own):
+        return frozenset(one.name for one in own)
+    inner = (inspect.signature(module.forward).parameters for module in model.modules())
+    return frozenset(name for parameters in inner for name in parameters)
+
+
 def asked_for(names: Iterable[str], configs: Iterable[Any], batch: Mapping[str, Any]) -> str | None:
     """The option that a batch turns on, or leaves to a config that does."""
     configs = list(configs)
@@ -228,81 +245,7 @@ def asked_for(names: Iterable[str], configs: Iterable[Any], batch: Mapping[str, 
 
 
 # --------------------------------------------------------------------------------------------------
-# Which layers are alike: those that run the same code on tensors of the same shapes
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is numbers, words and containers of them."""
-    if isinstance(value, dict):
-        return all(is_plain(entry) for pair in value.items() for entry in pair)
-    if isinstance(value, tuple | list | set | frozenset):
-        return all(is_plain(entry) for entry in value)
-    return isinstance(value, PLAIN)
-
-
-def _comparable(value: Any) -> Any:
-    """A plain value as it is, a function by what it does, anything else by its identity."""
-    if isinstance(value, functools.partial):
-        return (id(value.func), _comparable(value.args), _comparable(value.keywords))
-    return value if is_plain(value) else id(value)
-
-
-def attributes_of(layer: nn.Module) -> dict[tuple[str, str], Any]:
-    """What modules of a layer carry besides tensors and modules: plain values, or identities."""
-    return {
-        (path, name): _comparable(value)
-        for path, module in layer.named_modules()
-        for name, value in vars(module).items()
-        if not name.startswith("_") and name != "training"
-    }
-
-
-def own_numbers(layers: Sequence[nn.Module], numbers: Sequence[int] | None = None) -> Numbering:
-    """Attributes that hold the layer's own number, in every layer that has them."""
-    found: dict[tuple[str, str], list[bool]] = {}
-    for index, layer in zip(numbers or range(len(layers)), layers, strict=True):
-        for key, value in attributes_of(layer).items():
-            found.setdefault(key, []).append(type(value) is int and value == index)
-    return frozenset(
-        key for key, own in found.items() if all(own) and (len(own) > 1 or key[1] == "layer_idx")
-    )
-
-
-def structure_of(layer: nn.Module, numbering: Numbering) -> str:
-    """A text that is equal for layers that run the same code on tensors of the same shapes."""
-    modules, tensors = layer.named_modules(), [*layer.named_parameters(), *layer.named_buffers()]
-    return "; ".join(
-        [f"{name}:{type(one).__qualname__}:{one.training}" for name, one in modules]
-        + [f"{name}:{tuple(one.shape)}:{one.requires_grad}" for name, one in tensors]
-        + [f"{key}={v}" for key, v in attributes_of(layer).items() if key not in numbering]
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Template:
-    """The one module that runs all layers of a structure, and what is a layer's own in it.
-
-    A compiler sees the same module whatever the layer, so it compiles once for any depth. Where
-    modules know the number of their layer, that is set while the layer runs; compiled code looks at
-    it only if the layer's code does.
-    """
-
-    module: nn.Module
-    names: Mapping[str, str]  # name in the module -> owner
-    index: int
-    numbers: tuple[tuple[nn.Module, str], ...]
-
-    @contextlib.contextmanager
-    def tensors(self, by_owner: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """A layer's tensors by their names in the module, which has the layer's number."""
-        before = [module.__dict__[name] for module, name in self.numbers]
-        try:
-            for module, name in self.numbers:
-                module.__dict__[name] = self.index
-            yield {name: by_owner[owner] for name, owner in self.names.items()}
-        finally:  # the module is also a layer of its own, which may run uncompiled
-            for (module, name), number in zip(self.numbers, before, strict=True):
-                module.__dict__[name] = number
+# Kept as it is
 
 
 @contextlib.contextmanager

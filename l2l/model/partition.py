@@ -46,19 +46,18 @@ from l2l.model.captures import (
     stores_of,
     take_hooks_off,
 )
+from l2l.model.format import format_of, refuse_unusable
 from l2l.model.modules import (
     CutError,
-    Template,
+    argument_names,
     asked_for,
-    attributes_of,
     configs_of,
     copy_tree,
     find_layers,
     modules_kept,
-    own_numbers,
     refuse_unsupported,
-    structure_of,
     takes_use_cache,
+    weights_of,
     without_cache,
 )
 from l2l.model.passing import (
@@ -72,6 +71,8 @@ from l2l.model.passing import (
     plain_arguments,
 )
 from l2l.model.route import Key, Route
+from l2l.model.splitting import like
+from l2l.model.structures import Likeness, Template
 from l2l.model.trees import APART, Handler, Part, Stub, layer_of
 
 Batch = Mapping[str, Any]
@@ -90,11 +91,19 @@ class Partition:
         model: nn.Module,
         *,
         layers: str | Sequence[str] | None,
-        like: Partition | None = None,
+        old: Partition | None = None,
+        own_loss: bool = True,
+        gradient_hooks: bool = False,
     ) -> None:
         """Cut `model` at the lists called `layers`, or at those that hold most parameters.
 
-        Layers of a structure that `like` has run through its modules: these may be compiled.
+        Args:
+            model: the user's.
+            layers: names of lists.
+            old: layers of a structure that it has run through its modules: these may be compiled.
+            gradient_hooks: whether hooks for gradients of parameters are called.
+            own_loss: whether the loss is the model's. Else entries of a batch whose names the
+                model's code does not have are for the user's loss alone.
 
         Raises:
             ValueError: the model cannot be cut; the message says what was seen.
@@ -102,7 +111,9 @@ class Partition:
         self.lists = find_layers(model, layers)
         self.list_name = ", ".join(one.name or "the model itself" for one in self.lists)
         refuse_unsupported(model)
-        _refuse_gradient_hooks(model)
+        refuse_unusable(model)
+        if not gradient_hooks:
+            _refuse_gradient_hooks(model)
         tensors = [*model.named_parameters(), *model.named_buffers()]
         model = hooked_copy(model, lambda one: copy_tree(one, {}))
         self.layer_paths = tuple(path for one in self.lists for path in one.paths)
@@ -114,31 +125,29 @@ class Partition:
         stubs: dict[int, nn.Module] = {id(layer_of(stub)): stub for stub in self.stubs}
         self.skeleton = Part(copy_tree(model, stubs), owners)
         self.outer_tensors = self.skeleton.tensors
-        embeddings = [m for m in self.skeleton.module.modules() if isinstance(m, nn.Embedding)]
-        self.tables = tuple(dict.fromkeys(owners[id(one.weight)] for one in embeddings))
+        self.tables = tuple(owners[id(one)] for one in _tables(self.skeleton.module))
         copies = [copy_tree(layer, {}) for layer in originals]
         for copy in copies:
             take_hooks_off(copy)
         in_list = [number for one in self.lists for number in range(len(one.paths))]
-        numbering = own_numbers(copies, in_list)
         self.layers = [Part(copy, owners) for copy in copies]
         self.layer_tensors = [part.tensors for part in self.layers]
-        self.structures = [structure_of(copy, numbering) for copy in copies]
-        pairs = () if like is None else zip(like.structures, like.templates, strict=True)
+        self.likeness = Likeness(copies, paths=self.layer_paths, numbers=in_list)
+        self.structures = self.likeness.structures
+        pairs = () if old is None else zip(old.structures, old.templates, strict=True)
         modules = {structure: template.module for structure, template in pairs}
         self.templates: list[Template] = []
         for index, part in enumerate(self.layers):
             module = modules.setdefault(self.structures[index], part.module)
-            numbered = sorted(numbering & attributes_of(module).keys())
-            numbers = tuple((module.get_submodule(path), name) for path, name in numbered)
-            self.templates.append(Template(module, part.names, in_list[index], numbers))
+            own = self.likeness.own(index, module)
+            self.templates.append(Template(module, part.names, own))
         self._refuse_shared_weights()
         self.returns: dict[str, Returns] = {}  # by `form`
         self._leaving: dict[int, list[Returns]] = {}  # of layers that may leave something besides
         self.changing_input: set[str] = set()  # structures that write into their hidden state
-        self._modes_as_given = model.training
+        self._modes_as_given, self._configs = model.training, configs_of(model)
         self._takes_use_cache = takes_use_cache(self.skeleton.module)
-        self._configs = configs_of(model)
+        self._taken = None if own_loss else argument_names(model)
         self._around = model.get_submodule(self.layer_paths[0].rpartition(".")[0])
 
     def set_training(self, training: bool) -> None:  # noqa: FBT001
@@ -172,7 +181,7 @@ class Partition:
 
     @property
     def layer_share(self) -> float:
-        """Of the parameters outside embedding tables, the share that is in layers."""
+        """Of the parameters outside tables and heads, the share that is in layers."""
         around = self.outer_tensors.parameters.items()
         rest = sum(p.numel() for owner, p in around if owner not in self.tables)
         own = sum(p.numel() for one in self.layer_tensors for p in one.parameters.values())
@@ -369,10 +378,16 @@ class Partition:
 
     def walk_with(self, batch: Batch, handler: Handler) -> Any:
         """Run the model's code; every call of a layer becomes one of the handler."""
+        with self.called_by(handler):
+            return self.run(self.skeleton.module, batch)
+
+    @contextlib.contextmanager
+    def called_by(self, handler: Handler) -> Iterator[None]:
+        """Inside the block every call of a layer becomes one of the handler."""
         for stub in self.stubs:
             stub.__dict__["_handler"] = handler
         try:
-            return self.run(self.skeleton.module, batch)
+            yield
         finally:
             for stub in self.stubs:
                 stub.__dict__["_handler"] = None
@@ -388,11 +403,17 @@ class Partition:
 
         A cache is of no use in training, and some models attend otherwise where they make one.
         """
+        batch = self.taken(batch)
         if "use_cache" in batch:
             return model(**batch)
         extra = {"use_cache": False} if self._takes_use_cache else {}
         with without_cache(self._configs):
             return model(**batch, **extra)
+
+    def taken(self, batch: Batch) -> dict[str, Any]:
+        """The entries of a batch that the model's code takes; others only the user's loss reads."""
+        names = self._taken
+        return like(batch, {k: v for k, v in batch.items() if names is None or k in names})
 
     def _refuse_shared_weights(self) -> None:
         users: dict[str, str] = dict.fromkeys(self.outer_tensors.parameters, "the model around")
@@ -404,6 +425,15 @@ class Partition:
                         "layers. Weights shared between layers cannot be streamed yet."
                     )
                 users[owner] = f"layer {index} of"
+
+
+def _tables(model: nn.Module) -> list[Tensor]:
+    """Matrices with a row for every word: of embeddings, and of heads."""
+    embeddings, linear = (weights_of(model, kind) for kind in (nn.Embedding, nn.Linear))
+    numbers = {len(one) for one in embeddings}
+    heads = [one for one in linear if len(one) in numbers and len(one) > one.shape[1]]
+    found = {id(one): one for one in (*embeddings, *heads) if format_of(one) is None}
+    return list(found.values())
 
 
 def _refuse_gradient_hooks(model: nn.Module) -> None:

@@ -67,6 +67,14 @@ class Route:
             needs=(frozenset(), ends),
         )
 
+    def runs_as(self, other: Route) -> bool:
+        """Whether layers are called as along another route, and the same is kept for later code."""
+        mine, theirs = (
+            (one.layers, one.gives, one.stacks, one.asides, one.needs, one.again)
+            for one in (self, other)
+        )
+        return mine == theirs
+
     @property
     def num_stacks(self) -> int:
         """How many there are."""

@@ -113,6 +113,15 @@ class Given(Cutting):
         return row_count(batch)[0] if count is None else int(count(batch))
 
     @override
+    def length(self, batch: Mapping[str, Any]) -> int:
+        """Positions in a row, which may be several rows of tensors: a pair, say."""
+        each, certain = row_count(batch)
+        number = self.num_rows(batch)
+        if not certain or not number or each % number:
+            return longest(batch, rows=number)
+        return each // number * longest(batch, rows=each)
+
+    @override
     def take(self, batch: CutBatch, start: int, end: int) -> CutBatch:
         total = self.num_rows(batch)
         start, end = min(start, total), min(end, total)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from l2l.model.format import Format, format_of
 from l2l.model.held import is_held
-from l2l.model.modules import CutError, attributes_of
+from l2l.model.modules import HOOKS, CutError
+from l2l.model.structures import attributes_of
 
 Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 """What a stub's call becomes: the layer's number, and what it is given."""
@@ -51,6 +53,16 @@ class Stub(nn.Module):
                 ) from None
             return getattr(self.__dict__["_layer"], name)
 
+    @override
+    def named_modules(
+        self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """To the model's own code, those of the layer: their weights refuse to be read."""
+        if self.__dict__.get("_handler") is None:
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+        else:
+            yield from layer_of(self).named_modules(memo, prefix, remove_duplicate)
+
     def _refuse_parts(self, *_: object) -> NoReturn:
         raise CutError(
             f"the model iterates over or indexes layer {self._index}. Each layer must be called as "
@@ -69,12 +81,13 @@ class Stub(nn.Module):
         super().__setattr__(name, value)
 
     def layer_state(self) -> tuple[list[int], dict[tuple[str, str], Any]]:
-        """Which modules and tensors the user's layer has now, by identity, and its attributes."""
+        """Modules, tensors and hooks of the user's layer now, by identity, and its attributes."""
         layer = layer_of(self)
         found = list(layer.modules())
         registries = [one for module in found for one in (module._parameters, module._buffers)]
-        tensors = [tensor for registry in registries for tensor in registry.values()]
-        return [*map(id, [*found, *tensors])], attributes_of(layer)
+        registries += [getattr(module, name) for module in found for name in HOOKS]
+        held = [one for registry in registries for one in registry.values()]
+        return [*map(id, [*found, *held])], attributes_of(layer)
 
     def note_written(self, names: Collection[str]) -> None:
         """The layer writes these attributes of its own when it runs."""
@@ -96,6 +109,7 @@ class UnitTensors:
 
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
+    formats: dict[str, Format] = field(default_factory=dict)  # of parameters that are not plain
 
 
 @final
@@ -114,6 +128,8 @@ class Part:
             parameters={owners[id(parameter)]: parameter for parameter in module.parameters()},
             buffers={owners[id(buffer)]: buffer for buffer in module.buffers()},
         )
+        known = ((owner, format_of(one)) for owner, one in self.tensors.parameters.items())
+        self.tensors.formats.update({owner: one for owner, one in known if one is not None})
         parameters = module.named_parameters(remove_duplicate=False)
         named = [*parameters, *module.named_buffers(remove_duplicate=False)]
         self.names = {name: owners[id(tensor)] for name, tensor in named}  # in the tree -> owner
@@ -126,11 +142,18 @@ class Part:
         ]
         self._buffers = [place for place in self._places if place[1] is place[0]._buffers]
 
+    def again(self, owner: str, tensor: Tensor) -> Tensor:
+        """A tensor of the tree as an object of its own, with the same values."""
+        found = self.tensors.formats.get(owner)
+        return tensor.data if found is None else found.again(tensor)
+
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Let every lookup of the named tensors find these."""
-        for _, registry, local, owner in self._places:
+        for module, registry, local, owner in self._places:
             if owner in tensors:
                 registry[local] = tensors[owner]
+                if registry is module._parameters:  # a parametrization leaves it among buffers
+                    module._buffers.pop(local, None)
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:

@@ -56,8 +56,9 @@ Function = Callable[[Tensors, Tensor], None]  # of a unit's tensors, in rows, an
 
 def supports(optimizer: object) -> bool:
     """Whether `update` can do what this optimizer does."""
-    kind = type(optimizer)
-    return issubclass(kind, HostOptimizer) and kind.on_device is not HostOptimizer.on_device
+    if not isinstance(optimizer, HostOptimizer) or optimizer.average is not None:
+        return False
+    return type(optimizer).on_device is not HostOptimizer.on_device
 
 
 def numbers(

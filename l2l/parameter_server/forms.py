@@ -5,16 +5,23 @@ A model's weights are divided into a unit for each layer, each table, and the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from l2l.distributed import Share
-from l2l.model import Partition, UnitTensors
+from l2l.model import Format, Partition, UnitTensors
 from l2l.parameter_server.adafactor import Adafactor
-from l2l.parameter_server.layout import ALIGNMENT_ELEMENTS, FlatLayout, round_up
+from l2l.parameter_server.layout import (
+    ALIGNMENT_ELEMENTS,
+    FlatLayout,
+    round_up,
+    rows_of_slice,
+)
 from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind
 from l2l.parameter_server.optimizers import AdamW
 from l2l.parameter_server.policy import UpdatePolicy
@@ -41,6 +48,56 @@ class UnitForm:
     trained: FlatLayout  # trained parameters, in the link dtype
     state_kinds: Mapping[str, StateKind]
     companion_dtype: torch.dtype | None
+    formats: Mapping[str, Format] = field(default_factory=dict)
+    """Of parameters that are made of several tensors: each of these has a field."""
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """Names of what it holds: parameters, buffers, state that rides with the weights."""
+        inside = {name for owner in self.formats for name in self.fields_of(owner)}
+        names = (name for name in self.weight_layout.names if name not in inside)
+        return (*names, *self.formats)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """All shapes, by name; of what is made of several tensors that of the whole."""
+        plain = self.weight_layout.shapes()
+        own = {owner: one.shape for owner, one in self.formats.items()}
+        return {owner: own[owner] if owner in own else plain[owner] for owner in self.owners}
+
+    def fields_of(self, owner: str) -> tuple[str, ...]:
+        """The fields in which a parameter's values lie."""
+        found = self.formats.get(owner)
+        return (
+            (owner,) if found is None else tuple(state_name(owner, one[0]) for one in found.fields)
+        )
+
+    def weights_in(self, buffer: Tensor) -> dict[str, Tensor]:
+        """All that it holds as views into a flat buffer of all its weights, by name."""
+        return self.of_views(self.weight_layout.views(buffer))
+
+    def of_views(self, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same of tensors that stand for the fields."""
+        found = {owner: self.joined(owner, views) for owner in self.formats}
+        return {owner: found[owner] if owner in found else views[owner] for owner in self.owners}
+
+    def joined(self, owner: str, views: Mapping[str, Tensor]) -> Tensor:
+        """A parameter that is made of several tensors, of views of its fields."""
+        found = self.formats[owner]
+        return found.join({name: views[state_name(owner, name)] for name, *_ in found.fields})
+
+    def nothing(self, owner: str, device: torch.device | str) -> Tensor:
+        """What stands for a parameter or buffer that nobody looks at, without its memory."""
+        found = self.formats.get(owner)
+        if found is None:
+            shape, dtype = self.weight_layout.shapes()[owner], self.weight_layout.dtype_of(owner)
+            assert dtype is not None, owner
+            return without_memory(shape, dtype, device)
+        parts = {name: without_memory(shape, dtype, device) for name, shape, dtype in found.fields}
+        return found.join(parts)
+
+    drains_sums: bool = False
+    """Whether gradients leave the device as they were added up, in float32, and wait on the host
+    for the user's own code."""
 
     @property
     def gradient_layout(self) -> FlatLayout:
@@ -50,7 +107,7 @@ class UnitForm:
     @property
     def staging_layout(self) -> FlatLayout:
         """How gradients arrive on the host."""
-        return self.trained.astype(DRAINED)
+        return self.gradient_layout if self.drains_sums else self.trained.astype(DRAINED)
 
     def held(self, share: Share) -> UnitForm:
         """What one of several ranks holds of it."""
@@ -67,6 +124,17 @@ class UnitForm:
         total = self.trained.padded_numel
         size = round_up(-(-total // num_pieces), ALIGNMENT_ELEMENTS)
         return slice(min(total, number * size), min(total, (number + 1) * size))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a table, which is all there is."""
+        (shape,) = self.weight_layout.shapes().values()
+        return shape[0]
+
+    def rows(self, number: int, num_slices: int) -> slice:
+        """Those of one of so many slices of a table."""
+        size = rows_of_slice(self.num_rows, num_slices)
+        return slice(number * size, min((number + 1) * size, self.num_rows))
 
     def row_bytes(self, owner: str) -> int:
         """Bytes of one row of a table, as it crosses the link."""
@@ -105,11 +173,12 @@ def units_of(partition: Partition) -> list[tuple[str, UnitTensors]]:
     layers = [(f"L{index}", one) for index, one in enumerate(partition.layer_tensors)]
     outer, tables = partition.outer_tensors.parameters, partition.tables
     rest = {owner: value for owner, value in outer.items() if owner not in tables}
+    formats = partition.outer_tensors.formats
     units = [
         (f"T{index}", UnitTensors(parameters={owner: outer[owner]}, buffers={}))
         for index, owner in enumerate(tables)
     ]
-    return [*layers, *units, (OUTER, UnitTensors(parameters=rest, buffers={}))]
+    return [*layers, *units, (OUTER, UnitTensors(parameters=rest, buffers={}, formats=formats))]
 
 
 def form_of(
@@ -120,15 +189,18 @@ def form_of(
     settings: Mapping[str, Settings],
     precision: PrecisionPolicy,
     num_shares: int = 1,
+    drains_sums: bool = False,
 ) -> UnitForm:
     """What a unit is made of; `settings` has those of the parameters that are trained.
 
     What is trained comes first in its weights, as in everything else, so that whoever holds a share
     of the gradient holds the same share of the weights.
     """
+    formats = tensors.formats
     described = [
         (owner, tuple(parameter.shape), precision.link_dtype(owner, parameter.dtype))
         for owner, parameter in tensors.parameters.items()
+        if owner not in formats
     ]
     trained = FlatLayout.of(
         (entry for entry in described if entry[0] in settings), num_shares=num_shares
@@ -136,11 +208,16 @@ def form_of(
     kinds, companion = dict[str, StateKind](), None
     rest = [entry for entry in described if entry[0] not in settings]
     rest += [(key, tuple(value.shape), value.dtype) for key, value in tensors.buffers.items()]
+    rest += [
+        (state_name(owner, name), shape, dtype)
+        for owner, one in formats.items()
+        for name, shape, dtype in one.fields
+    ]
     if isinstance(optimizer, HostOptimizer):
         companions = [COMPANION[one.dtype] for one in trained.segments if one.dtype in COMPANION]
         companion = next(iter(companions), None)
         for owner in trained.names:
-            kinds |= optimizer.state_kinds(settings[owner])
+            kinds |= optimizer.kept(settings[owner])
     elif isinstance(optimizer, Adafactor):
         rest += [
             (state_name(owner, state), state_shape, torch.float32)
@@ -154,7 +231,17 @@ def form_of(
         trained=trained,
         state_kinds=kinds,
         companion_dtype=companion,
+        formats=formats,
+        drains_sums=drains_sums,
     )
+
+
+def without_memory(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """NaN, which shows even through a factor of zero, or zeros, in a shape without its memory."""
+    value = torch.nan if dtype.is_floating_point else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
 def forms_of(
@@ -164,17 +251,31 @@ def forms_of(
     settings: Mapping[str, Settings],
     precision: PrecisionPolicy,
     num_shares: int = 1,
+    drains_sums: bool = False,
 ) -> list[UnitForm]:
     """What every unit is made of with an optimizer; `settings` has those of what is trained."""
     form = partial(
-        form_of, optimizer=optimizer, settings=settings, precision=precision, num_shares=num_shares
+        form_of,
+        optimizer=optimizer,
+        settings=settings,
+        precision=precision,
+        num_shares=num_shares,
+        drains_sums=drains_sums,
     )
     return [form(name, tensors) for name, tensors in units_of(partition)]
+
+
+def formats_in(forms: Iterable[UnitForm]) -> tuple[tuple[str, str], ...]:
+    """A line for a plan: formats of weights, and how many weights there are of each."""
+    kinds = Counter(one.kind.__name__ for form in forms for one in form.formats.values())
+    words = ", ".join(f"{number:,} weights are {kind}" for kind, number in kinds.items())
+    return (("quantized", words),) if kinds else ()
 
 
 def host_bytes(forms: list[UnitForm], policy: UpdatePolicy) -> int:
     """Bytes of the server with its staging; stash and late updates come on top."""
     total = sum(sum(form.bytes_by_kind().values()) for form in forms)
+    total += sum(form.gradient_layout.nbytes for form in forms if form.drains_sums)  # `.grad`
     if policy is UpdatePolicy.ON_DEVICE:
         return total
     layers = [form.staging_layout.nbytes for form in forms if form.name.startswith("L")]

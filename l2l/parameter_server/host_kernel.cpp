@@ -109,6 +109,7 @@ struct Coefficients {
   uint32_t seed;          // 8-bit AdamW
   int32_t first_step;     // SGD: the momentum becomes this step's gradient
   int32_t nesterov;       // SGD
+  float blend_average;    // of [Note: averages]
 };
 
 struct Job;
@@ -124,6 +125,7 @@ struct Job {
   void* second;
   float* first_unit;
   float* second_unit;
+  float* average;              // of [Note: averages]; none: null
   LoadFunction load_gradient;  // a tile of it, in float32
   int64_t first_block;         // of element 0, in its flat buffer: for the random numbers
   Coefficients coefficients;
@@ -309,6 +311,7 @@ INLINE float replace_weight(const Job& job, int64_t i, float before, float after
 // whole update, so the bits are the same.
 template <class Weight, bool weights, bool moments>
 struct AdamWPass {
+  using Form = Weight;
   static constexpr bool changes_weights = weights;
   static INLINE void update(const Job& job, int64_t start, int64_t count, float* gradients) {
     const Coefficients c = job.coefficients;
@@ -348,6 +351,7 @@ INLINE float decayed_gradient(float gradient, float weight, const Coefficients& 
 
 template <class Weight>
 struct SGD {
+  using Form = Weight;
   static constexpr bool changes_weights = true;
   static INLINE void update(const Job& job, int64_t start, int64_t count, float* gradients) {
     const Coefficients c = job.coefficients;
@@ -363,6 +367,7 @@ struct SGD {
 
 template <class Weight>
 struct MomentumSGD {
+  using Form = Weight;
   static constexpr bool changes_weights = true;
   static INLINE void update(const Job& job, int64_t start, int64_t count, float* gradients) {
     const Coefficients c = job.coefficients;
@@ -383,6 +388,7 @@ struct MomentumSGD {
 
 template <class Weight>
 struct Lion {
+  using Form = Weight;
   static constexpr bool changes_weights = true;
   static INLINE void update(const Job& job, int64_t start, int64_t count, float* gradients) {
     const Coefficients c = job.coefficients;
@@ -550,6 +556,7 @@ INLINE void encode_tile(const Job& job, int64_t start, int64_t count, Tile& tile
 // Constants are multiplied with each other first, and bias_correction2 enters them, not the root.
 template <class Weight, bool weights, bool moments, bool fused = false>
 struct EightBitAdamWPass {
+  using Form = Weight;
   static constexpr bool changes_weights = weights;
   static INLINE void update(const Job& job, int64_t start, int64_t count, float* gradients) {
     const Coefficients c = job.coefficients;
@@ -591,6 +598,18 @@ using EightBitAdamWWeights = EightBitAdamWPass<Weight, true, false>;
 template <class Weight>
 using EightBitAdamWMoments = EightBitAdamWPass<Weight, false, true>;
 
+// [Note: averages] A running mean of a float32 master may follow it: with each update it comes closer
+// by a share of the distance, all of it at the first. The tile of the weight is in cache by then.
+template <class Weight>
+INLINE void follow(const Job& job, int64_t start, int64_t count) {
+  const float blend = job.coefficients.blend_average;
+  float* const average = job.average;
+#pragma omp simd
+  for (int64_t i = start; i < start + count; ++i) {
+    average[i] += blend * (Weight::load(job, i) - average[i]);
+  }
+}
+
 // An optimizer on a chunk, tile by tile; see [Note: changes].
 template <class Optimizer>
 struct Update {
@@ -602,7 +621,9 @@ struct Update {
       const int64_t count = smaller(tile_size, end - start);
       job.load_gradient(job, start, count, gradients);
       Optimizer::update(job, start, count, gradients);
-      if (Optimizer::changes_weights) changes.add_tile(gradients, count);
+      if (!Optimizer::changes_weights) continue;
+      changes.add_tile(gradients, count);
+      if (job.average != nullptr) follow<typename Optimizer::Form>(job, start, count);
     }
     return changes.sum();
   }

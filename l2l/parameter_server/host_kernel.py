@@ -38,6 +38,7 @@ WEIGHTS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 GRADIENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 HALVES = {None: 0, "weights": 5, "moments": 7}  # beyond the number of the optimizer
 STATE = ("first", "second", "first_unit", "second_unit")  # in the order of `state_kinds`
+AVERAGE = "average"
 
 
 def address_of(tensor: Tensor, name: str, dtypes: Collection[torch.dtype]) -> int:
@@ -60,6 +61,7 @@ class _Coefficients(ctypes.Structure):
         ("seed", ctypes.c_uint32),
         ("first_step", ctypes.c_int32),
         ("nesterov", ctypes.c_int32),
+        ("blend_average", ctypes.c_float),
     ]
 
 
@@ -67,7 +69,7 @@ class _Job(ctypes.Structure):
     """`struct Job` of the library."""
 
     _fields_: ClassVar[Sequence[tuple[str, Any]]] = [
-        *((name, ctypes.c_void_p) for name in ("weight", "companion", "gradient", *STATE)),
+        *((name, ctypes.c_void_p) for name in ("weight", "companion", "gradient", *STATE, AVERAGE)),
         ("load_gradient", ctypes.c_void_p),
         ("first_block", ctypes.c_int64),
         ("coefficients", _Coefficients),
@@ -273,6 +275,8 @@ def _job(optimizer: HostOptimizer, update: Update) -> _Job:
     kinds = optimizer.state_kinds(update.settings)
     for place, (name, kind) in zip(STATE, kinds.items(), strict=False):
         setattr(job, place, address_of(update.state[name], name, [kind.dtype]))
+    if AVERAGE in update.state:
+        job.average = address_of(update.state[AVERAGE], AVERAGE, [torch.float32])
     return job
 
 

@@ -94,19 +94,23 @@ class Arena:
     """Takes host memory and remembers what for."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self.device = device
         self.bytes_by_name: dict[str, int] = {}
 
     def take(self, name: str, numel: int, dtype: torch.dtype, *, registered: bool) -> Tensor:
         """Memory for `numel` elements, zeros; registered memory is what lanes copy from and to."""
         nbytes = numel * dtype.itemsize
         self.count(name, nbytes)
-        return self._device.host_empty(nbytes, registered=registered).view(dtype)
+        return self.device.host_empty(nbytes, registered=registered).view(dtype)
 
     def give_back(self, name: str, memory: Tensor) -> None:
         """Let go of memory that `take` gave."""
         self.count(name, -memory.nbytes)
-        self._device.forget(memory)
+        self.device.forget(memory)
+
+    def on_device(self, value: Tensor) -> Tensor:
+        """A value where arithmetic is fast."""
+        return value.to(self.device.torch_device)
 
     def count(self, name: str, nbytes: int) -> None:
         """Note that so many bytes more, or fewer, are taken for something."""

@@ -38,6 +38,13 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def rows_of_slice(num_rows: int, num_slices: int) -> int:
+    """Rows of the largest of so many slices of a matrix: even where it has many."""
+    size = -(-num_rows // num_slices)
+    even = round_up(size, ALIGNMENT_ELEMENTS)  # matrix products like that
+    return even if even * (num_slices - 1) < num_rows else size
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
     """One tensor inside a segment."""

@@ -163,9 +163,15 @@ class Optimizer:
     groups: Groups | None = None
 
     @property
+    def name(self) -> str:
+        """What it is called in checkpoints."""
+        return type(self).__name__
+
+    @property
     def defaults(self) -> dict[str, Any]:
         """Settings of a parameter for which `groups` says nothing, under torch's names."""
-        names = [one.name for one in fields(self) if one.name not in ("groups", "moments")]
+        apart = ("groups", "moments", "average")  # the same for all parameters
+        names = [one.name for one in fields(self) if one.name not in apart]
         found = {name: getattr(self, name) for name in names}
         return {k: tuple(value) if isinstance(value, list) else value for k, value in found.items()}
 
@@ -183,6 +189,24 @@ class Optimizer:
 @dataclass(frozen=True, kw_only=True)
 class HostOptimizer(Optimizer, ABC):
     """An optimizer whose state and arithmetic are on the host."""
+
+    # Of a running mean of the weights: the share of itself that it keeps in every step. None: there
+    # is no such mean.
+    average: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse settings that make no sense; whoever has more of them calls this, too."""
+        is_share = self.average is None or 0 <= self.average < 1
+        self.check("average", "must lie in [0, 1), or be None", holds=is_share)
+
+    def kept(self, settings: Settings) -> dict[str, StateKind]:
+        """All that is kept per parameter."""
+        mean = {} if self.average is None else {"average": StateKind()}
+        return {**self.state_kinds(settings), **mean}
+
+    def blend_average(self, step: int) -> float:
+        """How much closer a running mean comes to its weight: at first, it becomes the weight."""
+        return 1.0 if step == 1 else 1.0 - (self.average or 0.0)
 
     @abstractmethod
     def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
@@ -217,7 +241,10 @@ class HostOptimizer(Optimizer, ABC):
         if step < 1:
             raise ValueError(f"step must be 1 at the first update, found {step}")
         rounding = rounding_seed(seed, step=step)
-        return {"factor": factor, "seed": rounding, **self.coefficients(settings, step)}
+        found = {"factor": factor, "seed": rounding, **self.coefficients(settings, step)}
+        if self.average is not None:
+            found["blend_average"] = self.blend_average(step)
+        return found
 
     def readable(self, update: Update) -> float:
         """The update in PyTorch; the sum of squares of what it changes the float32 master by."""
@@ -240,6 +267,9 @@ class HostOptimizer(Optimizer, ABC):
             exact = replace(update, state={"exp_avg": first, "exp_avg_sq": root.square()})
         self.arithmetic(master, gradient, exact)
         store_master(master, update.weight, update.companion)
+        if "average" in update.state:
+            average = update.state["average"]
+            average.add_((master - average) * self.blend_average(update.step))
         if exact is not update:
             seed = rounding_seed(update.seed, step=update.step)
             first, root = exact.state["exp_avg"], exact.state["exp_avg_sq"].sqrt()
@@ -263,9 +293,9 @@ class HostOptimizer(Optimizer, ABC):
             state={name: tensor.clone() for name, tensor in update.state.items()},
         )
         self._update_whole(copy)
-        num_weights = 1 if update.companion is None else 2
-        parts = {"weights": slice(num_weights), "moments": slice(num_weights, None)}
-        part = slice(None) if update.half is None else parts[update.half]
-        for kept, updated in zip(update.changed[part], copy.changed[part], strict=True):
-            chosen = elements if kept.numel() == numel else blocks
-            kept[chosen] = updated[chosen]
+        updated = copy.named()
+        for name, kept in update.named().items():
+            half = "weights" if name in ("weight", "companion", "average") else "moments"
+            if name != "gradient" and update.half in (None, half):
+                chosen = elements if kept.numel() == numel else blocks
+                kept[chosen] = updated[name][chosen]

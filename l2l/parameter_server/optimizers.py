@@ -42,7 +42,9 @@ class AdamW(HostOptimizer):
     weight_decay: float = 1e-2
     moments: Literal["float32", "8bit"] = "float32"
 
+    @override
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.check("lr", "must not be negative", holds=self.lr >= 0)
         self.check("betas", "must lie in [0, 1)", holds=all(0 <= beta < 1 for beta in self.betas))
         self.check("eps", "must not be negative", holds=self.eps >= 0)
@@ -112,7 +114,9 @@ class SGD(HostOptimizer):
     weight_decay: float = 0.0
     nesterov: bool = False
 
+    @override
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.check("lr", "must not be negative", holds=self.lr >= 0)
         self.check("momentum", "must not be negative", holds=self.momentum >= 0)
         may_look_ahead = self.momentum > 0 and self.dampening == 0
@@ -187,7 +191,9 @@ class Lion(HostOptimizer):
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
 
+    @override
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.check("lr", "must not be negative", holds=self.lr >= 0)
         self.check("betas", "must lie in [0, 1)", holds=all(0 <= beta < 1 for beta in self.betas))
 

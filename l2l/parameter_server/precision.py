@@ -36,6 +36,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from l2l.model import format_of
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COMPANION = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 """What completes a 16-bit link weight, by its dtype: the bits that it lacks, or a master apart."""
@@ -90,6 +92,7 @@ class PrecisionPolicy:
             name
             for name, parameter in model.named_parameters()
             if name not in trained
+            and format_of(parameter) is None
             and self.link_dtype(name, parameter.dtype).itemsize < parameter.dtype.itemsize
         ]
         if rounded:

@@ -53,11 +53,21 @@ class Image:
     tensors: Mapping[str, Tensor]
     steps: Mapping[str, int]
     is_copy: bool = False
+    # Gives values of tensors that are on disk, and without values here; such a unit is not copied.
+    read: Callable[[str], Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def value(self, name: str) -> Tensor:
+        """A tensor, on the host."""
+        tensor = self.tensors[name]
+        if tensor.is_meta:
+            assert self.read is not None
+            return self.read(name)
+        return tensor.cpu()
 
 
 CopyOf = Callable[[Mapping[str, Tensor], bool], Mapping[str, Tensor]]
@@ -133,7 +143,7 @@ class Snapshot:
     def _begin_copying(self, unit: str) -> Image | None:
         """The unit, if it is ready and there is memory for a copy, which it now has."""
         image = self._image_of(unit) if self._states[unit] is ImageState.READY else None
-        if image is None or image.nbytes > self._spare_bytes:
+        if image is None or image.read is not None or image.nbytes > self._spare_bytes:
             return None
         self._spare_bytes -= image.nbytes
         self._states[unit] = ImageState.COPYING

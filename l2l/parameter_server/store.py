@@ -21,6 +21,7 @@ How updates wait for a later step: [Note: updates that wait] in waiting.py.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -28,16 +29,19 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from l2l.device import Device
+from l2l.device import Device, DiskError
 from l2l.distributed import World
-from l2l.model import Reader, UnitTensors, hold
+from l2l.model import Reader, UnitTensors, format_of, hold, mean
 from l2l.parameter_server.forms import UnitForm
 from l2l.parameter_server.host_kernel import HostKernel, PreparedUpdates, working_threads
 from l2l.parameter_server.host_memory import Arena, SparePages, copy_bytes
 from l2l.parameter_server.optimizer import Half, HostOptimizer, Optimizer, Settings, UpdateOrder
 from l2l.parameter_server.snapshot import WRITING_CORES, Image, Snapshot
+from l2l.parameter_server.state_on_disk import StateOnDisk
 from l2l.parameter_server.unit import Move, Unit, exchange, nothing_like, rearranged
 from l2l.parameter_server.waiting import WaitingUpdate
+
+logger = logging.getLogger("l2l")
 
 MAX_PREPARED = 64  # ways to update a unit that are remembered
 
@@ -54,7 +58,9 @@ class ParameterServer:
         kernel: HostKernel | None,
         seed: int,
         world: World | None = None,
+        disk: StateOnDisk | None = None,
     ) -> None:
+        self.disk = disk
         self.world = world or World()
         self._arena = arena
         self.optimizer = optimizer
@@ -78,11 +84,15 @@ class ParameterServer:
         """All that is here is to be replaced."""
         self.waiting.clear()
         self.unfinished.clear()
+        if self.disk is not None:
+            self.disk.forget()
 
     def close(self) -> None:
         """Let go of all memory at once, not only when Python collects cycles."""
         self.spare.close()
         self.forget_updates()
+        if self.disk is not None:
+            self.disk.close()
         for unit in self.units.values():
             unit.let_go()
 
@@ -90,14 +100,18 @@ class ParameterServer:
         """Round by the random numbers of another seed."""
         self.seed = seed & 0xFFFFFFFF
 
-    def add(self, form: UnitForm, tensors: UnitTensors) -> None:
-        """Move a unit in: copy its tensors to host memory and hollow out the parameters.
+    def add(self, form: UnitForm, tensors: UnitTensors, *, on_disk: bool = False) -> None:
+        """Move a unit in, its state perhaps to disk: copy its tensors, hollow out the parameters.
 
         A hollow parameter keeps its shape and holds NaN without memory, until `give_back`. One that
         is on the meta device has nothing to copy: `set_weight` follows, and `give_back` leaves it
         on the CPU.
         """
-        unit = Unit.empty(form, self.world.share, self._arena.take)
+        at_once = self.disk if on_disk else None
+        take = self._arena.take if at_once is None else at_once.take
+        unit = Unit.empty(form, self.world.share, take)
+        if at_once is not None:
+            at_once.make(unit)
         # Nothing of the model has been touched so far; from here on nothing can fail for memory.
         self.units[form.name] = unit
         self._unit_of.update(dict.fromkeys(tensors.parameters, unit))
@@ -108,9 +122,12 @@ class ParameterServer:
         unit.set_buffers(tensors.buffers)
         for owner, parameter in tensors.parameters.items():
             if not parameter.is_meta:
-                self.set_weight(owner, parameter.data)
+                is_made = owner in tensors.formats and format_of(parameter) is not None
+                self.set_weight(owner, parameter if is_made else parameter.data)
         for owner, parameter in tensors.parameters.items():
+            known = unit.form.formats.get(owner)
             exchange(parameter, nothing_like(parameter))
+            mean(parameter, known)
             hold(parameter, owner, self.reader)
 
     def rearrange(self, moves: Sequence[Move]) -> None:
@@ -139,57 +156,52 @@ class ParameterServer:
 
         Several ranks that hold it together must do this together.
         """
-        unit = self.whole(name)
+        try:
+            unit = self.with_masters(name)
+        except DiskError as error:
+            logger.warning("weights of %s come back rounded: %s", name, error)
+            unit = self.whole(name)
         for owner, parameter in parameters.items():
-            weight = unit.value(owner)
-            own = weight.to(device=parameter.device, dtype=parameter.dtype)
-            exchange(parameter, own.clone() if own.data_ptr() == weight.data_ptr() else own)
+            weight, known = unit.value(owner), unit.form.formats.get(owner)
+            if known is not None:
+                own = known.copy(weight, parameter.device)
+                mean(parameter, None)
+                exchange(parameter, own)
+            else:
+                own = weight.to(device=parameter.device, dtype=parameter.dtype)
+                exchange(parameter, own.clone() if own.data_ptr() == weight.data_ptr() else own)
             del self._unit_of[owner]
-        self.units.pop(name).let_go()
+        gone = self.units.pop(name)
+        if self.disk is not None:
+            self.disk.let_go(gone)
+        gone.let_go()
 
     def whole(self, name: str) -> Unit:
         """A unit with all of its weights, without its state; its ranks must ask together."""
         return self.units[name].whole(self.world)
 
-    @contextlib.contextmanager
-    def values(self) -> Iterator[Callable[[str], Tensor] | None]:
-        """Present values of all parameters, for rank 0: the others help it inside and get None.
+    def with_masters(self, name: str) -> Unit:
+        """The same, for its values: what completes its weights is at hand."""
+        self.bring(name)
+        return self.whole(name)
 
-        Raises:
-            RuntimeError: on the others, if the block has failed on rank 0.
-        """
-        world = self.world
-        if not world.is_parallel:
-            yield self.weight
-            return
-        if world.rank:
-            # Rank 0 says which unit it needs, "" at the end, or why it has failed.
-            while (asked := world.gather_facts("")[0]) in self.units:
-                self.whole(asked)
-            if asked:
-                raise RuntimeError(f"rank 0: {asked}")
-            yield None
-            return
-        last: dict[str, Unit] = {}
+    def bring(self, name: str, *, changes: bool = False) -> None:
+        """Let companion and state of a unit be at hand, if they are on disk."""
+        if self.disk is not None:
+            self.disk.bring(self.units[name], changes=changes)
 
-        def value(owner: str) -> Tensor:
-            name = self._unit_of[owner].form.name
-            if name not in last:
-                last.clear()
-                world.gather_facts(name)
-                last[name] = self.whole(name)
-            return last[name].value(owner)
+    def _brought(self, owner: str, *, changes: bool = False) -> Unit:
+        """A parameter's unit, after that."""
+        self.bring(self.unit_of(owner), changes=changes)
+        return self._unit_of[owner]
 
-        try:
-            yield value
-        except Exception as error:
-            world.gather_facts(str(error) or repr(error))
-            raise
-        world.gather_facts("")
+    def unit_of(self, owner: str) -> str:
+        """The name of the unit that a parameter is in."""
+        return self._unit_of[owner].form.name
 
     def weight(self, owner: str) -> Tensor:
         """A parameter's present value, or this rank's piece of it."""
-        return self._unit_of[owner].value(owner)
+        return self._brought(owner).value(owner)
 
     def _read(self, owner: str) -> Tensor:
         """A parameter's present value, all of it, after the updates that wait.
@@ -208,7 +220,11 @@ class ParameterServer:
 
     def set_weight(self, owner: str, value: Tensor) -> None:
         """Overwrite a parameter's value; `value` is all of it."""
-        self._unit_of[owner].set_value(owner, value, self._kernel)
+        unit = self._brought(owner, changes=True)
+        if owner in unit.form.formats:
+            _quantize(unit, owner, value, self._arena)
+        else:
+            unit.set_value(owner, value, self._kernel)
 
     def state_of(self, owner: str) -> dict[str, Any]:
         """A parameter's optimizer state as views, torch's names; empty before its first step.
@@ -222,7 +238,16 @@ class ParameterServer:
                 "for any number of ranks to read."
             )
         self.settle_all()
-        return self._unit_of[owner].shown_state(owner)
+        unit = self._brought(owner)
+        found = unit.shown_state(owner).items()
+        return {k: one if unit.block is None else one.clone() for k, one in found}
+
+    def set_state(self, owner: str, state: Mapping[str, Any]) -> None:
+        """Overwrite a parameter's optimizer state with what `state_of` has given."""
+        self.settle_all()
+        unit = self._brought(owner, changes=True)
+        self.before_change(unit.form.name)
+        unit.set_state(owner, state)
 
     def update(
         self,
@@ -248,6 +273,7 @@ class ParameterServer:
         self.before_change(name)
         unit, optimizer = self.units[name], self.optimizer
         assert isinstance(optimizer, HostOptimizer)
+        unit.is_changed = True
         if count_step:
             for owner in order.received:
                 unit.steps[owner] += 1
@@ -277,22 +303,6 @@ class ParameterServer:
         if order.changes is not None:
             order.changes[name] = order.changes.get(name, 0.0) + change
 
-    def check_settings(self, settings: Mapping[str, Settings]) -> None:
-        """Refuse settings that need state which was not set up.
-
-        Raises:
-            ValueError: with the parameter and the state.
-        """
-        if not isinstance(self.optimizer, HostOptimizer):
-            return
-        for owner, numbers in settings.items():
-            missing = set(self.optimizer.state_kinds(numbers)) - set(self._unit_of[owner].state)
-            if missing:
-                raise ValueError(
-                    f"the settings of {owner!r} now need {sorted(missing)}, which was not set up "
-                    "when the engine was made. Make the engine with these settings."
-                )
-
     def register(self, name: str, device: Device) -> None:
         """Let the device copy from and to a unit's companion and state without the host."""
         for tensor in self.units[name].kept().values():
@@ -319,7 +329,7 @@ class ParameterServer:
             snapshot.before(name)
 
     def after_update(self, name: str) -> None:
-        """Called when an update that was left is done."""
+        """Called when an update that was left is done, and written where that is on disk."""
         snapshot = self.snapshot
         if snapshot is not None:
             snapshot.complete(name)
@@ -327,7 +337,19 @@ class ParameterServer:
     def image(self, name: str) -> Image:
         """All that a unit holds, without copying: weights by name, the rest as `owner|what`."""
         unit = self.units[name]
-        return Image(unit=name, tensors=unit.tensors(), steps=unit.steps)
+        if unit.block is None or self.disk is None:
+            return Image(unit=name, tensors=unit.tensors(), steps=unit.steps)
+        weights = {owner: unit.weight_of(owner) for owner in unit.held.weight_layout.names}
+        kept, read = self.disk.tensors(unit)
+        return Image(unit=name, tensors={**weights, **kept}, steps=unit.steps, read=read)
+
+    def at_hand(self, name: str) -> dict[str, Tensor]:
+        """The same to be overwritten, all of it in memory until that of another unit is asked for.
+
+        Nothing may run.
+        """
+        self.bring(name, changes=True)
+        return self.units[name].tensors()
 
     def begin_snapshot(
         self,
@@ -349,18 +371,25 @@ class ParameterServer:
         """
         for name in [name for name in self.waiting if name in at_once]:
             self._settle(name)
+        if self.disk is not None:
+            self.disk.finish()  # writers read what is on disk
         self.spare.reclaim()  # what an earlier one that failed has left
         self.snapshot = Snapshot(
             order,
             image_of=self.image,
             copy_of=self._copy,
             awaited=frozenset(self.waiting),
-            changing=frozenset(name for name in order if self.units[name].form.trained.names),
+            changing=frozenset(name for name in order if self._may_copy(name)),
             spare_bytes=spare_bytes,
             copies_ahead=copies_ahead,
             release=self._release,
         )
         return self.snapshot
+
+    def _may_copy(self, name: str) -> bool:
+        """Whether a unit changes, and may be copied before: one on disk waits until it is saved."""
+        unit = self.units[name]
+        return bool(unit.form.trained.names) and unit.block is None
 
     def units_on_device(self) -> list[str]:
         """Units whose optimizer state is on the device."""
@@ -383,7 +412,7 @@ class ParameterServer:
         sizes: list[int] = []
         for name in order:
             nbytes = copy_bytes(self.image(name).tensors)
-            if self.units[name].form.trained.names and sum(sizes) + nbytes <= most_bytes:
+            if self._may_copy(name) and sum(sizes) + nbytes <= most_bytes:
                 sizes.append(nbytes)
         self.spare.fill(sizes)
 
@@ -393,13 +422,93 @@ class ParameterServer:
             if unit.pending is not None:
                 unit.pending.synchronize()
                 unit.pending = None
+        if self.disk is not None:
+            self.disk.finish()
         for name in list(self.waiting):
             self._settle(name)
 
     def _settle(self, name: str) -> None:
         waiting = self.waiting[name]
         waiting.drained.synchronize()
+        self.bring(name)
         self.unfinished.add(name)  # and it stays there if this is interrupted
         waiting.perform(self)
+        if self.disk is not None and self.units[name].block is not None:
+            self.disk.put_away()
+            self.after_update(name)
         self.unfinished.discard(name)
         del self.waiting[name]
+
+
+def exchange_averages(server: ParameterServer) -> None:
+    """Let weights and their running means change places; all updates must have been done."""
+    server.reader.forget()
+    for name, unit in server.units.items():
+        server.before_change(name)
+        server.bring(name, changes=True)
+        server.unfinished.add(name)  # and it stays there if this is interrupted
+        unit.exchange_averages()
+        server.unfinished.discard(name)
+
+
+def _quantize(unit: Unit, owner: str, value: Tensor, arena: Arena) -> None:
+    """Write a parameter in its format: on the device, as that is much work, where there is room."""
+    try:
+        unit.set_value(owner, arena.on_device(value), None)
+    except torch.OutOfMemoryError:
+        unit.set_value(owner, value.cpu(), None)
+
+
+@contextlib.contextmanager
+def values_of(server: ParameterServer) -> Iterator[Callable[[str], Tensor] | None]:
+    """Present values of all parameters, for rank 0: the others help it inside and get None.
+
+    Raises:
+        RuntimeError: on the others, if the block has failed on rank 0.
+    """
+    world = server.world
+    if not world.is_parallel:
+        yield server.weight  # one by one, of a unit after the other
+        return
+    if world.rank:
+        # Rank 0 says which unit it needs, "" at the end, or why it has failed.
+        while (asked := world.gather_facts("")[0]) in server.units:
+            server.whole(asked)
+        if asked:
+            raise RuntimeError(f"rank 0: {asked}")
+        yield None
+        return
+    last: dict[str, Unit] = {}
+
+    def value(owner: str) -> Tensor:
+        name = server.unit_of(owner)
+        if name not in last:
+            last.clear()
+            world.gather_facts(name)
+            last[name] = server.whole(name)
+        return last[name].value(owner)
+
+    try:
+        yield value
+    except Exception as error:
+        world.gather_facts(str(error) or repr(error))
+        raise
+    world.gather_facts("")
+
+
+def check_settings(server: ParameterServer, settings: Mapping[str, Settings]) -> None:
+    """Refuse settings that need state which was not set up.
+
+    Raises:
+        ValueError: with the parameter and the state.
+    """
+    if not isinstance(server.optimizer, HostOptimizer):
+        return
+    for owner, numbers in settings.items():
+        kinds = server.units[server.unit_of(owner)].form.state_kinds
+        missing = set(server.optimizer.state_kinds(numbers)) - set(kinds)
+        if missing:
+            raise ValueError(
+                f"the settings of {owner!r} now need {sorted(missing)}, which was not set up "
+                "when the engine was made. Make the engine with these settings."
+            )

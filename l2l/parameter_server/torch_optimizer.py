@@ -7,6 +7,7 @@ begins (`settings`), so a scheduler may run while updates of the last step still
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,42 +17,64 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from l2l.parameter_server.guest import NOT_SETTINGS, Guest
 from l2l.parameter_server.optimizer import Optimizer, Settings
 from l2l.parameter_server.optimizers import SGD, AdamW
 
 Groups = list[dict[str, Any]]
 
-_TORCH_OPTIMIZERS: Mapping[type, type[Optimizer]]
-_TORCH_OPTIMIZERS = {torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
-_NOT_ARITHMETIC = {"params", "foreach", "fused", "capturable", "differentiable"}
-_NOT_ARITHMETIC |= {"decoupled_weight_decay"}  # which AdamW is
+logger = logging.getLogger("l2l")
+
+_OURS: Mapping[type, type[Optimizer]]
+_OURS = {torch.optim.AdamW: AdamW, torch.optim.Adam: AdamW, torch.optim.SGD: SGD}
+_NOT_ARITHMETIC = NOT_SETTINGS | {"decoupled_weight_decay"}  # which AdamW is
 
 
 def adopt(optimizer: torch.optim.Optimizer) -> tuple[Optimizer, Groups]:
     """Our description of a torch optimizer, and its groups.
 
     Raises:
-        ValueError: the optimizer is of a kind we do not have, has already stepped, or uses an
-            option that changes the arithmetic and is not implemented.
+        ValueError: the optimizer cannot work here, or has already stepped.
     """
-    kind = type(optimizer)
-    description = _TORCH_OPTIMIZERS.get(kind, Optimizer)()
-    known = {*description.defaults, *_NOT_ARITHMETIC, "initial_lr"}
-    groups = optimizer.param_groups
-    odd = {k: value for group in groups for k, value in group.items() if k not in known and value}
+    kind, groups = type(optimizer), optimizer.param_groups
     problems = {
-        "cannot run in the parameter server. Expected one of l2l's optimizers, torch.optim.AdamW "
-        "or torch.optim.SGD": kind not in _TORCH_OPTIMIZERS,
         "has a learning-rate scheduler, which would have no effect. Create the scheduler on "
         "engine.optimizer instead": any("initial_lr" in group for group in groups),
-        "has already taken steps; its state would be lost. Pass a fresh one": optimizer.state,
-        f"has the options {odd}, which are not implemented in the parameter server. Leave them at "
-        "torch's defaults": odd,
+        "has already taken steps; its state would be lost. Pass a fresh one": any(
+            float(state.get("step", 1)) for state in optimizer.state.values()
+        ),
     }
+    said = f"the optimizer {kind.__module__}.{kind.__qualname__}"
     for problem, is_there in problems.items():
         if is_there:
-            raise ValueError(f"the optimizer {kind.__module__}.{kind.__qualname__} {problem}.")
+            raise ValueError(f"{said} {problem}.")
+    description: Optimizer
+    if _is_ours(optimizer):
+        description = _OURS[kind]()
+    else:
+        try:
+            description = Guest.of(optimizer)
+        except ValueError as error:
+            raise ValueError(
+                f"{said} {error}, so it cannot run in the parameter server. Expected one of l2l's "
+                "optimizers, or one of torch's that updates every element by itself."
+            ) from error
+        logger.warning(
+            "%s runs in PyTorch on the host, one parameter at a time: slower than l2l's own.", said
+        )
     return description, [{k: one[k] for k in (*description.defaults, "params")} for one in groups]
+
+
+def _is_ours(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is one that is fast here: of a known kind, with options that it has."""
+    kind = type(optimizer)
+    if kind not in _OURS:
+        return False
+    known = {*_OURS[kind]().defaults, *_NOT_ARITHMETIC}
+    odd = any(v for one in optimizer.param_groups for k, v in one.items() if k not in known)
+    # Adam adds its decay to gradients. Without any it is AdamW.
+    decays = any(group["weight_decay"] for group in optimizer.param_groups)
+    return not odd and not (kind is torch.optim.Adam and decays)
 
 
 def make_groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Groups:
@@ -99,11 +122,41 @@ class ServerOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Wrap groups whose parameters live in the server under `names`, with their state."""
         self._names, self._state_of = names, state_of
+        self._update: Callable[[], None] | None = None
+        self._set_state: Callable[[str, Mapping[str, Any]], None] | None = None
         super().__init__(groups, defaults)
 
+    def connect(
+        self,
+        state_of: Callable[[str], dict[str, Any]],
+        *,
+        update: Callable[[], None] | None,
+        set_state: Callable[[str, Mapping[str, Any]], None] | None,
+    ) -> None:
+        """Work with a server.
+
+        Args:
+            state_of: gives the state of a parameter.
+            update: what a step does where the user's own loop calls it.
+            set_state: writes the state of a parameter, there.
+        """
+        self._state_of, self._update, self._set_state = state_of, update, set_state
+
     @override
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Called by `engine.step`, so that schedulers see steps in the order they expect."""
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """The update of a loop of the user's own; else nothing.
+
+        `engine.step` calls it, too, so that schedulers see steps in the order they expect.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._update is not None:
+            self._update()
+        return loss
 
     def settings(self, members: Members | None = None) -> dict[str, Settings]:
         """The numbers of every parameter's group, by name, as they are now; or of other members."""
@@ -175,10 +228,24 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise RuntimeError(
-            "optimizer state is held by the engine and cannot be loaded through "
-            "engine.optimizer. Use engine.load."
-        )
+        if self._set_state is None:
+            raise RuntimeError(
+                "optimizer state is held by the engine and cannot be loaded through "
+                "engine.optimizer. Use engine.load."
+            )
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        given = [group.pop("params") for group in groups]
+        own = [group["params"] for group in self.param_groups]
+        if list(map(len, given)) != list(map(len, own)) or not self.restore_numbers(groups):
+            raise ValueError(
+                f"the state is of an optimizer with groups of {list(map(len, given))} parameters; "
+                f"expected groups of {list(map(len, own))}, with the settings of this one."
+            )
+        for numbers, parameters in zip(given, own, strict=True):
+            for number, parameter in zip(numbers, parameters, strict=True):
+                state = state_dict["state"].get(number, {})
+                self._set_state(self._names[parameter], state)
+        self.state.clear()
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,13 +259,22 @@ def groups_of(
 ) -> tuple[Optimizer, Groups]:
     """The optimizer's description and its groups over the parameters that are trained.
 
+    Without an optimizer a model may be frozen: then there is one group, with nothing in it.
+
     Raises:
-        ValueError: nothing is trained, or the optimizer does not fit the model.
+        ValueError: there is an optimizer and nothing to train, or it does not fit the model.
     """
     parameters = dict(model.named_parameters()).items()
     trained = {n: one for n, one in parameters if one.requires_grad and one.is_floating_point()}
+    if not trained and optimizer is None:
+        unused = AdamW()
+        return unused, [{**unused.defaults, "params": []}]
     if not trained:
-        raise ValueError("no parameter of the model requires a gradient, so nothing is trained.")
+        raise ValueError(
+            "there is an optimizer, but no parameter of the model requires a gradient. Thaw what "
+            "is to be trained, or pass no optimizer: a frozen model can be evaluated, predict and "
+            "generate."
+        )
     if optimizer is None or isinstance(optimizer, Optimizer):
         description = AdamW() if optimizer is None else optimizer
         return description, make_groups(description, trained)
@@ -219,6 +295,6 @@ def groups_of(
         warnings.warn(
             f"{len(known - given)} parameters require a gradient but are not in the optimizer; "
             "they stay as they are.",
-            stacklevel=3,
+            stacklevel=4,
         )
     return description, groups

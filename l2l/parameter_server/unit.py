@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from l2l.device import Event
+from l2l.device import Block, Event
 from l2l.distributed import Share, World
-from l2l.model import UnitTensors, is_held, reason_for, release
+from l2l.model import UnitTensors, format_of, is_held, mean, reason_for, release
 from l2l.parameter_server.eight_bit import cut
-from l2l.parameter_server.forms import UnitForm, state_name
+from l2l.parameter_server.forms import UnitForm, state_name, without_memory
 from l2l.parameter_server.host_kernel import HostKernel, PreparedUpdates
 from l2l.parameter_server.host_memory import Arena
 from l2l.parameter_server.layout import ALIGNMENT_BYTES, FlatLayout, round_up
@@ -32,6 +33,8 @@ class Unit:
     companion: Tensor | None
     state: dict[str, Tensor]
     steps: dict[str, int]  # trained parameter -> updates so far
+    block: Block | None = None  # of companion and state on disk: see state_on_disk.py
+    is_changed: bool = False  # whether these are at hand, and not on disk as they are here
     pending: Event | None = None
     prepared: dict[Any, PreparedUpdates] = field(default_factory=dict)  # see `addresses`
 
@@ -69,7 +72,11 @@ class Unit:
 
     def weight_of(self, owner: str) -> Tensor:
         """A parameter's link weight, shaped; of a share, the piece that is here."""
-        return self.held.weight_layout.view(self.weights, owner)
+        layout, form = self.held.weight_layout, self.held
+        if owner not in form.formats:
+            return layout.view(self.weights, owner)
+        views = {name: layout.view(self.weights, name) for name in form.fields_of(owner)}
+        return form.joined(owner, views)
 
     def piece_of(self, owner: str, value: Tensor) -> Tensor:
         """The piece of a whole tensor that is here."""
@@ -92,6 +99,9 @@ class Unit:
 
     def set_value(self, owner: str, value: Tensor, kernel: HostKernel | None) -> None:
         """Overwrite a parameter, or the piece of it that is here; `value` is all of it."""
+        if owner in self.held.formats:
+            self._set_parts(owner, value)
+            return
         if owner not in self.held.weight_layout.names:
             return
         value = self.piece_of(owner, value)
@@ -108,6 +118,24 @@ class Unit:
                 return
             flat = (master.reshape(-1), weight.view(-1), companion.view(-1))
             kernel.split(*flat, num_threads=torch.get_num_threads())
+
+    def exchange_averages(self) -> None:
+        """Let weights and their running means change places: twice, and all is as it was."""
+        for owner in self.held.trained.names:
+            average = self.state_of(owner).get("average")
+            if average is not None and self.steps[owner]:
+                weight, companion = self.weight_of(owner), self.companion_of(owner)
+                master = master_of(weight, companion).clone()
+                store_master(average.view(weight.shape), weight, companion)
+                average.copy_(master.view(-1))
+
+    def _set_parts(self, owner: str, value: Tensor) -> None:
+        """Overwrite a parameter that is made of several tensors, by plain values or such a one."""
+        wanted = self.held.formats[owner]
+        if format_of(value) is None and wanted.make is not None:
+            value = wanted.make(value)
+        for name, part in wanted.take_apart(value).items():
+            self.weight_of(state_name(owner, name)).copy_(part)
 
     def set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Overwrite the buffers, or the pieces of them that are here."""
@@ -210,6 +238,21 @@ class Unit:
         }
         return {"step": torch.tensor(float(self.steps[owner])), **views}
 
+    def set_state(self, owner: str, state: Mapping[str, Any]) -> None:
+        """Overwrite a parameter's optimizer state, as `shown_state` shows it; nothing: none yet."""
+        own = self.state_of(owner)
+        if state and state.keys() != {"step", *own}:
+            raise ValueError(
+                f"the optimizer state of {owner!r} has {sorted(state)}; expected "
+                f"{sorted(['step', *own])}, as engine.optimizer.state_dict() gives it."
+            )
+        self.steps[owner] = int(state.get("step", 0))
+        for name, flat in own.items():
+            if state:
+                flat.copy_(state[name].reshape(-1))
+            else:
+                flat.zero_()
+
     def _companion(self, span: slice, weight: Tensor) -> Tensor | None:
         if self.companion is None or weight.dtype not in COMPANION:
             return None
@@ -241,14 +284,19 @@ def _joined(world: World, layout: FlatLayout, own: Tensor, nbytes: int) -> Tenso
     return found
 
 
-def kinds_in(form: UnitForm, share: Share) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Names, dtypes and shapes of `Unit.tensors` of a share."""
+def without_values(form: UnitForm, share: Share) -> dict[str, Tensor]:
+    """What `Unit.tensors` has of a share, on the meta device."""
 
     def take(name: str, numel: int, dtype: torch.dtype, *, registered: bool) -> Tensor:
         return torch.empty(numel, dtype=dtype, device="meta")
 
-    unit = Unit.empty(form.cut_for(share.number), share, take)
-    return {name: (one.dtype, tuple(one.shape)) for name, one in unit.tensors().items()}
+    return Unit.empty(form.cut_for(share.number), share, take).tensors()
+
+
+def kinds_in(form: UnitForm, share: Share) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Names, dtypes and shapes of `Unit.tensors` of a share."""
+    found = without_values(form, share).items()
+    return {name: (one.dtype, tuple(one.shape)) for name, one in found}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,8 +378,11 @@ def _copy(unit: Unit, made: Unit, move: Move) -> None:
     """Let an empty unit have the same weights and, if it is to keep it, the same state."""
     for name in made.held.weight_layout.names:
         owner, bar, state = name.partition("|")
-        source = f"{move.names[owner]}{bar}{state}"
-        if source in unit.held.weight_layout.names and (not bar or move.keeps_state):
+        source, is_state = (
+            f"{move.names[owner]}{bar}{state}",
+            owner not in made.held.formats and bar,
+        )
+        if source in unit.held.weight_layout.names and (not is_state or move.keeps_state):
             made.weight_of(name).copy_(unit.weight_of(source))
     for owner in made.held.trained.names:
         source, companion = move.names[owner], made.companion_of(owner)
@@ -353,19 +404,30 @@ def nothing_like(parameter: nn.Parameter) -> Tensor:
     Whoever asks for its address gets an error: kernels that write would go beyond that memory.
     """
     device = torch.device("cpu") if parameter.is_meta else parameter.device
-    nothing = torch.full((), torch.nan, device=device).to(parameter.dtype).expand(parameter.shape)
+    nothing = without_memory(tuple(parameter.shape), parameter.dtype, device)
     torch._C._set_throw_on_mutable_data_ptr(nothing)
     return nothing
 
 
 def exchange(parameter: nn.Parameter, tensor: Tensor) -> None:
-    """Let a parameter hold another tensor; it stays the same object, also from or to meta."""
+    """Let a parameter hold another tensor; it stays the same object, also from or to meta.
+
+    Of one that is made of several tensors only the object stays, with the format that is meant.
+    """
     release(parameter)
-    if parameter.is_meta == tensor.is_meta:
+    is_made = type(tensor) not in (Tensor, nn.Parameter)
+    leaves_wrapper = is_traceable_wrapper_subclass(parameter)
+    if parameter.is_meta == tensor.is_meta and not is_made and not leaves_wrapper:
         parameter.data = tensor
         return
-    other = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-    other.__dict__.update(parameter.__dict__)
+    if isinstance(tensor, nn.Parameter):
+        other = tensor
+    else:
+        other = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    if leaves_wrapper:
+        mean(other, format_of(parameter))
+    elif not is_made:
+        other.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 
 

@@ -135,7 +135,8 @@ class WaitingUpdate:
         if self.finish is not None:
             self.finish(self)
         self.become(Progress.DONE)
-        server.after_update(self.unit)
+        if server.units[self.unit].block is None:  # else once it is written
+            server.after_update(self.unit)
 
     def _do(self, server: ParameterServer, rows: TableRows | None, half: Half | None) -> None:
         """The update, or half of it, of some rows; None: of all."""

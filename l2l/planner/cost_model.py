@@ -8,21 +8,27 @@ plans for other shapes and budgets are predictions (docs/benchmarks.md compares)
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Final, Literal, final
 
+from l2l.model import EVEN_ROWS, SLICE_PIECE_BYTES
 from l2l.parameter_server import UpdatePolicy
+from l2l.planner.bounds import Work
 from l2l.planner.decisions import Decisions
 from l2l.planner.hardware import Hardware
 from l2l.planner.memory import Memory
 from l2l.planner.problem import Problem, UnitSize
-from l2l.planner.simulation import Cost, Simulation, simulate
-from l2l.schedule import Action, Lane, Schedule, Shape, make_schedule
+from l2l.planner.simulation import Cost, Direction, Simulation, simulate
+from l2l.schedule import EPILOGUE, Action, Lane, Schedule, Shape, make_schedule
 
 HEAD_EFFICIENCY = 0.95
+HEAD_PASSES = 3  # forward, and gradients of its input and of its weights
+SLICED_PASSES = 4  # where logits are made twice
+FORWARD_LOGITS = 0.4  # of the traffic of a loss: logits are read, not written over
 HEAD_SUM_BYTES = 9.0  # a parameter, to add a piece's gradient to that of the head
 ACCUMULATE_BYTES = 10.0  # to add a parameter's gradient to its sum
 PASS_SECONDS = 0.2e-3  # of a pass, beside its arithmetic: launches, copies into cells
@@ -44,11 +50,13 @@ REVISE_BYTES = 150.0  # of Adafactor: about thirty operations one by one
 # Which way a kind of line copies a unit, and what of it.
 COPIED: Final[Mapping[str, tuple[Literal["in", "out"], tuple[str, ...]]]] = {
     "fetch U": ("in", ("weight",)),
+    "fetch U:p": ("in", ("weight",)),
     "fetch U.state:p": ("in", ("state",)),
     "fetch U.all:p": ("in", ("weight", "staging", "state")),
     "drain U": ("out", ("weight",)),
     "drain U free": ("out", ("weight",)),
     "drain U.grad": ("out", ("staging",)),
+    "drain U.grad:p": ("out", ("staging",)),
     "drain U.all:p": ("out", ("weight", "state")),
 }
 
@@ -96,6 +104,13 @@ class CostModel:
         recomputed -= _spared(keep) * (recomputed - kept)
         return recomputed + self._accumulate(self.problem.layers[layer])
 
+    def _backward_flops(self, layer: int, keep: float, rows: float) -> float:
+        """Of matrix products in recomputation and backward of a streamed layer."""
+        costs, cost = self.problem.costs[layer], self.memory.cost
+        recomputed = cost(costs.backward, rows).matrix_flops
+        kept = cost(costs.kept_backward, rows).matrix_flops
+        return recomputed - _spared(keep) * (recomputed - kept)
+
     def _find_streamed_seconds(
         self, layers: range, keep: float, rows: float
     ) -> tuple[float, float]:
@@ -103,11 +118,31 @@ class CostModel:
         forward = sum(self.pass_seconds(layer, "forward", rows) for layer in layers)
         return forward, sum(self.backward_seconds(layer, keep, rows) for layer in layers)
 
+    def head_seconds(self, num_slices: int, rows: float) -> tuple[float, float]:
+        """Of one slice of the head for one microbatch, forward and backward."""
+        problem, hardware = self.problem, self.hardware
+        assert problem.head is not None
+        one, tokens = problem.head.slice(num_slices), rows * problem.length
+        parameters = one.weight_bytes / (4 if problem.is_single else 2)
+        product = 2.0 * parameters * tokens / hardware.matrix_rate / HEAD_EFFICIENCY
+        moved = problem.logit_moved_bytes * one.num_rows * tokens / hardware.memory_rate
+        width = one.num_rows * (4 if problem.is_single else 2)
+        pieces = math.ceil(tokens / max(EVEN_ROWS, SLICE_PIECE_BYTES // width))
+        sums = pieces * HEAD_SUM_BYTES * parameters / hardware.memory_rate
+        forward = product + FORWARD_LOGITS * moved + PASS_SECONDS
+        return forward, 3 * product + moved + (sums if one.num_trained else 0.0) + PASS_SECONDS
+
     def epilogue_seconds(self, decisions: Decisions) -> float:
         """Of the tail and the epilogue for one microbatch."""
         rows = decisions.mean_rows(self.problem)
+        if number := self.num_slices(decisions):
+            return PART_SECONDS + number * sum(self.head_seconds(number, rows))
         pieces = decisions.piece_tokens, decisions.part_tokens
         return self._epilogue_seconds(*pieces, decisions.num_tail, rows)
+
+    def num_slices(self, decisions: Decisions) -> int:
+        """In which the head comes; 0: it comes whole."""
+        return decisions.num_head_slices if self.problem.head is not None else 0
 
     def _find_epilogue_seconds(
         self, piece_tokens: int | None, part_tokens: int | None, num_tail: int, rows: float
@@ -209,22 +244,29 @@ class CostModel:
             if cut.streamed:
                 first = self.update_seconds(cut.streamed[0].num_trained, half=half)
             backward = max(backward, later - middle)
-            return middle + backward + ends + rows_first + max(forward + first, host)
+            disk = self._disk_seconds(decisions)
+            return middle + backward + ends + rows_first + max(forward + first, host, disk)
         layer = backward / max(1, len(cut.streamed))
-        return rows_first + max(forward + middle + backward + ends, host + middle + layer)
+        device = forward + middle + backward + ends
+        late = min(1.0, decisions.num_late / max(1, len(cut.streamed)))
+        disk = self._disk_seconds(decisions)
+        device += max(0.0, late * disk - forward) + max(0.0, (1 - late) * disk - backward - middle)
+        return rows_first + max(device, host + middle + layer)
+
+    def _disk_seconds(self, decisions: Decisions) -> float:
+        """Of reading and writing all that is on disk, once and at the same time."""
+        disk, nbytes = self.problem.disk, self.memory.disk_bytes(decisions)
+        if disk is None or not nbytes:
+            return 0.0
+        return max(nbytes / disk.both_read_rate, nbytes / disk.both_write_rate)
 
     def _host_seconds(self, decisions: Decisions) -> tuple[float, float]:
         """Of updates: those that passes wait for, and those that are done under the rest."""
         problem, cut = self.problem, self.memory.cut(decisions)
         if problem.policy is UpdatePolicy.ON_DEVICE:
             return 0.0, 0.0
-        shared = self._shared(decisions)
-        back = cut.tail[: len(cut.tail) - decisions.num_device_states]
-        outer = [] if decisions.outer_state else [size for _, size in problem.outer]
-        whole = self._whole(decisions)
-        in_two = cut.num_trained - sum(unit.num_trained for unit in shared) - whole
-        in_two += sum(unit.num_trained for unit in [*back, *outer])
-        at_once = self.update_seconds(whole)
+        shared, whole = self._shared(decisions), self._whole(decisions)
+        in_two, at_once = self.num_updated_on_host(decisions) - whole, self.update_seconds(whole)
         if problem.policy is UpdatePolicy.JUST_IN_TIME:
             beside = (len(cut.streamed) - len(shared)) * self.beside_forward(decisions)
             half = "weights" if decisions.halves else None
@@ -240,6 +282,16 @@ class CostModel:
         moments = max(0.0, moments - middle)  # there the host has nothing else to do
         rest = self.update_seconds((1 - late) * in_two, beside=beside)
         return at_once + weights + moments + rest, 0.0
+
+    def num_updated_on_host(self, decisions: Decisions) -> int:
+        """Parameters that the host's optimizer updates in a step."""
+        problem, cut = self.problem, self.memory.cut(decisions)
+        if problem.policy is UpdatePolicy.ON_DEVICE:
+            return 0
+        back = cut.tail[: len(cut.tail) - decisions.num_device_states]
+        outer = [] if decisions.outer_state else [size for _, size in problem.outer]
+        shared = sum(unit.num_trained for unit in self._shared(decisions))
+        return cut.num_trained - shared + sum(unit.num_trained for unit in [*back, *outer])
 
     def _whole(self, decisions: Decisions) -> int:
         """Parameters of layers that are updated at once where others are updated in two."""
@@ -265,9 +317,9 @@ class CostModel:
         late = min(len(streamed) - done, most)
         return replace(decisions, num_late=late + self.memory.num_before) if late else decisions
 
-    def simulate(self, decisions: Decisions) -> Simulation:
-        """A step, line by line, in the middle of a run."""
-        problem, hardware = self.problem, self.hardware
+    def lines(self, decisions: Decisions) -> tuple[Schedule, LineCosts]:
+        """A step, line by line, in the middle of a run, and what each of its lines costs."""
+        problem = self.problem
         number = decisions.num_microbatches(problem)
         lines = len(problem.layers) * 6  # for each microbatch
         fewer = max(2, MAX_LINES // lines) if number * lines > MAX_LINES else number
@@ -281,12 +333,54 @@ class CostModel:
             parallel=problem.parallel or problem.together.num_ranks > 1,
             joint=problem.joint,
         )
+        return _schedule_of(shape), LineCosts(self, decisions, scale=number / fewer)
+
+    def work(self, decisions: Decisions) -> Work:
+        """What such a step has to do, whatever the rates."""
+        problem, (schedule, costs) = self.problem, self.lines(decisions)
+        moved: defaultdict[str, float] = defaultdict(float)
+        for line in schedule.lines:
+            if isinstance(line, Action) and (found := costs(line)).link is not None:
+                moved[found.link] += found.nbytes
+        world = problem.together
+        return Work(
+            matrix_flops=self._flops(decisions),
+            bytes_in=moved["in"],
+            bytes_out=moved["out"],
+            bytes_read=moved["read"],
+            bytes_written=moved["write"],
+            num_updated=self.num_updated_on_host(decisions) / world.num_shares * world.contention,
+            update_bytes=problem.update_bytes,
+            eight_bit=problem.eight_bit,
+        )
+
+    def _flops(self, decisions: Decisions) -> float:
+        """Of matrix products, with what is computed again."""
+        problem, rows, keep = self.problem, decisions.mean_rows(self.problem), decisions.kept_share
+        passes = SLICED_PASSES if self.num_slices(decisions) else HEAD_PASSES
+        total = passes * 2.0 * problem.head_parameters * rows * problem.length
+        streamed = self.memory.cut(decisions).indices
+        for layer, costs in enumerate(problem.costs):
+            if layer in streamed:
+                total += self.memory.cost(costs.forward, rows).matrix_flops
+                total += self._backward_flops(layer, keep, rows)
+            else:
+                both = (
+                    self.memory.cost(one, rows) for one in (costs.kept_forward, costs.kept_backward)
+                )
+                total += sum(one.matrix_flops for one in both)
+        return decisions.num_microbatches(problem) * total
+
+    def simulate(self, decisions: Decisions) -> Simulation:
+        """How long such a step takes, by the clock."""
+        hardware, (schedule, costs) = self.hardware, self.lines(decisions)
         return simulate(
-            _schedule_of(shape),
-            _LineCosts(self, decisions, scale=number / fewer),
+            schedule,
+            costs,
             fetch_rate=hardware.fetch_rate * self.busy_link,
             drain_rate=hardware.drain_rate * self.busy_link,
             both_ways_rate=hardware.both_ways_rate * self.busy_link,
+            disk=self.problem.disk,
         )
 
 
@@ -296,7 +390,8 @@ def _schedule_of(shape: Shape) -> Schedule:
     return make_schedule(shape)
 
 
-class _LineCosts:
+@final
+class LineCosts:
     """What a line costs."""
 
     def __init__(self, model: CostModel, decisions: Decisions, *, scale: float) -> None:
@@ -314,6 +409,11 @@ class _LineCosts:
         looked_up = scale * mean * problem.looked_up_bytes / HOST_COPY_RATE
         loss = scale * model.epilogue_seconds(decisions)
         self._seconds = {"loss": loss, "lookup": looked_up, "collect": 2 * looked_up}
+        self._of_slices: dict[str, float] = {}
+        if number := model.num_slices(decisions):
+            each = model.head_seconds(number, mean)
+            self._of_slices = dict(zip(("forward", "backward"), each, strict=True))
+            self._seconds["loss"] = scale * PASS_SECONDS
 
     def __call__(self, action: Action) -> Cost:
         """The cost of one line."""
@@ -322,7 +422,11 @@ class _LineCosts:
             nbytes = int(self._scale * self._value_bytes.get(action.value[:1], hidden))
             return Cost(link="out" if action.lane is Lane.STASH else "in", nbytes=nbytes)
         size = self._sizes.get(action.unit)
-        num_pieces = 1 if action.piece is None else self._decisions.num_pieces
+        if action.lane in (Lane.READ, Lane.WRITE) and size is not None:
+            way: Direction = "read" if action.lane is Lane.READ else "write"
+            return Cost(link=way, nbytes=size.disk_bytes)
+        slices, pieces = self._decisions.num_head_slices, self._decisions.num_pieces
+        num_pieces = 1 if action.piece is None else slices if action.unit[0] == "T" else pieces
         if size is not None and action.kind in COPIED:
             way, parts = COPIED[action.kind]
             nbytes = sum(getattr(size, f"{part}_bytes") for part in parts)
@@ -346,7 +450,9 @@ class _LineCosts:
 
     def _pass_seconds(self, action: Action, size: UnitSize | None) -> float:
         if size is None:
-            return PROLOGUE_SECONDS
+            return PART_SECONDS / 2 if action.unit == EPILOGUE else PROLOGUE_SECONDS
+        if action.unit.startswith("T"):
+            return self._of_slices[action.verb]
         if action.verb == "forward":
             return self._model.pass_seconds(action.layer, "forward", self._mean)
         keep = self._decisions.kept_share

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from l2l.device import format_bytes
+from l2l.device import describe_wear, format_bytes
 from l2l.model import Route
 from l2l.parameter_server import NUM_STAGING, UpdatePolicy
-from l2l.planner.problem import Problem, UnitSize
+from l2l.planner.bounds import Bounds
+from l2l.planner.problem import Problem, UnitSize, disk_order
 from l2l.schedule import OuterUnit, Shape
 
 ALWAYS = "always"
@@ -29,6 +30,8 @@ class Decisions:
     num_device_states: int = 0  # of these, how many have their optimizer state on the device
     # Positions that pass the epilogue at once; None: all of a microbatch.
     piece_tokens: int | None = None
+    # Positions that pass at once what of a layer is pointwise; None: all of a microbatch.
+    tile_tokens: int | None = None
     # Share of its intermediate results that a streamed layer keeps instead of recomputing.
     keep: float = 0.0
     num_kept_cells: int = 0
@@ -44,6 +47,8 @@ class Decisions:
     shares_memory: bool = False  # whether head and layers' gradients take turns in the same memory
     # Whether what is around the layers stays on the device with its optimizer state.
     outer_state: bool = False
+    num_head_slices: int = 0  # in which a head comes like a layer; 0: it comes whole
+    num_on_disk: int = 0  # layers whose optimizer state is on disk
 
     def rows(self, problem: Problem) -> int:
         """Of a microbatch."""
@@ -82,8 +87,15 @@ class Decisions:
         number = num_microbatches if num_microbatches + 2 <= self.num_cells else 2
         return number + (num_stacks > 1)
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether there are choices among these that do not go together."""
+        return self.num_head_slices > 0 and (self.num_tail > 0 or self.shares_memory)
+
     def outer_unit(self, unit: OuterUnit) -> OuterUnit:
-        """A trained unit around the layers, placed as decided."""
+        """A unit around the layers, placed as decided."""
+        if self.num_head_slices and unit.may_be_sliced:
+            return replace(unit, num_slices=self.num_head_slices)
         if not self.outer_state or not unit.trained:
             return unit
         before = unit.in_prologue or unit.looked_up
@@ -101,6 +113,8 @@ class Decisions:
         parallel: bool,
         training: bool = True,
         joint: bool = False,
+        whole_head: bool = False,
+        side: str = "",
         before: tuple[frozenset[str], tuple[str, ...]] | None = None,
     ) -> Shape:
         """The shape of a step; whoever runs or simulates one has it from here.
@@ -115,14 +129,17 @@ class Decisions:
             parallel: whether ranks talk to each other.
             training: whether it ends in updates.
             joint: whether one loss is taken over all microbatches.
+            whole_head: whether all logits are wanted.
+            side: of a step in two sides, which one; it leaves no tail and keeps no results.
             before: units that the step before has left on the device, and those whose update it has
                 left; None: as every step of a run leaves them.
         """
         num_layers, trains = len(layers), [bool(unit.num_trained) for unit in layers]
-        outer = tuple(map(self.outer_unit, outer))
+        whole = replace(self, num_head_slices=0) if joint or whole_head else self
+        outer = tuple(map(whole.outer_unit, outer))
         just_in_time = update is UpdatePolicy.JUST_IN_TIME
         num_tail = (
-            0 if joint else min(self.num_tail, route.max_tail)
+            0 if joint or side else min(self.num_tail, route.max_tail)
         )  # it may have been chosen for more
         first = num_layers - min(self.num_device_states, num_tail)
         again = {i for i, layer in enumerate(route.layers) if layer in route.repeated}
@@ -136,7 +153,7 @@ class Decisions:
             num_slots=max(1, min(self.num_slots, num_layers - num_tail)),
             num_cells=self.num_cells,
             num_recorded_cells=self.num_recorded_cells(num_microbatches, route.num_stacks),
-            num_kept_cells=self.num_kept_cells,
+            num_kept_cells=0 if side else self.num_kept_cells,
             num_gradient_slots=self.num_gradient_slots,
             num_staging=NUM_STAGING,
             frozen_layers=frozenset(i for i, one in enumerate(trains) if not one),
@@ -150,12 +167,17 @@ class Decisions:
             halves=self.halves and has_halves,
             num_whole=self.num_whole,
             shares_memory=self.shares_memory,
+            side=side,
+            fused=bool(side) and not whole_head,
             training=training,
             joint=joint,
             parallel=parallel,
         )
         held, pending = before or (frozenset(shape.on_device), shape.late_units)
-        return replace(shape, held=held, pending=pending)
+        elsewhere = {*shape.device_state, *shape.shared}
+        able = disk_order(route, layers, but=elsewhere)
+        on_disk = frozenset(map(shape.unit, able[: self.num_on_disk]))
+        return replace(shape, held=held, pending=pending, on_disk=on_disk)
 
     def override(self, choices: Mapping[str, Any]) -> Decisions:
         """The same with some choices made otherwise.
@@ -171,6 +193,11 @@ class Decisions:
             )
         return replace(self, **choices)
 
+    def _of_head(self) -> str:
+        if self.num_head_slices:
+            return f"that of layers: it comes in {self.num_head_slices} slices of the vocabulary"
+        return "shared with gradients" if self.shares_memory else "its own"
+
     def describe(self, num_layers: int, policy: UpdatePolicy) -> tuple[tuple[str, str], ...]:
         """Choices for people."""
         tail = "none: all layers are streamed"
@@ -179,6 +206,7 @@ class Decisions:
             if self.num_device_states:
                 tail += f", {self.num_device_states} of them with their optimizer state"
         piece = f"in pieces of {self.piece_tokens:,} tokens" if self.piece_tokens else None
+        tiles = f"in tiles of {self.tile_tokens or 0:,} tokens, not compiled"
         kept = f"{self.keep:.0%} of what a layer makes" if self.num_kept_cells else "nothing"
         late = f"{self.num_late} units in the next step" if self.num_late else "none"
         if policy is UpdatePolicy.JUST_IN_TIME:
@@ -190,15 +218,18 @@ class Decisions:
             updates += ", weights first and moments afterwards"
             number = "layer" if self.num_whole == 1 else f"{self.num_whole} layers"
             updates += f" but for the last {number}" if self.num_whole else ""
+        on_disk = f"that of {self.num_on_disk} of {num_layers} layers"
         around = "stays on the device with its state" if self.outer_state else "comes when needed"
         return (
             ("tail", tail),
             ("epilogue", piece or "a microbatch at once"),
+            *((("pointwise in layers", tiles),) if self.tile_tokens else ()),
+            *((("optimizer state on disk", on_disk),) if self.num_on_disk else ()),
             ("kept, not recomputed", kept),
             ("updates left", late),
             ("late updates", updates),
             ("around the layers", around),
-            ("memory of the head", "shared with gradients" if self.shares_memory else "its own"),
+            ("memory of the head", self._of_head()),
         )
 
 
@@ -235,8 +266,11 @@ class Plan:
     choices: tuple[tuple[str, str], ...]
     budget_bytes: int | None = None
     predicted_seconds: float | None = None  # of a step
-    bound: str | None = None  # "compute", "link" or "host"
+    bound: str | None = None  # "compute", "link", "host" or "disk"
+    bounds: Bounds | None = None  # what a step takes at best
     num_tokens: int | None = None  # of a step
+    disk_bytes: int = 0  # read in every step, and written
+    first_step: tuple[tuple[str, float], ...] = ()  # seconds by phase, until it was handed over
     measured: tuple[str, ...] = ()  # lines about the first steps
     scaling: tuple[ScalingPoint, ...] = ()  # one device first
 
@@ -277,6 +311,14 @@ class Plan:
         if step is not None:
             speed = f", {number / step:,.0f} tokens/s" if number else ""
             rows.append(f"expected: {step:.3f} s a step{speed}; {self.bound} bound")
+            if self.bounds is not None:
+                rows.append(f"of its bounds: {self.bounds.describe(step)}")
+        if self.first_step:
+            phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.first_step)
+            rows.append(f"until the first step was handed over, in seconds: {phases}")
+        if self.disk_bytes:
+            read = format_bytes(self.disk_bytes)
+            rows.append(f"disk: {read} read and {describe_wear(self.disk_bytes)}")
         rows += self.measured
         if self.scaling:
             rows += [

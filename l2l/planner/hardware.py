@@ -1,8 +1,8 @@
 """What a machine can do, measured: its link, its arithmetic, its memory, its host optimizer.
 
-`probe` measures in a few seconds; `known_hardware` keeps what was measured in a file and measures
-once per machine. `H200` has the figures of the machine that docs/benchmarks.md speaks of, so that
-plans for it can be made elsewhere.
+`probe` measures in less than two seconds; `known_hardware` keeps what was measured in a file and
+measures once per machine. `H200` has the figures of the machine that docs/benchmarks.md speaks of,
+so that plans for it can be made elsewhere.
 
 [Note: own device] A probe works on a device of its own, opened beside the one it is asked about:
 memory that it registers belongs to that one and is given back with it, and so is what torch kept of
@@ -30,13 +30,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from l2l.device import Device, Work, open_device
-from l2l.files import write_file
+from l2l.files import cache_folder, write_file
 from l2l.parameter_server import AdamW, HostKernel, Update, num_blocks, working_threads
 from l2l.schedule import Lane
 
 BYTES_PER_PARAMETER = 26  # read and written by exact AdamW
 ROUNDS = 3
+LONGEST_SECONDS = 0.15  # of the runs that measure one rate
 NUM_LAUNCHES = 200
+LEAST_ROOM = 1 << 20  # bytes; with less, nothing fits in any case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +57,14 @@ class Hardware:
     launch_seconds: float  # that the host needs to submit a small operation
     host_rate: float  # bytes read and written by exact AdamW on the host
     eight_bit_rate: float  # parameters updated on the host with 8-bit moments
+    context_bytes: int  # that a process takes of the device beside its tensors
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float)}
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
-            is_number = entry.type != "str"
-            if not isinstance(value, kinds[str(entry.type)]) or (is_number and not value > 0):
+            is_number, least = entry.type != "str", 0 if entry.name == "context_bytes" else 1e-300
+            if not isinstance(value, kinds[str(entry.type)]) or (is_number and not value >= least):
                 expected = f"{entry.type} above 0" if is_number else "text"
                 raise ValueError(f"{entry.name} must be {expected}, found {value!r}")
 
@@ -86,6 +89,7 @@ class Hardware:
     def __str__(self) -> str:
         rows = (
             ("device memory", self.device_bytes / 1e9, "GB"),
+            ("context and libraries", self.context_bytes / 1e9, "GB"),
             ("link, to the device", self.fetch_rate / 1e9, "GB/s"),
             ("link, to the host", self.drain_rate / 1e9, "GB/s"),
             ("link, each way at once", self.both_ways_rate / 1e9, "GB/s"),
@@ -114,6 +118,7 @@ H200 = Hardware(
     launch_seconds=7.3e-6,
     host_rate=136e9,
     eight_bit_rate=5.8e9,
+    context_bytes=934_000_000,
 )
 
 
@@ -130,8 +135,8 @@ class _Sizes:
     num_parameters: int
 
     def within(self, nbytes: int) -> _Sizes:
-        """Smaller ones, if these would take more device memory at a time."""
-        found = self
+        """Smaller ones, if these would take more device memory at a time than there is."""
+        found, nbytes = self, max(nbytes, LEAST_ROOM)
         while found.piece_bytes * 2 > nbytes:
             found = replace(found, piece_bytes=found.piece_bytes // 2)
         while found.elementwise_bytes * 2 > nbytes:
@@ -155,23 +160,33 @@ def known_hardware(
         kernel: the native optimizer; None measures the readable one.
         room: device memory that measuring may take.
     """
-    level = "no kernel" if kernel is None else kernel.level
-    machine = f"{device.name} torch {torch.__version__} {torch.get_num_threads()} threads {level}"
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", machine).strip("-").lower()
-    try:
-        path = Path.home() / ".cache" / "l2l" / f"hardware-{name}.json"
-    except RuntimeError:  # nobody's home
-        return probe(device, kernel, room=room)
+    path = _path_of(device, kernel)
     with contextlib.suppress(OSError, ValueError):
-        known = Hardware.of_json(path.read_text())
-        if known.device_bytes == device.total_bytes():
+        known = None if path is None else Hardware.of_json(path.read_text())
+        if known is not None and known.device_bytes == device.total_bytes():
             return known
     found = probe(device, kernel, room=room)
     if room is None or _LARGE.within(room) == _LARGE:  # else measured roughly: not to be kept
+        remember(found, device, kernel)
+    return found
+
+
+def remember(hardware: Hardware, device: Device, kernel: HostKernel | None) -> None:
+    """Keep the facts of this machine in their file, if it can be written."""
+    path = _path_of(device, kernel)
+    if path is not None:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, found.to_json(), shared=True)
-    return found
+            write_file(path, hardware.to_json(), shared=True)
+
+
+def _path_of(device: Device, kernel: HostKernel | None) -> Path | None:
+    """Where the facts of this machine are kept; None: nobody is at home."""
+    level = "no kernel" if kernel is None else kernel.level
+    machine = f"{device.name} torch {torch.__version__} {torch.get_num_threads()} threads {level}"
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", machine).strip("-").lower()
+    folder = cache_folder()
+    return None if folder is None else folder / f"hardware-{name}.json"
 
 
 def probe(device: Device, kernel: HostKernel | None, *, room: int | None = None) -> Hardware:
@@ -195,6 +210,7 @@ def probe(device: Device, kernel: HostKernel | None, *, room: int | None = None)
             launch_seconds=_launch_seconds(own),
             host_rate=_update_rate(own, kernel, AdamW(), number) * BYTES_PER_PARAMETER,
             eight_bit_rate=_update_rate(own, kernel, AdamW(moments="8bit"), number),
+            context_bytes=own.context_bytes(),  # libraries were used by now
         )
     finally:
         own.close()
@@ -202,27 +218,37 @@ def probe(device: Device, kernel: HostKernel | None, *, room: int | None = None)
 
 
 def _best_seconds(work: Callable[[], object]) -> float:
-    """The shortest of a few runs, after one that warms up."""
+    """The shortest of a few runs, after one that warms up; of one, if that takes long."""
     work()
-    seconds = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
+    seconds: list[float] = []
+    while len(seconds) < ROUNDS and sum(seconds) < LONGEST_SECONDS:
+        seconds.append(_seconds(work))
     return max(min(seconds), 1e-9)
 
 
-def _lane_seconds(device: Device, times: int, *works: tuple[Lane, Work]) -> float:
-    """Of work on lanes at the same time, again and again."""
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
-    def work_on_lanes() -> None:
+
+def _lane_seconds(device: Device, times: int, *works: tuple[Lane, Work]) -> float:
+    """Of a round of work on lanes at the same time.
+
+    In so many rounds, or in fewer where they take long.
+    """
+
+    def work_on_lanes(times: int) -> None:
         for _ in range(times):
             for lane, work in works:
                 device.submit(lane, "probe", work)
         for event in [device.record(lane) for lane, _ in works]:
             event.synchronize()
 
-    return _best_seconds(work_on_lanes)
+    work_on_lanes(1)  # loads kernels
+    one = _seconds(partial(work_on_lanes, 1))
+    fewer = max(1, min(times, int(LONGEST_SECONDS / ROUNDS / max(one, 1e-9))))
+    return _best_seconds(partial(work_on_lanes, fewer)) / fewer
 
 
 def _link_rates(device: Device, sizes: _Sizes) -> list[float]:
@@ -233,7 +259,7 @@ def _link_rates(device: Device, sizes: _Sizes) -> list[float]:
     drain = (Lane.DRAIN, partial(other_host.copy_, other_near, non_blocking=True))
     number = sizes.num_pieces
     ways = ([fetch], [drain], [fetch, drain])
-    return [sizes.piece_bytes * number / _lane_seconds(device, number, *one) for one in ways]
+    return [sizes.piece_bytes / _lane_seconds(device, number, *one) for one in ways]
 
 
 def _matrix_rate(device: Device, sizes: _Sizes, dtype: torch.dtype) -> float:
@@ -241,7 +267,7 @@ def _matrix_rate(device: Device, sizes: _Sizes, dtype: torch.dtype) -> float:
     left, right = (torch.randn(side, side, dtype=dtype, device=where) for _ in range(2))
     product = partial(torch.mm, left, right, out=torch.empty_like(left))
     seconds = _lane_seconds(device, sizes.num_products, (Lane.COMPUTE, product))
-    return 2 * side**3 * sizes.num_products / seconds
+    return 2 * side**3 / seconds
 
 
 def _memory_rate(device: Device, sizes: _Sizes) -> float:
@@ -249,7 +275,7 @@ def _memory_rate(device: Device, sizes: _Sizes) -> float:
     source, target = (torch.zeros(numel, dtype=torch.bfloat16, device=where) for _ in range(2))
     negate = partial(torch.neg, source, out=target)
     seconds = _lane_seconds(device, sizes.num_passes, (Lane.COMPUTE, negate))
-    return 2 * sizes.elementwise_bytes * sizes.num_passes / seconds
+    return 2 * sizes.elementwise_bytes / seconds
 
 
 def _launch_seconds(device: Device) -> float:

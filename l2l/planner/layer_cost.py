@@ -81,6 +81,9 @@ class PassCost:
     working_bytes: int  # most memory alive at once, beyond inputs; outputs included
     output_bytes: int
     kept_bytes: int  # alive afterwards besides the outputs: what a later backward pass needs
+    # The same two if it runs uncompiled; 0: it is not known.
+    plain_working_bytes: int = 0
+    plain_kept_bytes: int = 0
 
     def seconds(self, hardware: Hardware) -> float:
         """How long it takes on a machine."""
@@ -139,7 +142,11 @@ def _costs(tape: Tape, *, fused: bool) -> list[PassCost]:
     fusion = _Fusion(tape)
     found = _costs_of(tape, fusion.kernels, fusion.memory())
     pairs = zip(map(astuple, found), map(astuple, plain), strict=True)
-    return [PassCost(*map(min, *pair)) for pair in pairs]
+    least = [PassCost(*map(min, *pair)) for pair in pairs]
+    return [
+        replace(one, plain_working_bytes=by.working_bytes, plain_kept_bytes=by.kept_bytes)
+        for one, by in zip(least, plain, strict=True)
+    ]
 
 
 def _costs_of(

@@ -8,15 +8,26 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate
 
-from l2l.parameter_server import REVISED_BYTES, REVISED_PIECE, ROUNDING_BYTES, UpdatePolicy
+from l2l.model import EVEN_ROWS, SLICE_PIECE_BYTES
+from l2l.parameter_server import (
+    BUFFERS,
+    NUM_BUFFERS,
+    REVISED_BYTES,
+    REVISED_PIECE,
+    ROUNDING_BYTES,
+    UpdatePolicy,
+)
 from l2l.planner.decisions import ALWAYS, Decisions, LedgerLine
 from l2l.planner.layer_cost import PassCost
-from l2l.planner.problem import CostCurve, Problem
-from l2l.schedule import NUM_LENT
+from l2l.planner.problem import CostCurve, Problem, UnitSize, disk_order
+from l2l.schedule import NUM_HEAD_CELLS, NUM_LENT, OuterUnit
 
 LIBRARY_BYTES = 96 << 20  # workspaces of matrix libraries, and small tensors
+LABEL_BYTES = 8  # of a position, beside what a head in slices is given
+SUM_BYTES = 16  # of a position, of all words so far
 NUM_HEAD_VALUES = 8  # hidden states that an epilogue makes besides its logits
 NUM_NORM_VALUES = 12  # those of 16 bits that its norm makes in its backward pass, in float32
+NO_SLICE = UnitSize(weight_bytes=0, gradient_bytes=0, staging_bytes=0, state_bytes=0, num_trained=0)
 
 
 class Cut:
@@ -47,6 +58,7 @@ class Memory:
         self._cut = cache(partial(Cut, problem))
         self._largest = cache(self._find_largest)
         self._held = cache(self._find_held)
+        self._disk_order = cache(self._find_disk_order)
         states = (unit.state_bytes for unit in reversed(problem.layers))
         self._states = list(accumulate(states, initial=0))  # of so many layers, the last of them
         staging = [unit.staging_bytes for unit in problem.layers]
@@ -66,6 +78,11 @@ class Memory:
             phases[phase] = phases.get(phase, 0) + nbytes
         always = phases.pop(ALWAYS)
         return always + max(phases.values(), default=0)
+
+    def plain_bytes(self, decisions: Decisions) -> int:
+        """The same while layers are not compiled yet: they keep nothing, though there are cells."""
+        kept = decisions.num_kept_cells * self.kept_bytes(decisions)
+        return kept + Memory(self._problem.plain).peak_bytes(replace(decisions, num_kept_cells=0))
 
     def most_states(self, decisions: Decisions, limit: float) -> int:
         """How many layers of the tail may have their optimizer state on the device."""
@@ -88,13 +105,16 @@ class Memory:
     def _device_lines(self, decisions: Decisions) -> Iterator[tuple[str, str, int]]:
         """What is there in every phase, then what comes and goes."""
         problem, cut, rows = self._problem, self.cut(decisions), decisions.rows(self._problem)
-        slots = min(decisions.num_slots, len(cut.streamed))
-        yield ALWAYS, "weight slots", slots * cut.largest_weight
+        slots, sliced = min(decisions.num_slots, len(cut.streamed)), self._slice(decisions)
+        yield ALWAYS, "weight slots", slots * max(cut.largest_weight, sliced.weight_bytes)
         yield ALWAYS, "tail: weights", cut.tail_weights
         yield ALWAYS, "tail: gradients", cut.tail_gradients
         yield ALWAYS, "tail: optimizer state", self._state_bytes(decisions)
-        cell = max(problem.hidden_bytes, problem.looked_up_bytes) * rows
+        labels = LABEL_BYTES * problem.length if sliced.num_rows else 0
+        cell = max(problem.hidden_bytes + labels, problem.looked_up_bytes) * rows
         yield ALWAYS, "boundary cells", decisions.num_cells * cell
+        sums = NUM_HEAD_CELLS * SUM_BYTES * problem.length * rows
+        yield ALWAYS, "head: sums of slices", sums if sliced.num_rows else 0
         number = decisions.num_recorded_cells(
             decisions.num_microbatches(problem), problem.route.num_stacks
         )
@@ -107,10 +127,11 @@ class Memory:
             lent = NUM_LENT * cut.largest_lent // decisions.num_pieces
             for phase in ("forward", "backward") if decisions.shares_memory else (ALWAYS,):
                 yield phase, "lent optimizer state", lent
-        yield ALWAYS, "buffers, libraries", problem.buffer_bytes + LIBRARY_BYTES + ROUNDING_BYTES
+        yield ALWAYS, "context, libraries", problem.context_bytes
+        yield ALWAYS, "buffers, workspaces", problem.buffer_bytes + LIBRARY_BYTES + ROUNDING_BYTES
         staying = [
             size
-            for unit, size in problem.outer
+            for unit, size in self._placed(decisions)
             if decisions.outer_state or (unit.is_read and not unit.passes)
         ]
         yield ALWAYS, "around the layers: weights", sum(size.weight_bytes for size in staying)
@@ -121,10 +142,13 @@ class Memory:
 
     def _passing_lines(self, decisions: Decisions) -> Iterator[tuple[str, str, int]]:
         problem, cut, rows = self._problem, self.cut(decisions), decisions.rows(self._problem)
-        head = [size for unit, size in problem.outer if unit.passes and not decisions.outer_state]
+        placed, sliced = self._placed(decisions), self._slice(decisions)
+        head = [size for unit, size in placed if unit.passes and not decisions.outer_state]
         head_weights = sum(size.weight_bytes for size in head)
         shares = decisions.shares_memory
-        gradients = min(decisions.num_gradient_slots, cut.num_training) * cut.largest_gradient
+        many = cut.num_training + (decisions.num_head_slices if sliced.num_trained else 0)
+        gradients = min(decisions.num_gradient_slots, many)
+        gradients *= max(cut.largest_gradient, sliced.gradient_bytes)
         yield "backward" if shares else ALWAYS, "gradient slots", gradients
         if shares:
             yield "forward", "head: weights, arriving", head_weights
@@ -141,20 +165,43 @@ class Memory:
         if problem.route.num_stacks > 1:
             values = NUM_NORM_VALUES * problem.hidden_bytes + problem.recorded_bytes
             yield "interlude", "code between stacks at work", rows * values
-        piece = min(decisions.piece_tokens or 2**62, rows * problem.length)
-        logits = int(piece * problem.head_width * problem.logit_bytes)
-        part = max(1.0, min(rows, (decisions.part_tokens or 2**62) / problem.length))
-        if problem.joint:
-            part = rows = problem.num_rows
-        rest = rows if part < rows else 0  # the gradient, put together
-        working = logits + int((NUM_HEAD_VALUES * part + rest) * problem.hidden_bytes)
-        if not problem.is_single:
-            working = max(working, int((NUM_NORM_VALUES * part + rest) * problem.hidden_bytes))
+        working = self._epilogue_bytes(decisions, problem.num_rows if problem.joint else rows)
         if cut.tail:
             held, last = self._held(decisions.num_tail, rows)
             yield "epilogue", "tail: kept for backward", held
             working = max(working, last)
         yield "epilogue", "a piece at work", working
+
+    def _epilogue_bytes(self, decisions: Decisions, rows: int) -> int:
+        """What the code after the layers makes of so many rows, at most at once."""
+        problem, sliced = self._problem, self._slice(decisions)
+        hidden, tokens = problem.hidden_bytes, rows * problem.length
+        of_norm = 0 if problem.is_single else NUM_NORM_VALUES
+        if sliced.num_rows:  # what comes before the head has no parts, and is gone by then
+            width = sliced.num_rows * (4 if problem.is_single else 2)
+            piece = min(tokens, max(EVEN_ROWS, SLICE_PIECE_BYTES // width))
+            logits = int(piece * sliced.num_rows * problem.logit_bytes)
+            return max(logits + 2 * rows * hidden, max(NUM_HEAD_VALUES, of_norm) * rows * hidden)
+        piece = min(decisions.piece_tokens or 2**62, decisions.rows(problem) * problem.length)
+        logits = int(piece * problem.head_width * problem.logit_bytes)
+        part = max(1.0, min(rows, (decisions.part_tokens or 2**62) / problem.length))
+        part = rows if problem.joint else part
+        rest = rows if part < rows else 0  # the gradient, put together
+        working = logits + int((NUM_HEAD_VALUES * part + rest) * hidden)
+        return max(working, int((of_norm * part + rest) * hidden))
+
+    def _placed(self, decisions: Decisions) -> list[tuple[OuterUnit, UnitSize]]:
+        """Units around the layers but for a head in slices, as they are without outer state."""
+        return [
+            (unit, size)
+            for unit, size in self._problem.outer
+            if not (decisions.num_head_slices and unit.may_be_sliced)
+        ]
+
+    def _slice(self, decisions: Decisions) -> UnitSize:
+        """A slice of the head, if it comes in slices."""
+        head = self._problem.head if decisions.num_head_slices else None
+        return NO_SLICE if head is None else head.slice(decisions.num_head_slices)
 
     def _find_largest(self, kind: str, layers: range, rows: int) -> PassCost:
         """The pass that takes most memory, of those of some layers."""
@@ -172,22 +219,71 @@ class Memory:
     def _host_lines(self, decisions: Decisions) -> Iterator[tuple[str, int]]:
         problem, rows = self._problem, decisions.rows(self._problem)
         num_streamed = len(problem.layers) - decisions.num_tail
-        yield "parameter server", problem.server_bytes - self._state_bytes(decisions)
+        on_disk = sum(problem.layers[call].state_bytes for call in self.on_disk(decisions))
+        yield "parameter server", problem.server_bytes - self._state_bytes(decisions) - on_disk
+        yield BUFFERS, self.buffer_bytes
         number = decisions.num_microbatches(problem)
         values = num_streamed + 1 if num_streamed else 0
-        yield "stash", values * number * problem.hidden_bytes * rows
+        sliced = self._slice(decisions).num_rows > 0  # with what it is given, and its gradient
+        values += 2 if sliced else 0
+        beside = (2 * LABEL_BYTES + 2 * SUM_BYTES) * problem.length if sliced else 0
+        yield "stash", (values * problem.hidden_bytes + beside) * number * rows
         yield "stash: kept results", num_streamed * number * self.kept_bytes(decisions)
         yield "looked-up rows", 4 * problem.num_rows * problem.looked_up_bytes
         if problem.policy is UpdatePolicy.EAGER:  # just in time: all are late, and in the server
             late = max(0, decisions.num_late - self.num_before)  # of layers: the first
             yield "gradients of late updates", self._staged[min(late, num_streamed)]
 
+    def on_disk(self, decisions: Decisions) -> list[int]:
+        """Calls whose layers' optimizer state is on disk."""
+        number = len(self._problem.layers)
+        tail = number - min(decisions.num_device_states, decisions.num_tail)
+        shared = decisions.shared_layers(number) if decisions.num_shared else frozenset[int]()
+        return self._disk_order(tail, shared)[: decisions.num_on_disk]
+
+    def _find_disk_order(self, tail: int, shared: frozenset[int]) -> list[int]:
+        problem = self._problem
+        elsewhere = {*shared, *range(tail, len(problem.layers))}
+        return disk_order(problem.route, problem.layers, but=elsewhere)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Host memory through which state comes from disk."""
+        if self._problem.disk is None:
+            return 0
+        return NUM_BUFFERS * max((one.disk_bytes for one in self._problem.layers), default=0)
+
+    def disk_bytes(self, decisions: Decisions) -> int:
+        """Bytes that every step reads from disk, and writes there."""
+        return sum(self._problem.layers[call].disk_bytes for call in self.on_disk(decisions))
+
+    def with_disk(self, decisions: Decisions) -> Decisions:
+        """The same with the fewest layers on disk for which the host has room, if that may be.
+
+        Only layers that were not on disk when the engine was made may come to memory: there is no
+        room for the others.
+        """
+        problem = self._problem
+        if problem.disk is None:
+            return decisions
+        every = self.on_disk(replace(decisions, num_on_disk=len(problem.layers)))
+        found = replace(decisions, num_on_disk=problem.least_on_disk)
+        missing, sizes = self.host_bytes(found) - problem.host_limit_bytes, problem.layers
+        total, number = 0, problem.least_on_disk
+        while total < missing and number < len(every):
+            total += sizes[every[number]].state_bytes
+            number += 1
+        return replace(found, num_on_disk=number)
+
     def host_bytes(self, decisions: Decisions) -> int:
         """What choices take of the host's memory."""
         return sum(nbytes for _, nbytes in self._host_lines(decisions))
 
     def fits_host(self, decisions: Decisions) -> bool:
-        """Whether the host has room for choices."""
+        """Whether the host has room for choices, and the disk."""
+        disk = self._problem.disk
+        if disk is not None and self.disk_bytes(decisions) > disk.size_bytes:
+            return False
         return self.host_bytes(decisions) <= self._problem.host_limit_bytes
 
     def _state_bytes(self, decisions: Decisions) -> int:

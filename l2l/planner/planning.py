@@ -11,55 +11,27 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, final
 
-import torch
-
 from l2l.device import Device, format_bytes, parse_bytes
 from l2l.distributed import World
-from l2l.model import (
-    Partition,
-    Recording,
-    Rule,
-    num_rows,
-    take_rows,
-    token_length,
-    trial_batch,
-)
-from l2l.parameter_server import (
-    AdamW,
-    HostBudget,
-    HostKernel,
-    HostOptimizer,
-    Optimizer,
-    UnitForm,
-    UpdatePolicy,
-    device_update,
-    host_bytes,
-)
+from l2l.model import TILE_TOKENS, Partition, num_rows, token_length
+from l2l.parameter_server import HostBudget, HostKernel, Optimizer, UnitForm, UpdatePolicy
+from l2l.planner.bounds import Bounds
 from l2l.planner.cost_model import CostModel
 from l2l.planner.decisions import STATE_ON_HOST, Decisions, LedgerLine, Plan, ScalingPoint
-from l2l.planner.hardware import Hardware, known_hardware
-from l2l.planner.problem import (
-    Problem,
-    Together,
-    head_of,
-    layer_costs,
-    passed_on,
-    unit_size,
-    update_bytes,
-)
-from l2l.planner.search import Candidate, DoesNotFitError, find_plan
-from l2l.run import Facts, Usage
-from l2l.schedule import OuterUnit, Shape
+from l2l.planner.disk_tier import DiskTier
+from l2l.planner.hardware import Hardware, known_hardware, remember
+from l2l.planner.kept import KeptPlans
+from l2l.planner.problem import Problem, Together
+from l2l.planner.search import SLACK, Candidate, DoesNotFitError, find_plan
+from l2l.planner.subject import Findings, Subject
+from l2l.run import Facts
+from l2l.schedule import Shape
 
 logger = logging.getLogger("l2l")
 
 FREE_SHARE = 0.9  # of free device memory that is used if the user names no budget
 MIN_KEPT_BACK = 32 << 20  # of a budget, once a plan has turned out too tight
-LARGE_UNIT_BYTES = 16 << 20  # a smaller table is not worth a lookup on the host
 NUM_MARKS = 4  # steps after which prediction and measurement are compared
-# For each logit of a piece: values of its own type and float32 values that are there at once, bytes
-# that the loss reads and writes.
-LOGITS = {"plain": (1.0, 3.1, 40.0), "put off": (1.0, 1.1, 40.0), "compiled": (1.05, 0.0, 10.0)}
 
 
 def parse_budget(device_memory: int | str | None) -> int | None:
@@ -76,18 +48,6 @@ def parse_budget(device_memory: int | str | None) -> int | None:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """What is known of a model by trying it, or by looking at it."""
-
-    facts: Facts
-    record: Callable[[dict[str, Any]], Sequence[Recording]]
-    buffer_bytes: int
-    # Such layers keep none of their results: the rest might not be computed again as it was ([Note:
-    # random numbers] in layer_pass.py).
-    draws_random_numbers: bool
-
-
 @final
 @dataclass(kw_only=True, eq=False)
 class Planning:
@@ -95,6 +55,9 @@ class Planning:
 
     Without a `device`, `hardware` and `given_budget` say what the plan is for. `embedding` says
     where rows of tables are looked up: on the "host", the "device", or, with None, where it pays.
+    `needs_slices` says that the head must come in slices, or in one: a loss asks for
+    log-probabilities. `disk` is where optimizer state may go, perhaps yet to be measured, and
+    `least_on_disk` the number of layers whose state is there from the beginning.
     """
 
     partition: Partition
@@ -109,24 +72,32 @@ class Planning:
     kernel: HostKernel | None = None
     world: World = field(default_factory=World)
     embedding: str | None = None
+    needs_slices: bool = False
     hardware: Hardware | None = None
+    kept: KeptPlans = field(default_factory=partial(KeptPlans, None))
+    disk: DiskTier | Callable[[], DiskTier] | None = None
+    least_on_disk: int = 0
 
     def __post_init__(self) -> None:
         self.budget = self.given_budget  # what is free, once that is known, if none was given
-        self.decisions = Decisions().override(self.overrides)
+        slices = int(self.needs_slices)
+        least = Decisions(num_head_slices=slices, num_on_disk=self.least_on_disk)
+        self.decisions = least.override(self.overrides)
         self._adopted: dict[str, Any] = {}  # choices of a checkpoint
         self._kept_back = 0  # bytes of the budget that plans leave alone, because one has failed
         self._num_tokens = 0
         self._is_whole = False  # whether a batch was planned as one microbatch
         self._marks: list[float] = []
+        self.computed_share = 1.0  # of the positions of a batch; less where padding is left out
+        self.measuring_seconds = 0.0  # of the machine, or to read what was measured
         self._problem: Problem | None = None
-        optimizer = self.optimizer
-        self._has_halves = isinstance(optimizer, HostOptimizer) and optimizer.has_halves
         self.adapt(self.partition, self.forms)
 
-    def _forget(self) -> None:
-        """Let choices be made anew."""
+    def forget(self) -> None:
+        """Let choices be made anew, as more is known of the model."""
         self._candidate: Candidate | None = None
+        self._bounds: Bounds | None = None
+        self._fits_plain = True  # whether there is room for passes that are not compiled
         self._most_tokens = 0  # of a microbatch, that the plan is for
 
     @property
@@ -137,45 +108,25 @@ class Planning:
         """Make these choices as a checkpoint says, where the user has not made them."""
         self._adopted = {k: v for k, v in choices.items() if k not in self.overrides}
         self.decisions = self.decisions.override(self._adopted)
-        self._forget()
+        self.forget()
 
     def adapt(self, partition: Partition, forms: Mapping[str, UnitForm]) -> None:
         """Plan for other layers from here on."""
         self.partition, self.forms = partition, forms
-        layers = range(partition.num_layers)
-        self._layers = tuple(unit_size(forms[f"L{index}"]) for index in layers)
-        self._forget()
+        self.subject = Subject(
+            partition=partition,
+            forms=forms,
+            optimizer=self.optimizer,
+            policy=self.policy,
+            host=self.host,
+            compiled=self.compiled,
+            device=self.device,
+            world=self.world,
+            embedding=self.embedding,
+            needs_slices=self.needs_slices,
+        )
+        self.forget()
         self._marks.clear()
-
-    def outer_units(self, facts: Facts) -> tuple[OuterUnit, ...]:
-        """Units around the layers, before anything is decided.
-
-        The host looks up in tables where it was told to, or in large ones. A table that ranks hold
-        together is gathered like a layer. With several stacks, what any code before them reads
-        stays for the whole step.
-        """
-        is_one_stack = facts.route is None or facts.route.num_stacks == 1
-        on_device = self.world.is_parallel or self.policy is UpdatePolicy.ON_DEVICE
-        is_told, may_look_up = self.embedding == "host", self.embedding != "device"
-        found = []
-        for name, form in self.forms.items():
-            if name.startswith("L"):
-                continue
-            usage = facts.usage.get(name, Usage(before=True, after=True))
-            pays = is_told or form.weight_layout.nbytes >= LARGE_UNIT_BYTES
-            looks_up = bool(usage.lookups) and not usage.before
-            looked_up = looks_up and pays and may_look_up and not on_device
-            before = usage.before or (bool(usage.lookups) and not looked_up)
-            found.append(
-                OuterUnit(
-                    name=name,
-                    in_prologue=before,
-                    in_epilogue=usage.after or (before and not is_one_stack),
-                    looked_up=looked_up,
-                    trained=bool(form.trained.names),
-                )
-            )
-        return tuple(found)
 
     def shape(
         self,
@@ -184,20 +135,26 @@ class Planning:
         *,
         training: bool,
         joint: bool,
+        whole_head: bool,
+        side: str,
         before: tuple[frozenset[str], tuple[str, ...]],
     ) -> Shape:
         """The shape of a step as it is decided now; arguments as for `Decisions.shape`."""
         route = facts.route or self.partition.straight
+        if self.needs_slices and not whole_head:  # of this batch, which may be of another kind
+            self.subject.refuse_slices(facts, None)
         return self.decisions.shape(
             num_microbatches=num_microbatches,
-            layers=[self._layers[layer] for layer in route.layers],
+            layers=[self.subject.layers[layer] for layer in route.layers],
             route=route,
-            outer=self.outer_units(facts),
+            outer=self.subject.outer_units(facts),
             update=self.policy,
-            has_halves=self._has_halves,
+            has_halves=self.subject.has_halves,
             parallel=self.world.is_parallel,
             training=training,
             joint=joint,
+            whole_head=whole_head,
+            side=side,
             before=before,
         )
 
@@ -211,13 +168,38 @@ class Planning:
             self.overrides = {**self.overrides, **choices}
             self._adopted = {k: v for k, v in self._adopted.items() if k not in choices}
             self.decisions = self.decisions.override(choices)
-            self._forget()
+            self.forget()
 
     def limit_device(self) -> None:
-        """Hold torch to the budget from here on, if the user named one."""
-        if self.device is not None and self.budget is not None:
+        """Hold torch to the budget from here on; without one there is no limit until it is known.
+
+        Torch has one limit for a process: that of all its engines together.
+        """
+        if self.device is not None:
             self.device.give_back()
-            self.device.limit_memory(self.budget)
+            self._limit()
+
+    def _limit(self) -> None:
+        assert self.device is not None
+        self.device.limit_memory(self.budget, context_bytes=self._context_bytes)
+
+    @property
+    def _context_bytes(self) -> int:
+        """What the process takes of the device beside tensors: as it is, and as it is known to get.
+
+        Kernels are loaded when they are first used.
+        """
+        known = 0 if self.hardware is None else self.hardware.context_bytes
+        return max(known, 0 if self.device is None else self.device.context_bytes())
+
+    def room_for_tensors(self) -> int | None:
+        """Bytes of the budget beside the context; None: there is no budget."""
+        if self.budget is None and self.device is not None:
+            if self.device.torch_device.type == "cpu":
+                return None
+            return int(FREE_SHARE * self.device.free_bytes())
+        assert self.budget is not None
+        return int((self.budget - self._context_bytes) * (1 - SLACK))
 
     def tighten(self, reason: str) -> bool:
         """Plan anew with less device memory, as a step has needed more than was foreseen.
@@ -237,7 +219,7 @@ class Planning:
             reason.partition(". GPU")[0],
             format_bytes(kept_back),
         )
-        self._forget()
+        self.forget()
         return True
 
     def must_plan(self, batch: Any, *, rows: int | None) -> bool:
@@ -251,6 +233,12 @@ class Planning:
             return True  # only the batch was too small for larger ones
         chosen = rows or max(1, self.decisions.microbatch_tokens // length)
         return min(chosen, total) * length > self._most_tokens
+
+    def may_tile(self, batch: Any) -> bool:
+        """Whether rows may be so long that layers run in tiles."""
+        parts = [batch] if isinstance(batch, Mapping) else batch
+        is_long = max(map(token_length, parts)) > TILE_TOKENS
+        return is_long or bool(self._chosen.get("tile_tokens"))
 
     def make(self, batch: Any, found: Findings, *, rows: int | None) -> None:
         """Choose for batches like this one.
@@ -267,73 +255,38 @@ class Planning:
         elif rows is None and "microbatch_tokens" in self._chosen:
             rows = max(1, self.decisions.microbatch_tokens // length)
         number = sum(num_rows(one) * token_length(one) for one in parts)
+        self.subject.refuse_slices(found.facts, self._chosen.get("num_head_slices"))
         self._marks.clear()
         if not self._look_at_machine():
             self._num_tokens, self._most_tokens = number, 1  # the defaults hold for any batch
             return
-        problem = self._problem_of(longest, total, found)
+        problem = self._state(longest, total, found, self._chosen.get("tile_tokens"))
         if self.device is not None:
             self.device.give_back()
-        self._candidate = self._find(problem, rows=rows, is_free=is_free)
+        try:
+            self._candidate = self._find(problem, rows=rows, is_free=is_free)
+        except DoesNotFitError:
+            if not any(found.facts.pointwise.values()) or "tile_tokens" in self._chosen:
+                raise
+            # Slower, as nothing is compiled then: only where nothing else fits.
+            problem = self._state(longest, total, found, TILE_TOKENS)
+            self._candidate = self._find(problem, rows=rows, is_free=is_free)
         self._problem, self._num_tokens = problem, number
         self._most_tokens = self._candidate.rows * length
         self._is_whole = self._candidate.rows >= total
 
-    def _problem_of(self, longest: Mapping[str, Any], total: int, found: Findings) -> Problem:
-        """What to plan for, in batches of so many rows, at most as long as the longest."""
-        one = take_rows(longest, 0, 1)
-        recordings = [found.record(one), found.record(trial_batch(one, cut=False))]
-        forms, facts, optimizer = self.forms, found.facts, self.optimizer
-        route = facts.route or self.partition.straight
-        collects = any(call.lists for each in recordings[0] for call in each.calls.values())
-        handed = [values for each in recordings[0] for values in passed_on(each)]
-        hidden = max((values[0] for values in handed), key=lambda one: one.nbytes)
-        outer = self.outer_units(facts)
-        layers = [forms[f"L{i}"] for i in range(self.partition.num_layers)]
-        head = [forms[unit.name] for unit in outer if unit.in_epilogue]
-        head_parameters, head_width = head_of(head)
-        kind = "plain" if not facts.puts_off else "compiled" if self.compiled else "put off"
-        own, wide, moved = LOGITS[kind]
-        looked_up = [facts.usage[unit.name] for unit in outer if unit.looked_up]
-        lookups = [lookup for usage in looked_up for lookup in usage.lookups]
-        return Problem(
-            layers=tuple(self._layers[layer] for layer in route.layers),
-            route=route,
-            costs=layer_costs(
-                self.partition, layers, recordings, route, fused=self.compiled and not collects
-            ),
-            outer=tuple((unit, unit_size(forms[unit.name])) for unit in outer),
-            num_rows=total,
-            length=token_length(longest),
-            hidden_bytes=max(sum(one.nbytes for one in values) for values in handed),
-            recorded_bytes=max(
-                sum(tensor.nbytes for tensor in each.tensors) for each in recordings[0]
-            ),
-            aside_bytes=sum(each.aside_bytes for each in recordings[0]),
-            joint=facts.rule is Rule.UNKNOWN and self.policy is not UpdatePolicy.ON_DEVICE,
-            looked_up_bytes=sum(
-                one[lookup.name].numel() * forms[lookup.unit].row_bytes(lookup.owner)
-                for lookup in lookups
-            ),
-            head_parameters=head_parameters,
-            head_width=head_width,
-            logit_bytes=own * hidden.element_size() + wide * 4,
-            logit_moved_bytes=moved,
-            may_cut_rows=facts.alone and not any(facts.changing) and route.is_straight,
-            may_cut_positions=facts.within_rows or facts.puts_off,
-            may_keep=self.compiled and not found.draws_random_numbers,
-            policy=self.policy,
-            update_bytes=update_bytes(optimizer, layers[-1]),
-            eight_bit=isinstance(optimizer, AdamW) and optimizer.moments == "8bit",
-            has_halves=self._has_halves,
-            may_update_on_device=device_update.supports(optimizer),
-            is_single=hidden.dtype is torch.float32,
-            buffer_bytes=found.buffer_bytes + (self.device.growth_bytes if self.device else 0),
-            server_bytes=host_bytes(
-                [one.held(self.world.share) for one in forms.values()], self.policy
-            ),
-            parallel=self.world.is_parallel,
-            host_limit_bytes=self.host.limit_bytes,
+    def _state(
+        self, longest: Mapping[str, Any], total: int, found: Findings, tile_tokens: int | None
+    ) -> Problem:
+        """What to plan for, on this machine."""
+        problem = self.subject.problem(longest, total, found, tile_tokens)
+        if self.disk is not None and not isinstance(self.disk, DiskTier):
+            self.disk = self.disk()
+        return replace(
+            problem,
+            context_bytes=self._context_bytes,
+            disk=self.disk,
+            least_on_disk=self.least_on_disk,
         )
 
     def _look_at_machine(self) -> bool:
@@ -342,11 +295,13 @@ class Planning:
         if device is not None and self.budget is None and device.torch_device.type == "cpu":
             return False
         if device is not None and self.hardware is None:
-            room = None if self.budget is None else self.budget // 2
+            room = None if self.budget is None else (self.budget - self._context_bytes) // 2
+            began = time.perf_counter()
             self.hardware = known_hardware(device, self.kernel, room=room)
+            self.measuring_seconds = time.perf_counter() - began
             if self.budget is None:
-                self.budget = int(FREE_SHARE * device.free_bytes())
-                device.limit_memory(self.budget)
+                self.budget = device.context_bytes() + int(FREE_SHARE * device.free_bytes())
+            self._limit()
         return True
 
     def _find(self, problem: Problem, *, rows: int | None, is_free: bool) -> Candidate:
@@ -354,7 +309,8 @@ class Planning:
         assert self.budget is not None
         assert self.hardware is not None
         left = self.budget - self._kept_back
-        find = partial(find_plan, problem, self.hardware, budget_bytes=left)
+        known = partial(self.kept.find, find_plan, is_given=self.given_budget is not None)
+        find = partial(known, problem, self.hardware, budget_bytes=left)
         try:
             found = find(rows=rows, chosen=self._chosen)
         except DoesNotFitError:
@@ -370,6 +326,10 @@ class Planning:
             found = find(rows=rows, chosen=self._chosen)
         _check_host(found, self.host)
         self.decisions = found.decisions.override(self._chosen)
+        model = CostModel(problem, self.hardware)
+        self._fits_plain = model.memory.plain_bytes(found.decisions) <= left * (1 - SLACK)
+        work, disk = model.work(found.decisions), problem.disk
+        self._bounds = Bounds.of(work, model.hardware, lane=found.bound, disk=disk)
         return found
 
     def scaling(self, worlds: Sequence[Together]) -> tuple[ScalingPoint, ...]:
@@ -401,6 +361,15 @@ class Planning:
             points.append(ScalingPoint(world.num_ranks, run.seconds, run.bound, share))
         return tuple(points)
 
+    @property
+    def bounds(self) -> Bounds | None:
+        """What a step takes at best, if it computes all that was planned for."""
+        return self._bounds if self.computed_share == 1.0 else None
+
+    def may_run_uncompiled(self) -> bool:
+        """Whether the plan has room for passes of layers that are not compiled yet."""
+        return self._candidate is None or self._fits_plain
+
     def mark(self, *, training: bool) -> None:
         """A step has ended on the device."""
         if training:
@@ -409,6 +378,17 @@ class Planning:
             self._marks.clear()
         if len(self._marks) == NUM_MARKS and self._candidate and self.device:
             logger.info("%s", "; ".join(self._measured(self.device.peak_bytes())))
+            self._note_context(self.device)
+
+    def _note_context(self, device: Device) -> None:
+        """Remember how much the process takes beside tensors, now that all kernels are loaded."""
+        assert self.hardware is not None
+        assert self._problem is not None
+        found = device.context_bytes()
+        if found > self._problem.context_bytes:
+            self.hardware = replace(self.hardware, context_bytes=found)
+            remember(self.hardware, device, self.kernel)
+            self._limit()
 
     def step_seconds(self) -> float | None:
         """How long a step takes, measured or else predicted."""
@@ -421,12 +401,14 @@ class Planning:
         step, compared = self.step_seconds(), ""
         if step is None or len(self._marks) < 3:
             return ()
-        if self._candidate is not None:
+        if self._candidate is not None and self.computed_share == 1.0:
             off = step / self._candidate.seconds - 1
             compared = f" ({abs(off):.0%} {'more' if off > 0 else 'less'} than expected)"
-        speed = f"{self._num_tokens / step:,.0f} tokens/s{compared}"
-        peak = format_bytes(peak_bytes)
-        return (f"measured: {step:.3f} s a step, {speed}; device peak {peak}",)
+        speed = f"{self.computed_share * self._num_tokens / step:,.0f} tokens/s{compared}"
+        found = [f"measured: {step:.3f} s a step, {speed}; device peak {format_bytes(peak_bytes)}"]
+        if self.bounds is not None:
+            found.append(f"measured, of its bounds: {self.bounds.describe(step)}")
+        return tuple(found)
 
     def microbatch(self, rows: int | None) -> str:
         """How large a microbatch is, for people."""
@@ -443,6 +425,7 @@ class Planning:
         reserved: Mapping[str, int],
         choices: tuple[tuple[str, str], ...],
         peak_bytes: int,
+        first_step: tuple[tuple[str, float], ...] = (),
     ) -> Plan:
         """The plan as it is now: planned bytes on the device, those taken on the host."""
         found = self._candidate
@@ -455,6 +438,8 @@ class Planning:
                 "budget_bytes": self.budget,
                 "predicted_seconds": found.seconds,
                 "bound": found.bound,
+                "bounds": self.bounds,
+                "disk_bytes": found.disk_bytes,
                 "num_tokens": self._num_tokens,
             }
         described = self.decisions.describe(self.partition.num_layers, self.policy)
@@ -462,6 +447,7 @@ class Planning:
             ledger=(*device, *(LedgerLine("host", purpose, n) for purpose, n in arena.items())),
             choices=(*choices, *described),
             measured=self._measured(peak_bytes),
+            first_step=first_step,
             **expected,
         )
 

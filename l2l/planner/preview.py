@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l2l.device import num_devices, open_device
+from l2l.device import Disk, DiskFolder, num_devices, open_device
+from l2l.distributed import Share
 from l2l.model import (
     FakeWeights,
-    Partition,
     Readers,
     Recording,
+    bytes_of,
     fake_weight,
     open_lists,
     trial_batch,
@@ -32,24 +33,22 @@ from l2l.model import run_layer as call_layer
 from l2l.parameter_server import (
     NUM_STAGING,
     HostBudget,
+    Inventory,
     Optimizer,
-    PrecisionPolicy,
-    ServerOptimizer,
     UnitForm,
-    UpdatePolicy,
-    alternatives,
-    forms_of,
-    groups_of,
+    formats_in,
     host_bytes,
     load_kernel,
 )
 from l2l.planner.decisions import STATE_ON_HOST, Plan
+from l2l.planner.disk_tier import DiskTier, first_on_disk, refuse_disk
 from l2l.planner.hardware import H200, Hardware, known_hardware
-from l2l.planner.planning import FREE_SHARE, Findings, Planning, parse_budget
+from l2l.planner.planning import FREE_SHARE, Planning, parse_budget
 from l2l.planner.problem import Together
 from l2l.planner.search import DoesNotFitError
-from l2l.run import Facts
-from l2l.trial import find_route, run_through, usage_of
+from l2l.planner.subject import Findings
+from l2l.run import Facts, HeadOfWords, Usage
+from l2l.trial import find_route, pointwise_parts, run_through, usage_of
 
 UNLIMITED = 2**62
 
@@ -65,12 +64,14 @@ def plan(
     host_memory: int | str | None = None,
     microbatch_size: int | None = None,
     precision: str | torch.dtype = "bfloat16",
+    base: str | None = None,
     clip_norm: float | None = None,
     layers: str | Sequence[str] | None = None,
     compile: bool = True,  # noqa: A002 (torch's name for torch's thing)
     hardware: Hardware | None = None,
     overrides: Mapping[str, Any] | None = None,
     world: Together | None = None,
+    disk: Disk | str | None = None,
 ) -> Plan:
     """The plan that an engine would make, without allocating anything.
 
@@ -86,12 +87,15 @@ def plan(
             for this machine, else not limited.
         microbatch_size: as for the engine.
         precision: as for the engine.
+        base: as for the engine.
         clip_norm: as for the engine.
         layers: as for the engine.
         compile: whether layers are compiled.
         hardware: rates to plan with. None: those of this machine's accelerator, measured; without
             one, those of an H200.
         overrides: as for the engine.
+        disk: where optimizer state may go that host memory has no room for: room and sustained
+            rates of reading and writing, such as "2TB@6.5/5GB/s"; or as for the engine, measured.
         world: also say how fast 1, 2, 4, .. and all of these devices would be, each with such a
             batch.
 
@@ -100,39 +104,41 @@ def plan(
     """
     if microbatch_size is not None and microbatch_size < 1:
         raise ValueError(f"microbatch_size={microbatch_size}; expected at least 1 row, or None.")
-    types = PrecisionPolicy.for_model(model, precision=precision)
-    partition = Partition(model, layers=layers)
-    description, groups = groups_of(optimizer, model)
-    policy = UpdatePolicy.choose(None, optimizer=description, clip_norm=clip_norm, link=types.link)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    settings = ServerOptimizer(groups, description.defaults, names=names).settings()
-
-    def forms_with(optimizer: Optimizer) -> list[UnitForm]:
-        own = settings
-        if optimizer.defaults.keys() != description.defaults.keys():
-            own = dict.fromkeys(settings, optimizer.defaults)
-        return forms_of(partition, optimizer=optimizer, settings=own, precision=types)
-
+    inventory = Inventory.of(
+        model,
+        optimizer=optimizer,
+        precision=precision,
+        base=base,
+        layers=layers,
+        clip_norm=clip_norm,
+    )
+    partition, forms = inventory.partition, inventory.forms
     host = HostBudget(limit_bytes=UNLIMITED, rule="not limited")
     if host_memory is not None or (hardware is None and num_devices()):
-        own = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
-        host = HostBudget.of(host_memory, model_bytes=own)
-    forms = forms_with(description)
-    needed = host_bytes(forms, policy)
-    if needed > host.limit_bytes:
-        try:
-            host.check(needed, alternatives=alternatives(forms_with, policy, types.link))
-        except ValueError as error:
-            raise DoesNotFitError(str(error)) from None
+        host = HostBudget.of(host_memory, model_bytes=bytes_of(model.parameters()))
+    by_name = {form.name: form for form in forms}
+    tier, least = None if disk is None else _tier(disk), 0
+    if tier is not None:
+        refuse_disk(inventory.optimizer, is_parallel=world is not None)
+    try:
+        if tier is None:
+            inventory.check(host, Share())
+        else:
+            needed = host_bytes(forms, inventory.policy)
+            least = len(first_on_disk(by_name, needed, host, room_bytes=tier.size_bytes))
+    except ValueError as error:
+        raise DoesNotFitError(str(error)) from None
     hardware = hardware or measured_hardware() or H200
     if batch is None:
         ids = torch.empty((num_rows, length), dtype=torch.int64, device="meta")
         batch = {"input_ids": ids, "labels": ids}
     planning = Planning(
         partition=partition,
-        forms={form.name: form for form in forms},
-        optimizer=description,
-        policy=policy,
+        forms=by_name,
+        disk=tier,
+        least_on_disk=least,
+        optimizer=inventory.optimizer,
+        policy=inventory.policy,
         given_budget=parse_budget(device_memory) or int(FREE_SHARE * hardware.device_bytes),
         host=host,
         compiled=compile,
@@ -146,9 +152,10 @@ def plan(
         choices=(
             ("layers", f"{partition.list_name}, {partition.num_layers} of them"),
             ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),
-            ("precision", str(types.link).removeprefix("torch.")),
+            ("precision", str(inventory.precision.link).removeprefix("torch.")),
+            *formats_in(forms),
             ("microbatch", planning.microbatch(microbatch_size)),
-            ("update", policy.value),
+            ("update", inventory.policy.value),
             ("for", hardware.device_name),
         ),
         peak_bytes=0,
@@ -158,6 +165,18 @@ def plan(
     numbers = {world.num_ranks, *(2**power for power in range(world.num_ranks.bit_length()))}
     worlds = [replace(world, num_ranks=number) for number in sorted(numbers)]
     return replace(result, scaling=planning.scaling(worlds))
+
+
+def _tier(disk: Disk | str) -> DiskTier:
+    """A disk as it is described, or measured."""
+    if isinstance(disk, str) and "@" in disk:
+        return DiskTier.of_text(disk)
+    given = disk if isinstance(disk, Disk) else Disk(disk)
+    folder = DiskFolder(given)
+    try:
+        return DiskTier.of_folder(folder, given.rates, small=False)
+    finally:
+        folder.close()
 
 
 def measured_hardware() -> Hardware | None:
@@ -199,6 +218,9 @@ def _look_at(planning: Planning, batch: Mapping[str, Any]) -> Findings:
         with after:
             start = partial(setattr, after, "watching", True)
             partition.epilogue(trial, delivered, route, on_delivery=start)
+        pointwise = {}
+        if planning.may_tile(batch):
+            pointwise = pointwise_parts(partition, trial, route, bound, tries=False)
 
     def record(microbatch: dict[str, Any]) -> list[Recording]:
         with torch.no_grad(), FakeWeights():
@@ -210,11 +232,25 @@ def _look_at(planning: Planning, batch: Mapping[str, Any]) -> Findings:
     modules = [module for part in partition.layers for module in part.module.modules()]
     dropouts = [one for one in modules if isinstance(one, nn.modules.dropout._DropoutNd)]
     return Findings(
-        facts=Facts(route=route, usage=usage, alone=True, within_rows=tokens, puts_off=tokens),
+        facts=Facts(
+            route=route,
+            usage=usage,
+            alone=True,
+            within_rows=tokens,
+            puts_off=tokens,
+            pointwise=pointwise,
+            head=_head_in(usage, forms) if tokens else None,
+        ),
         record=record,
         buffer_bytes=buffer_bytes,
         draws_random_numbers=any(one.training and one.p > 0 for one in dropouts),
     )
+
+
+def _head_in(usage: Mapping[str, Usage], forms: Mapping[str, UnitForm]) -> HeadOfWords | None:
+    """The matrix with a row for every word that is read after the layers."""
+    names = (name for name, one in usage.items() if one.after and name.startswith("T"))
+    return next((HeadOfWords(forms[name].weight_layout.names[0]) for name in names), None)
 
 
 def _with_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,11 +266,12 @@ def _with_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tensors(form: UnitForm) -> dict[str, Tensor]:
     """A unit's tensors, without memory if they are large."""
-    return {
+    views = {
         field.name: fake_weight(field.shape, segment.dtype)
         for segment in form.weight_layout.segments
         for field in segment.fields
     }
+    return form.of_views(views)
 
 
 # What takes least memory: on the host a straight line in the number of layers, constant on the

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -14,14 +14,28 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from l2l.model import LayerInputs, Partition, Recording, Route
-from l2l.parameter_server import HostOptimizer, Optimizer, UnitForm, UpdatePolicy
+from l2l.model import LayerInputs, Partition, Recording, Route, Tiles
+from l2l.parameter_server import (
+    HostOptimizer,
+    Optimizer,
+    UnitForm,
+    UpdatePolicy,
+    block_bytes,
+    rows_of_slice,
+)
+from l2l.planner.disk_tier import DiskTier, spread
 from l2l.planner.layer_cost import PassCost, count_kept_pass, count_pass
 from l2l.schedule import OuterUnit
 
 COLLECTIVE_SECONDS = 30e-6  # that ranks need to begin to talk
 MANY_TOKENS = 8192  # enough for activations to outweigh gradients of weights
-MEMORY = ("working_bytes", "output_bytes", "kept_bytes")  # of a `PassCost`
+MEMORY = (  # of a `PassCost`
+    "working_bytes",
+    "output_bytes",
+    "kept_bytes",
+    "plain_working_bytes",
+    "plain_kept_bytes",
+)
 ROUGH = ((1, 12, 0), (3, 34, 0), (1, 24, 24), (2, 34, 0))  # passes; hidden states at work; kept
 Passes = tuple[PassCost, ...]  # as the fields of `LayerCosts`
 
@@ -35,12 +49,22 @@ class UnitSize:
     staging_bytes: int  # as gradients cross the link
     state_bytes: int  # optimizer state, and what completes the master
     num_trained: int  # parameters
+    disk_bytes: int = 0  # of the same on disk
     is_one_run: bool = True  # whether these lie in one row, so that their state can be lent
+    num_rows: int = 0  # of a table, which is all there is; 0: it is something else
 
     @property
     def lent_bytes(self) -> int:
         """What is copied to the device for an update there."""
         return self.state_bytes + self.staging_bytes + self.weight_bytes
+
+    def slice(self, num_slices: int) -> UnitSize:
+        """The largest of so many slices of a table."""
+        rows = rows_of_slice(self.num_rows, num_slices)
+        share = rows / self.num_rows
+        names = ("weight_bytes", "gradient_bytes", "staging_bytes", "state_bytes", "num_trained")
+        cut = {name: math.ceil(share * getattr(self, name)) for name in names}
+        return replace(self, num_rows=rows, **cut)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +89,11 @@ class CostCurve:
             **{name: self._memory(name, rows) for name in MEMORY},
         )
 
+    @property
+    def plain(self) -> CostCurve:
+        """The same with the memory of passes that are not compiled."""
+        return CostCurve(tuple((rows, _plain(cost)) for rows, cost in self.counted))
+
     def _memory(self, name: str, rows: float) -> int:
         last, most = self.counted[-1]
         if rows > last and len(self.counted) > 2:
@@ -72,6 +101,11 @@ class CostCurve:
         pairs = list(pairwise(self.counted))
         (low, few), (high, many) = next((p for p in pairs if rows <= p[1][0]), pairs[-1])
         return int(_line(getattr(few, name), getattr(many, name), (rows - low) / (high - low)))
+
+
+def _plain(cost: PassCost) -> PassCost:
+    working, kept = cost.plain_working_bytes, cost.plain_kept_bytes
+    return replace(cost, working_bytes=working, kept_bytes=kept) if working else cost
 
 
 def _line(first: float, second: float, share: float) -> float:
@@ -86,6 +120,12 @@ class LayerCosts:
     backward: CostCurve  # recomputation and backward
     kept_forward: CostCurve  # keeping everything, as layers of the tail do
     kept_backward: CostCurve
+
+    @property
+    def plain(self) -> LayerCosts:
+        """Those of passes that are not compiled, as far as memory is concerned."""
+        curves = (self.forward, self.backward, self.kept_forward, self.kept_backward)
+        return LayerCosts(*(one.plain for one in curves))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +181,7 @@ class Problem:
     outer: tuple[tuple[OuterUnit, UnitSize], ...]
     num_rows: int  # of a batch
     length: int  # positions in a row
+    tile_tokens: int | None = None  # that pass at once what of a layer is pointwise
     hidden_bytes: int  # of one row
     recorded_bytes: int  # of one row, about
     aside_bytes: int = 0  # of one row
@@ -159,11 +200,41 @@ class Problem:
     has_halves: bool  # whether late updates can be done in two
     may_update_on_device: bool
     is_single: bool  # whether layers compute in float32
+    needs_slices: bool = False  # whether the head must come in slices, or in one
     buffer_bytes: int
+    context_bytes: int = 0  # on the device, beside tensors
     server_bytes: int  # of the parameter server, on the host
+    disk: DiskTier | None = None  # to which optimizer state may go
+    least_on_disk: int = 0  # layers, whose state the server has no room for
     host_limit_bytes: int
     together: Together = Together()
     parallel: bool = False  # whether ranks talk to each other, whatever joins them
+
+    @property
+    def plain(self) -> Problem:
+        """The same while layers are not compiled yet."""
+        known = {id(one): one.plain for one in self.costs}
+        return replace(self, costs=tuple(known[id(one)] for one in self.costs))
+
+    @property
+    def head(self) -> UnitSize | None:
+        """A head that may come in slices."""
+        if self.joint:
+            return None
+        return next((size for unit, size in self.outer if unit.may_be_sliced), None)
+
+
+def disk_order(route: Route, layers: Sequence[UnitSize], *, but: Collection[int]) -> list[int]:
+    """Calls whose layers' state may be on disk, in the order in which it goes there.
+
+    Args:
+        route: which layers they are of.
+        layers: of every call.
+        but: calls whose layers' state is elsewhere.
+    """
+    first = {layer: call for call, layer in reversed([*enumerate(route.layers)])}
+    calls = (first[layer] for layer in spread(first))
+    return [call for call in calls if layers[call].disk_bytes and call not in but]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -174,14 +245,16 @@ class Problem:
 
 def unit_size(form: UnitForm) -> UnitSize:
     """Bytes of a unit."""
-    weight_bytes = form.weight_layout.nbytes
+    weight_bytes, shapes = form.weight_layout.nbytes, list(form.shapes().values())
     return UnitSize(
         weight_bytes=weight_bytes,
         gradient_bytes=form.gradient_layout.nbytes,
         staging_bytes=form.staging_layout.nbytes,
         state_bytes=sum(form.bytes_by_kind().values()) - weight_bytes,
+        disk_bytes=block_bytes(form),
         num_trained=form.trained.numel,
         is_one_run=form.is_one_run,
+        num_rows=0 if form.name.startswith("L") or len(shapes) != 1 else shapes[0][0],
     )
 
 
@@ -192,6 +265,7 @@ def layer_costs(
     route: Route,
     *,
     fused: bool,
+    tiles: Mapping[str, Tiles],
 ) -> tuple[LayerCosts, ...]:
     """The costs of every call of a layer, from recordings of one row and of two.
 
@@ -201,6 +275,7 @@ def layer_costs(
         recordings: for one row and for two, of every stack.
         route: which calls there are.
         fused: whether layers are compiled.
+        tiles: by structure, what of layers runs in tiles.
     """
     known: dict[tuple[str, int], LayerCosts] = {}
     found = []
@@ -208,7 +283,9 @@ def layer_costs(
         stack, form = route.stack_of(call), forms[index]
         key = partition.structures[index], stack
         if key not in known:
-            count = partial(_count_passes, partition, route, call, form, fused=fused)
+            count = partial(
+                _count_passes, partition, route, call, form, fused=fused, tiles=tiles.get(key[0])
+            )
             known[key] = _costs(count, form, [each[stack] for each in recordings])
         found.append(known[key])
     return tuple(found)
@@ -263,6 +340,7 @@ def _count_passes(
     recording: Recording,
     *,
     fused: bool,
+    tiles: Tiles | None,
 ) -> Passes:
     assert recording.hidden is not None
     index, layout = route.layers[call], form.weight_layout
@@ -270,10 +348,12 @@ def _count_passes(
     hidden, *beside = (one.detach().to("meta") for one in handed)
     inputs = LayerInputs(
         part=partition.layers[index],
-        tensors={
-            name: torch.empty(shape, dtype=layout.dtype_of(name), device="meta")
-            for name, shape in layout.shapes().items()
-        },
+        tensors=form.of_views(
+            {
+                name: torch.empty(shape, dtype=layout.dtype_of(name), device="meta")
+                for name, shape in layout.shapes().items()
+            }
+        ),
         trained=form.trained.names,
         call=recording.calls[call],
         hidden=hidden,
@@ -283,6 +363,7 @@ def _count_passes(
         recorded=[tensor.detach().to("meta") for tensor in recording.tensors],
         through=(),
         changes_input=partition.structures[index] in partition.changing_input,
+        tiles=tiles,
     )
     gradient = torch.empty_like(inputs.forward()[0])  # made here, since it is given to the pass
     wanted: list[Tensor] = []
@@ -304,7 +385,8 @@ def _rough_passes(form: UnitForm, recording: Recording) -> Passes:
     """Costs as of a transformer layer of this size."""
     assert recording.hidden is not None
     hidden, gradients = recording.hidden.nbytes, form.gradient_layout.nbytes
-    flops = 2.0 * form.weight_layout.numel * math.prod(recording.hidden.shape[:-1])
+    numel = sum(map(math.prod, form.shapes().values()))
+    flops = 2.0 * numel * math.prod(recording.hidden.shape[:-1])
     return tuple(
         PassCost(
             matrix_flops=passes * flops,
@@ -326,8 +408,7 @@ def passed_on(recording: Recording) -> list[list[Tensor]]:
 
 def head_of(forms: Sequence[UnitForm]) -> tuple[int, int]:
     """Parameters in matrices of these units, and the widest output among them."""
-    layouts = [form.weight_layout for form in forms]
-    shapes = [shape for layout in layouts for shape in layout.shapes().values()]
+    shapes = [shape for form in forms for shape in form.shapes().values()]
     shapes = [shape for shape in shapes if len(shape) == 2]
     return sum(map(math.prod, shapes)), max((shape[0] for shape in shapes), default=1)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, takewhile
 from typing import Any
@@ -30,6 +30,12 @@ MAX_TOKENS = 16384  # of a microbatch: more gain nothing
 PIECES = (8192, 4096, 2048, 1024, 768, 512, 384, 256, 128)  # matrix products like 128s
 KEEPS = (0.08, 0.16, 0.3)  # of what a layer makes
 KEPT_CELLS = (2, 3)
+SMALLER: Sequence[Mapping[str, Any]] = (  # for where nothing else fits
+    {},
+    {"num_gradient_slots": 1},
+    {"num_slots": 1, "num_gradient_slots": 1},
+    {"num_slots": 1, "num_gradient_slots": 1, "num_cells": 4},
+)
 NUM_RANKED = 60  # candidates that are looked at more closely
 NUM_SIMULATED = 2  # of each kind
 MAX_SIMULATED = 24  # of all
@@ -64,6 +70,7 @@ class Candidate:
     ledger: tuple[LedgerLine, ...]
     seconds: float
     bound: str
+    disk_bytes: int = 0  # read from disk in a step, and written there
 
 
 def find_plan(
@@ -129,13 +136,14 @@ class _Search:
             ledger=self._memory.ledger(decisions),
             seconds=simulation.seconds,
             bound=simulation.bound,
+            disk_bytes=self._memory.disk_bytes(decisions),
         )
 
     def _better(
         self, best: Candidate, others: Iterable[Decisions], enough: float = 1.0
     ) -> Candidate:
         """The best so far, or one of others that takes less than enough of its time."""
-        for other in others:
+        for other in map(self._placed, others):
             if self._fits(other) and self._memory.fits_host(other):
                 found = self._simulate(other)
                 best = found if found.seconds < enough * best.seconds else best
@@ -150,27 +158,38 @@ class _Search:
         overfull: dict[Decisions, float] = {}  # the host has no room: will be refused
         least: tuple[int, Decisions] | None = None
         for candidate in self._candidates(rows):
-            decisions = replace(self._model.with_late(candidate), **self._chosen)
-            if decisions.num_device_states > decisions.num_tail:
-                continue  # chosen by the user for a longer tail
+            decisions = self._placed(self._model.with_late(self._placed(candidate)))
+            if decisions.num_device_states > decisions.num_tail or decisions.is_refused:
+                continue  # the user has chosen something else with it
+            if self._problem.needs_slices and not decisions.num_head_slices:
+                continue
             taken = self._memory.peak_bytes(decisions)
             if least is None or taken < least[0]:
                 least = (taken, decisions)
             found = fitting if self._memory.fits_host(decisions) else overfull
             if taken <= self._limit and decisions not in found:
                 found[decisions] = self._model.estimate(decisions)
+        if not fitting and self._problem.disk is not None:
+            self._refuse_disk(overfull)
         fitting = fitting or overfull
         if not fitting:
             assert least is not None
             raise DoesNotFitError(self._refusal(*least))
         return sorted(fitting, key=fitting.__getitem__)[:NUM_RANKED]
 
+    def _placed(self, decisions: Decisions) -> Decisions:
+        """The same with what is chosen, and with as much on disk as is needed for that."""
+        chosen = replace(decisions, **self._chosen)
+        return chosen if "num_on_disk" in self._chosen else self._memory.with_disk(chosen)
+
     def _candidates(self, rows: int | None) -> Iterator[Decisions]:
         problem, default = self._problem, Decisions().num_cells
         most = max(1, min(problem.num_rows, MAX_TOKENS // problem.length))
         numbers = [rows] if rows else sorted({1, most, *(2**i for i in range(12) if 2**i <= most)})
         for number in numbers:
-            start = Decisions(microbatch_tokens=number * problem.length)
+            start = Decisions(
+                microbatch_tokens=number * problem.length, tile_tokens=problem.tile_tokens
+            )
             pieces: list[int | None] = [None]
             if problem.may_cut_rows:
                 smallest = 1 if problem.may_cut_positions else problem.length
@@ -186,6 +205,28 @@ class _Search:
                     one = replace(start, piece_tokens=piece, shares_memory=shares, num_cells=cell)
                     num_fitting += self._fits(one)
                     yield from self._tails(one)
+            yield from self._sliced(start, cells)
+            if rows is None and number % 4 == 0:  # where every byte counts, sizes between, too
+                between = replace(start, microbatch_tokens=number * 3 // 4 * problem.length)
+                yield from self._sliced(between, cells)
+
+    def _sliced(self, start: Decisions, cells: Iterable[int]) -> Iterator[Decisions]:
+        """The same with a head in slices, also with as little as a step can do with."""
+        for number, cell in product(self._slices(), cells):
+            one = replace(start, num_head_slices=number, num_cells=cell)
+            for smaller in (replace(one, **choices) for choices in SMALLER):
+                yield smaller
+                yield from self._keeping(smaller, product(KEEPS, KEPT_CELLS))
+
+    def _slices(self) -> list[int]:
+        """Numbers of slices of the head: as large as layers, and smaller."""
+        head = self._problem.head
+        if head is None:
+            return []
+        largest = max(unit.weight_bytes for unit in self._problem.layers)
+        fewest = max(2, math.ceil(head.weight_bytes / largest))
+        found = [one for one in (fewest, 2 * fewest) if one <= head.num_rows]
+        return [1, *found] if self._problem.needs_slices else found
 
     def _many_cells(self, decisions: Decisions) -> int:
         """Cells in which the hidden states of all microbatches stay for a while."""
@@ -219,7 +260,7 @@ class _Search:
     ) -> Iterator[Decisions]:
         """The same with kept results, where device and host have room for them."""
         for keep, number in choices if self._problem.may_keep else ():
-            kept = replace(start, keep=keep, num_kept_cells=number)
+            kept = self._placed(replace(start, keep=keep, num_kept_cells=number))
             if self._memory.fits_host(kept) and self._fits(kept):
                 yield kept
 
@@ -239,15 +280,15 @@ class _Search:
             number = int(share * (len(problem.layers) - start.num_tail))
             for num_pieces in pieces if number else ():
                 other = replace(start, num_shared=number, num_pieces=num_pieces)
-                other = replace(other, **self._chosen)
-                if self._fits(other):
+                other = self._placed(other)  # what is lent is not on disk
+                if self._fits(other) and self._memory.fits_host(other):
                     yield other
 
     def _late(self, start: Decisions) -> Iterator[Decisions]:
         """The same; also with all updates left to the next step, if some are."""
         yield start
         every = len(self._problem.layers) + len(self._problem.outer)
-        all_late = replace(start, num_late=every)
+        all_late = self._placed(replace(start, num_late=every))
         if start.num_late and "num_late" not in self._chosen and self._memory.fits_host(all_late):
             yield all_late
 
@@ -334,6 +375,17 @@ class _Search:
         number, streams = self._many_cells(start), start.num_tail < len(self._problem.layers)
         if "num_cells" not in self._chosen and streams and start.num_cells < number <= MAX_CELLS:
             yield replace(start, num_cells=number)
+
+    def _refuse_disk(self, overfull: Iterable[Decisions]) -> None:
+        """Refuse a disk that is too small for what the host has no room for."""
+        disk, memory = self._problem.disk, self._memory
+        least = min(overfull, key=memory.host_bytes, default=None)
+        needed = 0 if least is None else memory.disk_bytes(least)
+        if disk is not None and needed > disk.size_bytes:
+            raise DoesNotFitError(
+                f"optimizer state of {format_bytes(needed)} must go to disk, where there is room "
+                f"for {format_bytes(disk.size_bytes)}. Give a larger disk, or more host_memory."
+            )
 
     def _refusal(self, taken: int, least: Decisions) -> str:
         lines = [line for line in self._memory.ledger(least) if line.place == "device"]

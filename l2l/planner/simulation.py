@@ -3,11 +3,12 @@
 The same steps over and over, as the relay submits them, from event to event:
 
 - each lane does its lines in order; a wait holds its lane until the action it names is done;
-- a copy crosses the link inwards or outwards. Either direction does one copy at a time; a lane
-  that has the next one ready when one of its copies ends goes on, else lanes come in the order in
-  which they became ready. While both directions are busy, both are slower ([Note: link]);
-- a step begins when the one before has ended on every lane but the update lane, as between
-  `Device.finish` and `Device.begin`. The update lane goes on in the order of its lines;
+- a copy crosses the link inwards or outwards, or is read from a disk or written there. Either way
+  does one copy at a time; a lane that has the next one ready when one of its copies ends goes on,
+  else lanes come in the order in which they became ready. While both ways are busy, both are
+  slower ([Note: link]);
+- a step begins when the one before has ended on every lane but those of host threads, as between
+  `Device.finish` and `Device.begin`. These (`LASTING`) go on in the order of their lines;
 - a wait for what earlier steps did (`fetch waits last L0`) holds its lane until the last line of
   the step before that did so is done.
 
@@ -26,20 +27,21 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from l2l.schedule import Action, Lane, Line, Schedule, Span, Trace, Wait, WaitLast
+from l2l.planner.disk_tier import DiskTier
+from l2l.schedule import LASTING, Action, Lane, Line, Schedule, Span, Trace, Wait, WaitLast
 
-Direction = Literal["in", "out"]
-BOUNDS: Final = ("compute", "link", "host")
+Direction = Literal["in", "out", "read", "write"]
 LANES: Final = tuple(Lane)
+PAIRS: Final = (("in", "out"), ("read", "write"))
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a line costs: time on its lane, then bytes over the link."""
+    """What a line costs: time on its lane, then bytes over the link, or from and to the disk."""
 
     seconds: float = 0.0
     link: Direction | None = None
@@ -56,7 +58,7 @@ class Simulation:
     seconds: float
     """From the beginning of a step to that of the next."""
     bound: str
-    """What is busiest: "compute", "link" or "host"."""
+    """What is busiest: "compute", "link", "host" or "disk"."""
     busy: dict[str, float]
     """Share of the step in which each of them is busy."""
     began: float
@@ -82,6 +84,7 @@ def simulate(
     fetch_rate: float,
     drain_rate: float,
     both_ways_rate: float,
+    disk: DiskTier | None = None,
     num_steps: int = 3,
 ) -> Simulation:
     """Run a schedule several times over by the clock and look at the last.
@@ -92,19 +95,18 @@ def simulate(
         fetch_rate: bytes/s inwards while nothing goes outwards.
         drain_rate: bytes/s outwards while nothing comes inwards.
         both_ways_rate: bytes/s in each direction while both are busy.
+        disk: how fast lines read from it and write to it.
         num_steps: how many steps; three are enough ([Note: steady]).
 
     Raises:
         ValueError: a wait names a line that was not given before it.
     """
-    run = _Run(
-        schedule,
-        cost,
-        fetch_rate=fetch_rate,
-        drain_rate=drain_rate,
-        both_ways_rate=both_ways_rate,
-        num_steps=num_steps,
-    )
+    link = (fetch_rate, both_ways_rate), (drain_rate, both_ways_rate)
+    ways = {"in": link[0], "out": link[1]}
+    if disk is not None:
+        ways["read"] = (disk.read_rate, disk.both_read_rate)
+        ways["write"] = (disk.write_rate, disk.both_write_rate)
+    run = _Run(schedule, cost, ways, num_steps)
     run.go()
     return run.result()
 
@@ -123,7 +125,7 @@ class _Program:
 
 @dataclass(slots=True, eq=False)
 class _Server:
-    """One direction of the link."""
+    """One direction of the link, or of the disk."""
 
     alone_rate: float
     both_ways_rate: float
@@ -144,12 +146,10 @@ class _Run:
         self,
         schedule: Schedule,
         cost: Callable[[Action], Cost],
-        *,
-        fetch_rate: float,
-        drain_rate: float,
-        both_ways_rate: float,
+        ways: Mapping[str, tuple[float, float]],
         num_steps: int,
     ) -> None:
+        """Nothing has begun; `ways` has the rate of each alone, and while the other is busy."""
         self._lines = schedule.lines
         self._num_lines = len(self._lines)
         self._num_steps = num_steps
@@ -157,8 +157,9 @@ class _Run:
         self._programs = [_Program(lane) for lane in LANES]
         for lane, line, steps_ago in _programs(schedule):
             self._programs[lane.number].items.append((line, steps_ago, costs[line]))
-        self._inwards = _Server(fetch_rate, min(fetch_rate, both_ways_rate))
-        self._outwards = _Server(drain_rate, min(drain_rate, both_ways_rate))
+        self._ways = {way: _Server(rate, min(rate, slow)) for way, (rate, slow) in ways.items()}
+        names = [pair for pair in PAIRS if pair[0] in self._ways]
+        self._pairs = [tuple(self._ways[way] for way in pair) for pair in names]
         self._now = 0.0
         self._events: list[tuple[float, int, _Program | None, _Server | None, int]] = []
         self._num_events = 0
@@ -189,15 +190,20 @@ class _Run:
         for lane, _, start, end in self._passed:
             seconds[lane.number] += end - start
         copying = [
-            seconds[lane.number] for lane in LANES if lane not in (Lane.COMPUTE, Lane.UPDATE)
+            seconds[lane.number]
+            for lane in LANES
+            if lane is not Lane.COMPUTE and lane not in LASTING
         ]
-        copying += [self._inwards.busy_seconds, self._outwards.busy_seconds]
-        totals = (seconds[Lane.COMPUTE.number], max(copying), seconds[Lane.UPDATE.number])
-        busy = {
-            name: total / length if length > 0 else 0.0
-            for name, total in zip(BOUNDS, totals, strict=True)
+        copying += [self._ways[way].busy_seconds for way in PAIRS[0]]
+        on_disk = [self._ways[way].busy_seconds for way in PAIRS[1] if way in self._ways]
+        totals = {
+            "compute": seconds[Lane.COMPUTE.number],
+            "link": max(copying),
+            "host": seconds[Lane.UPDATE.number],
+            **({"disk": max(on_disk)} if on_disk else {}),
         }
-        bound = max(BOUNDS, key=lambda name: busy[name])
+        busy = {k: total / length if length > 0 else 0.0 for k, total in totals.items()}
+        bound = max(busy, key=lambda name: busy[name])
         return Simulation(seconds=length, bound=bound, busy=busy, began=began, passed=self._passed)
 
     # ----------------------------------------------------------------------------------------------
@@ -230,15 +236,15 @@ class _Run:
         """A lane has done a step; whether it may go on with the next."""
         program.position = 0
         program.step += 1
-        if program.lane is Lane.UPDATE:
+        if program.lane in LASTING:
             return True
         step = program.step - 1
         self._arrived[step] += 1
-        if self._arrived[step] < len(LANES) - 1:
+        if self._arrived[step] < len(LANES) - len(LASTING):
             return False
         self._ends.append(self._now)
         self._runnable.extend(
-            one for one in self._programs if one is not program and one.lane is not Lane.UPDATE
+            one for one in self._programs if one is not program and one.lane not in LASTING
         )
         return True
 
@@ -279,7 +285,7 @@ class _Run:
     # Link
 
     def _ask(self, way: Direction, program: _Program) -> None:
-        server = self._inwards if way == "in" else self._outwards
+        server = self._ways[way]
         server.queue.append(program)
         if server.current is None:
             self._serve_next(server)
@@ -296,8 +302,11 @@ class _Run:
 
     def _set_rates(self) -> None:
         """Foresee the ends of the copies under way, at the rates from now on."""
-        both = self._inwards.current is not None and self._outwards.current is not None
-        for server in (self._inwards, self._outwards):
+        for pair in self._pairs:
+            self._set_rates_of(pair, both=all(server.current is not None for server in pair))
+
+    def _set_rates_of(self, pair: tuple[_Server, ...], *, both: bool) -> None:
+        for server in pair:
             rate = server.both_ways_rate if both else server.alone_rate
             if server.current is None or rate == server.rate:
                 continue
@@ -351,6 +360,8 @@ def _carried(action: Action) -> list[str]:
     """What the next step may have to wait for, if it comes to that ([Note: steps])."""
     if action.kind in ("drain U.grad", "drain U.norm", "drain loss"):
         return ["drain"]
+    if action.kind == "drain U.state":
+        return [action.places[0], f"{action.unit}.state"]
     if action.lane is not Lane.UPDATE or not action.kind.startswith("update"):
         return []
     changes_weights = "moments" not in action.kind

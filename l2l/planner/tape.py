@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
@@ -120,6 +120,9 @@ class Tape(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(map(is_traceable_wrapper_subclass, _tensors((args, kwargs)))):
+            with self:  # what its class makes of it is noted
+                return func(*args, **kwargs)
         reads: dict[int, int] = {}
         writes: dict[int, int] = {}
         for tensor in _tensors((args, kwargs)):

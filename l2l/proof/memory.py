@@ -22,7 +22,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from l2l.model import is_plain
+from l2l.files import cache_folder, own_source
+from l2l.model import format_of, is_plain
 
 MAX_DEPTH = 5  # of objects in objects
 LIBRARIES = ("torch", "transformers", "peft", "torchao", "accelerate")
@@ -41,10 +42,8 @@ class ProofMemory:
     @classmethod
     def of_user(cls) -> ProofMemory:
         """In the user's cache folder, if there is one."""
-        try:
-            return cls(Path.home() / ".cache" / "l2l" / "proofs")
-        except RuntimeError:  # nobody's home
-            return cls(None)
+        folder = cache_folder()
+        return cls(None if folder is None else folder / "proofs")
 
     def has(self, key: str | None) -> bool:
         """Whether this was proven; None never was."""
@@ -80,7 +79,7 @@ def key_of(
         batch: of which names, types and numbers of dimensions count.
         path: what else decides which code runs; must print alike whenever it is alike.
     """
-    words = [_own_source(), platform.python_version(), *map(_version, LIBRARIES), *map(str, path)]
+    words = [own_source(), platform.python_version(), *map(_version, LIBRARIES), *map(str, path)]
     try:
         words += [] if loss_function is None else [_function_text(loss_function)]
         words += _module_texts(model)
@@ -103,19 +102,21 @@ def _module_texts(model: nn.Module) -> Iterator[str]:
             raise _UnknownError
         yield f"{name} {_class_source(kind)}"
         for key, value in attributes.items():
-            if key[:1] != "_":
+            if key[:1] != "_" or is_plain(value):  # such as which adapter is active
                 if id(value) not in known:
                     known[id(value)] = _value_text(value, depth=0)
                 yield f"{key} {known[id(value)]}"
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+        found = format_of(tensor)
+        own = "" if found is None else f" {_class_source(found.kind)} {found.text}"
+        yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}{own}"
 
 
 def _value_text(value: object, depth: int) -> str:
     """A value such that equal texts mean that code does the same with it."""
     if isinstance(value, Tensor):
         return f"{value.shape} {value.dtype}"
-    if is_plain(value) or isinstance(value, torch.device | torch.Size):
+    if is_plain(value):
         return repr(value)
     if isinstance(value, type):
         return _class_source(value)
@@ -170,13 +171,6 @@ def _file_hash(file: str) -> str:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError as error:
         raise _UnknownError from error
-
-
-@functools.cache
-def _own_source() -> str:
-    folder = Path(__file__).parent.parent
-    files = sorted(one for one in folder.rglob("*") if one.suffix in (".py", ".cpp"))
-    return hashlib.sha256(b"".join(one.read_bytes() for one in files)).hexdigest()
 
 
 @functools.cache

@@ -3,8 +3,10 @@
 The user's own modules and parameter objects are used, not copies: whatever code holds on to them
 (a loss, a compiled layer, a replaced `forward`) sees real weights. Around the layers these are
 there all the time. A layer's are brought when its code runs and taken away when it ends; what
-autograd saves of them is noted by its place, and brought again for the backward pass. Beyond
-`SAVED_BYTES`, other saved tensors wait on the host. So this needs the memory of what is around the
+autograd saves of them is noted by its place, and brought again for the backward pass. Kernels of
+quantized weights may keep these themselves, unseen: their memory is emptied, and filled again when
+the gradient of the layer's output is there. Beyond `SAVED_BYTES`, other saved tensors wait on the
+host. So this needs the memory of what is around the
 layers, its gradient, and a layer or two, whatever the depth.
 
 Random numbers are those of the engine: the code around the layers has one stream for each
@@ -26,6 +28,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from l2l.device import Device
 from l2l.model import (
@@ -36,6 +39,8 @@ from l2l.model import (
     Partition,
     Route,
     Rule,
+    format_of,
+    given_loss,
     lent,
     modules_kept,
     move_batch,
@@ -46,6 +51,7 @@ from l2l.model import (
     take_rows,
     trial_batch,
     turned,
+    watching,
 )
 from l2l.parameter_server import ParameterServer
 from l2l.proof.evidence import ODD_FACTOR, TOLERANCE, Evidence, ProofError, check
@@ -85,6 +91,7 @@ class Reference:
     _left: dict[str, Tensor] = field(default_factory=dict)  # buffers of layers, by their code
     _flats: OrderedDict[int, Tensor] = field(default_factory=OrderedDict)
     """Weights of layers that are here."""
+    _emptied: dict[int, Tensor] = field(default_factory=dict)  # without memory, that code may hold
     _spans: dict[int, int] = field(default_factory=dict)  # address of such weights -> layer
     _around: set[int] = field(default_factory=set)  # addresses of weights around the layers
     _running: int | None = None
@@ -98,7 +105,8 @@ class Reference:
         model, units = self.of.model, self.of.server.units.values()
         named = [*model.named_parameters(), *model.named_buffers()]
         owners = {id(tensor): name for name, tensor in named}
-        self._units = {owner: one for one in units for owner in one.form.weight_layout.names}
+        self._units = {owner: one for one in units for owner in one.form.owners}
+        self._formats = {o: one for unit in units for o, one in unit.form.formats.items()}
         self._whole = Part(model, owners)
         layers = map(model.get_submodule, self.of.partition.layer_paths)
         self._layers = [Part(layer, owners) for layer in layers]
@@ -126,16 +134,18 @@ class Reference:
         self.of.device.seed(self.seed_of(None, self._m))
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed())
         with torch.enable_grad(), hooks:
-            outputs = self.of.partition.run(self.of.model, inputs)
-            function, weight = self.of.loss_function, 1.0
-            found = require_loss(outputs) if function is None else function(outputs, inputs)
-            if isinstance(found, tuple):
-                found, weight = found[0], float(found[1])
-            loss = found * share
+            function, weight = self.of.loss_function, None
+            with watching(function) as seen:
+                outputs = self.of.partition.run(self.of.model, inputs)
+            if function is None:
+                loss = require_loss(outputs)
+            else:
+                loss, weight = given_loss(function, seen(outputs), inputs)
+            loss = loss * share
             self._evidence.losses.append(float(loss.detach()))
             if loss.requires_grad:
                 (loss.float() * factor).backward()  # type: ignore[no-untyped-call]
-        return weight
+        return 1.0 if weight is None else float(weight)
 
     # ----------------------------------------------------------------------------------------------
     # The user's model with real weights
@@ -153,7 +163,8 @@ class Reference:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             whole.set_training(not self.on_host, as_given=model.training)
             for owner, parameter in parameters.items():
-                dtype = self._units[owner].form.weight_layout.dtype_of(owner)
+                layout = self._units[owner].form.weight_layout
+                dtype = layout.dtype_of(owner) or parameter.dtype
                 stack.enter_context(lent(parameter, self._nothing(parameter, dtype)))
                 if parameter.requires_grad:
                     taken = functools.partial(self._take, owner)
@@ -165,9 +176,7 @@ class Reference:
                 if not name.startswith("L"):
                     weights = self._brought(name)
                     self._around.add(weights.untyped_storage().data_ptr())
-                    for owner, view in unit.form.weight_layout.views(weights).items():
-                        if owner in parameters:
-                            parameters[owner].data = view
+                    self._lend(whole, unit.form.weights_in(weights))
             for index, part in enumerate(self._layers):
                 self._watch(index, part.module)
             yield
@@ -179,7 +188,8 @@ class Reference:
     def _watch(self, index: int, layer: nn.Module) -> None:
         """Have the weights there whenever the layer's code runs, called in whatever way."""
         layer.register_forward_pre_hook(lambda *_: self._enter(index), prepend=True)
-        layer.register_forward_hook(lambda *_: self._leave(index), always_call=True)
+        leave = functools.partial(self._leave, index)
+        layer.register_forward_hook(lambda _, __, value: leave(value), always_call=True)
         inner = layer.forward
 
         @functools.wraps(inner)
@@ -187,10 +197,12 @@ class Reference:
             if self._running == index:  # called as a module
                 return inner(*args, **kwargs)
             self._enter(index)
+            value = None
             try:
-                return inner(*args, **kwargs)
+                value = inner(*args, **kwargs)
+                return value
             finally:
-                self._leave(index)
+                leave(value)
 
         layer.__dict__["forward"] = forward
         layer.__dict__["_compiled_call_impl"] = None
@@ -198,9 +210,8 @@ class Reference:
     def _enter(self, index: int) -> None:
         self._outer_random, self._running = self.of.device.random_numbers.state(), index
         part, unit = self._layers[index], self.of.server.units[f"L{index}"]
-        views = unit.form.weight_layout.views(self._weights(index))
-        for owner, parameter in part.tensors.parameters.items():
-            parameter.data = views[owner]
+        views = unit.form.weights_in(self._weights(index))
+        self._lend(part, views)
         buffers = {o: self._left[o] if o in self._left else views[o] for o in part.tensors.buffers}
         part.bind({o: one if o in self._left else one.clone() for o, one in buffers.items()})
         calls = [call for call, layer in enumerate(self.route.layers) if layer == index]
@@ -208,12 +219,27 @@ class Reference:
         self._times[index] += 1
         self.of.device.seed(self.seed_of(call, self._m))
 
-    def _leave(self, index: int) -> None:
+    def _leave(self, index: int, value: Any) -> None:
+        for one in pytree.tree_leaves(value) if self._is_kept(index) else ():
+            if isinstance(one, Tensor) and one.requires_grad:
+                one.register_hook(lambda _: self._bring(index))  # type: ignore[no-untyped-call]
         self._left |= self._layers[index].buffers()
-        for parameter in self._layers[index].tensors.parameters.values():
-            parameter.data = self._nothing(parameter, parameter.dtype)
+        part = self._layers[index]
+        for owner, parameter in part.tensors.parameters.items():
+            if owner in self._formats:
+                part.bind({owner: parameter})
+            else:
+                parameter.data = self._nothing(parameter, parameter.dtype)
         self._running = None
         self.of.device.random_numbers.set_state(self._outer_random)
+
+    def _lend(self, part: Part, views: Mapping[str, Tensor]) -> None:
+        """Let parameters have these values; where they are made of several tensors, modules do."""
+        for owner, parameter in part.tensors.parameters.items():
+            if owner in views and owner in self._formats:
+                part.bind({owner: views[owner]})
+            elif owner in views:
+                parameter.data = views[owner]
 
     def _changed_buffers(self) -> dict[str, Tensor]:
         """Buffers that are not what they were before the first microbatch."""
@@ -231,14 +257,31 @@ class Reference:
     def _weights(self, index: int) -> Tensor:
         """A layer's weights, here; the last few stay."""
         if index not in self._flats:
-            found = self._flats[index] = self._brought(f"L{index}")
+            found, brought = self._emptied.pop(index, None), self._brought(f"L{index}")
+            if found is None:
+                found = brought
+            else:
+                found.untyped_storage().resize_(brought.nbytes)
+                found.copy_(brought)
+            self._flats[index] = found
             self._spans[found.untyped_storage().data_ptr()] = index
             kept = self._flats.values()
             while len(kept) > 2 and sum(one.nbytes for one in kept) > self.room:
-                _, gone = self._flats.popitem(last=False)
+                number, gone = self._flats.popitem(last=False)
                 self._spans.pop(gone.untyped_storage().data_ptr(), None)  # without weights: 0
+                if self._is_kept(number):
+                    gone.untyped_storage().resize_(0)
+                    self._emptied[number] = gone
         self._flats.move_to_end(index)
         return self._flats[index]
+
+    def _bring(self, index: int) -> None:
+        self._weights(index)
+
+    def _is_kept(self, index: int) -> bool:
+        """Whether kernels may hold a layer's weights where no hook of autograd sees it."""
+        formats = self.of.server.units[f"L{index}"].form.formats.values()
+        return any(not one.is_wrapper for one in formats)
 
     def _brought(self, name: str) -> Tensor:
         # Nobody waits: the host's weights stay as they are meanwhile.
@@ -247,6 +290,10 @@ class Reference:
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """What brings a saved tensor again."""
+        known = format_of(tensor)
+        if known is not None and known.is_wrapper:
+            parts = {name: self._pack(one) for name, one in known.take_apart(tensor).items()}
+            return lambda: known.join({name: one() for name, one in parts.items()})
         address = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
         if address in self._spans:
             index, dtype = self._spans[address], tensor.dtype
@@ -266,7 +313,7 @@ class Reference:
         self._evidence.add(owner, piece)
 
     def _forget(self) -> None:
-        for held in (self._flats, self._spans, self._around, self._left):
+        for held in (self._flats, self._emptied, self._spans, self._around, self._left):
             held.clear()
 
 

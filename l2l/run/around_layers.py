@@ -59,12 +59,9 @@ class AroundLayers:
     ) -> None:
         stack = outer.stack
         self._buffers.enter_outer(step, stack, m)
-        buffers = self._partition.skeleton.buffers()
-        after = self._buffers.rewind(step, m, stacks=stack)
-        self._outer.bind(slots)
-        recording = self._run(step, m, outer)
-        self._partition.skeleton.take_over(buffers)
-        self._buffers.restore(after)
+        with self._buffers.rewound(step, m, stacks=stack):
+            self._outer.bind(slots)
+            recording = self._run(step, m, outer)
         assert recording.hidden is not None
         hidden, tensors = recording.hidden, recording.tensors
         step.calls.setdefault(m, {}).update(recording.calls)
@@ -81,9 +78,9 @@ class AroundLayers:
         """What the code before a stack is given: ends of stacks, asides, looked-up rows."""
         shape = step.program.shape
         ends = self._stash.get(given, f"{shape.last_value(stack - 1)} m{m}")
-        return self._with_delivered(step, m, stack, recorded, ends)
+        return self.delivered(step, m, stack, recorded, ends)
 
-    def _with_delivered(
+    def delivered(
         self, step: Step, m: int, stack: int, recorded: str, ends: Sequence[Tensor]
     ) -> Outer:
         """The same, with the end of the last stack at hand.
@@ -124,31 +121,26 @@ class AroundLayers:
             return
         if not step.training:
             ends = self._layers.forward_tail(step, m, recorded, handed_on)
-            self._evaluate(step, m, slots, self._with_delivered(step, m, last, recorded, ends))
+            self._evaluate(step, m, slots, self.delivered(step, m, last, recorded, ends))
             return
         ends = [one.detach() for one in handed_on]
         walks, ends = self._layers.walk_tail(step, m, recorded, ends)
-        outer = self._with_delivered(step, m, last, recorded, ends)
+        outer = self.delivered(step, m, last, recorded, ends)
         bound = self._outer.bind(slots)
-        if self._scale_of is not None:
-            step.loss_scale = self._scale_of(step)
-        self._seed(step, m)
-        buffers = self._partition.skeleton.buffers()
-        after = self._buffers.rewind(step, m, stacks=last)
-        with torch.enable_grad():
+        self.scale(step)
+        self.seed(step, m)
+        with self._buffers.rewound(step, m, stacks=last), torch.enable_grad():
             found = self._outer.epilogue(
                 step,
                 m,
                 outer,
-                inputs=self._inputs(step, m),
+                inputs=self.inputs(step, m),
                 bound=bound,
                 slots=slots,
                 gradients=gradients,
                 loss_scale=step.loss_scale,
             )
-        self._partition.skeleton.take_over(buffers)
-        self._buffers.restore(after)
-        arrived = self._arrived(step, m, outer, found)
+        arrived = self.arrived(step, m, outer, found)
         arrived = self._layers.unwind_tail(step, m, walks, arrived)
         if gradient_cell != NOTHING:
             self._stash.put(gradient_cell, f"gE m{m}", arrived)
@@ -165,7 +157,7 @@ class AroundLayers:
         """Keep what a microbatch hands over; after the last one, take the loss of all rows."""
         last, dimensions = step.program.route.num_stacks, step.program.facts.row_dimensions
         ends = [one.clone() for one in handed_on]
-        outer = self._with_delivered(step, m, last, recorded, ends)
+        outer = self.delivered(step, m, last, recorded, ends)
         outer.rides = {
             k: _leaf(one.clone(), requires=one.requires_grad) for k, one in outer.rides.items()
         }
@@ -173,12 +165,12 @@ class AroundLayers:
         if m + 1 < step.program.shape.num_microbatches:
             return
         outers: list[Outer] = list(step.joined)
-        inputs = join_rows([self._inputs(step, index) for index in range(m + 1)])
+        inputs = join_rows([self.inputs(step, index) for index in range(m + 1)])
         host = join_rows(step.microbatches)
         bound = self._outer.bind(slots)
-        if self._scale_of is not None and step.training:
-            step.loss_scale = self._scale_of(step)
-        self._seed(step, 0)
+        if step.training:
+            self.scale(step)
+        self.seed(step, 0)
         if not step.training:
             with torch.no_grad():
                 whole = joined(outers, dimensions)
@@ -200,9 +192,9 @@ class AroundLayers:
                 loss_scale=step.loss_scale,
             )
         for index, parts in enumerate(parted(found, outers, dimensions)):
-            step.joined[index] = self._arrived(step, index, outers[index], parts)
+            step.joined[index] = self.arrived(step, index, outers[index], parts)
 
-    def _arrived(
+    def arrived(
         self, step: Step, m: int, outer: Outer, found: Mapping[Any, Tensor]
     ) -> list[Tensor]:
         """Gradients of what was delivered, as the stack before takes them; asides are noted."""
@@ -227,11 +219,9 @@ class AroundLayers:
     def _evaluate(self, step: Step, m: int, slots: str, outer: Outer) -> None:
         """The loss alone, or all outputs."""
         bound = self._outer.bind(slots)
-        self._seed(step, m)
-        inputs = self._inputs(step, m)
-        buffers = self._partition.skeleton.buffers()
-        after = self._buffers.rewind(step, m, stacks=outer.stack)
-        with torch.no_grad():
+        self.seed(step, m)
+        inputs = self.inputs(step, m)
+        with self._buffers.rewound(step, m, stacks=outer.stack), torch.no_grad():
             if step.keep_outputs:
                 outputs = self._outer.run_epilogue(
                     inputs,
@@ -243,8 +233,6 @@ class AroundLayers:
                 step.outputs[m] = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), outputs)
             else:
                 self._outer.score(step, m, outer, inputs=inputs, bound=bound, slots=slots)
-        self._partition.skeleton.take_over(buffers)
-        self._buffers.restore(after)
 
     def prologue_backward(self, step: Step, action: Action) -> None:
         """The prologue with graph, and back: gradients of its units and of looked-up rows."""
@@ -271,7 +259,7 @@ class AroundLayers:
         assert m is not None
         outer = self._outer_of(step, m, action.stack, recorded, given)
         taken = self._backward(step, m, slots, gradients, cell, outer)
-        self._stash.put(to, f"gI{action.stack} m{m}", self._arrived(step, m, outer, taken))
+        self._stash.put(to, f"gI{action.stack} m{m}", self.arrived(step, m, outer, taken))
 
     def _backward(
         self, step: Step, m: int, slots: str, gradients: str, cell: str, outer: Outer
@@ -279,25 +267,51 @@ class AroundLayers:
         """Gradients of all that the code before a stack was given; those of units are added."""
         stack, shape = outer.stack, step.program.shape
         found = self._stash.get(cell, f"g{shape.first_value(stack)[1:]} m{m}")
-        buffers = self._partition.skeleton.buffers()
-        after = self._buffers.rewind(step, m, stacks=stack + 1)
-        bound = self._outer.bind(slots)
-        recording = self._run(step, m, outer)
-        assert recording.hidden is not None
-        outputs = [recording.hidden, *(recording.tensors[i] for i in step.gathered[stack, m])]
-        pairs = [(o, g.to(o.dtype)) for o, g in zip(outputs, found, strict=True) if g.numel()]
+        with self._buffers.rewound(step, m, stacks=stack + 1):  # the graph uses them, too
+            bound = self._outer.bind(slots)
+            recording = self._run(step, m, outer)
+            assert recording.hidden is not None
+            outputs = [recording.hidden, *(recording.tensors[i] for i in step.gathered[stack, m])]
+            pairs = [(o, g.to(o.dtype)) for o, g in zip(outputs, found, strict=True) if g.numel()]
+            ends, given = [o for o, _ in pairs], [g for _, g in pairs]
+            return self.take(step, ends, given, gradients, bound=bound, outer=outer)
+
+    def take(
+        self,
+        step: Step,
+        ends: Sequence[Tensor],
+        given: Sequence[Tensor],
+        gradients: str,
+        *,
+        bound: Mapping[str, Tensor],
+        outer: Outer,
+    ) -> dict[Any, Tensor]:
+        """Gradients of all that code around the layers was given; those of units are added up.
+
+        Args:
+            step: whose gradients are added to.
+            ends: what the code has made.
+            given: the gradients of that.
+            gradients: gradient slots of the units here.
+            bound: what the code sees, by owner.
+            outer: what it was given besides the batch.
+        """
         sums = [slot for slot in gradients.split(",") if slot != NOTHING]
         wanted: dict[Any, Tensor] = {
             owner: bound[owner] for slot in sums for owner in self._layers.trained(slot[1:])
         }
         wanted |= {leaf: one for leaf, one in outer.leaves() if one.requires_grad}
-        taken = take_gradients([o for o, _ in pairs], [g for _, g in pairs], wanted)
+        taken = take_gradients(ends, given, wanted)
         for slot in sums:
             own = {name: taken[name] for name in self._layers.trained(slot[1:]) if name in taken}
             self._updates.accumulate(step, slot[1:], slot, own)
-        self._partition.skeleton.take_over(buffers)
-        self._buffers.restore(after)  # only now: the graph has used them
         return taken
+
+    def scale(self, step: Step) -> float:
+        """What the loss of a step is multiplied with."""
+        if self._scale_of is not None and not step.program.shape.side:
+            step.loss_scale = self._scale_of(step)
+        return step.loss_scale
 
     def let_go(self) -> None:
         """Let the model's code hold no weights: it would keep their memory alive."""
@@ -317,16 +331,21 @@ class AroundLayers:
         ]
 
     def _run(self, step: Step, m: int, outer: Outer) -> Recording:
-        self._seed(step, m)
-        inputs, host = self._inputs(step, m), step.microbatches[m]
-        return self._outer.prologue(step, inputs, host, outer)
+        self.seed(step, m)
+        host = self._partition.taken(step.microbatches[m])
+        return self._outer.prologue(step, self._on_device(host), host, outer)
 
-    def _seed(self, step: Step, m: int) -> None:
+    def seed(self, step: Step, m: int) -> None:
+        """Let the code around the layers draw its random numbers for a microbatch."""
         self._device.seed(mix_seed(step.program.seed, step.number, PROLOGUE_SEED, m))
 
-    def _inputs(self, step: Step, m: int) -> Microbatch:
+    def inputs(self, step: Step, m: int) -> Microbatch:
+        """A microbatch on the device."""
+        return self._on_device(step.microbatches[m])
+
+    def _on_device(self, host: Microbatch) -> Microbatch:
         device = self._device.torch_device
-        return map_batch(lambda one: one.to(device, non_blocking=True), step.microbatches[m])
+        return map_batch(lambda one: one.to(device, non_blocking=True), host)
 
 
 def _leaf(tensor: Tensor, *, requires: bool) -> Tensor:

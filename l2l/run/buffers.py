@@ -6,7 +6,8 @@ must leave them as it found them. So they are noted before a step, and before ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -86,23 +87,21 @@ class ChangingBuffers:
         if changing and step.training:
             step.buffers_before[part, m] = {name: b.clone() for name, b in changing.items()}
 
-    def rewind(self, step: Step, m: int, *, stacks: int) -> dict[str, Tensor]:
-        """Put those around the layers back to what the code before so many stacks found.
+    @contextlib.contextmanager
+    def rewound(self, step: Step, m: int, *, stacks: int) -> Iterator[None]:
+        """Inside the block those around the layers are what the code before so many stacks found.
 
-        Returns:
-            what they are now.
+        After it they are what they were, but for those that only later code changes: what that has
+        made of them, or put in their place, stays.
         """
-        before: dict[str, Tensor] = {}
+        skeleton, before = self._partition.skeleton, dict[str, Tensor]()
         for stack in reversed(range(stacks)):
             before |= step.buffers_before.get((PROLOGUE_SEED - stack, m), {})
-        buffers = self._partition.skeleton.buffers() if before else {}
+        buffers = skeleton.buffers()
         after = {name: buffers[name].clone() for name in before}
         for name, value in before.items():
             buffers[name].copy_(value)
-        return after
-
-    def restore(self, after: Mapping[str, Tensor]) -> None:
-        """Undo `rewind`."""
-        buffers = self._partition.skeleton.buffers() if after else {}
+        yield
+        skeleton.take_over(buffers)
         for name, value in after.items():
             buffers[name].copy_(value)

@@ -37,7 +37,7 @@ class DeviceUpdates:
     def __init__(self, parts: Parts, gradients: Gradients) -> None:
         self._server, self._device = parts.server, parts.device
         self._transfer, self._gradients = parts.transfer, gradients
-        self._compiled = parts.compiler.is_on
+        self._compiler = parts.compiler
         self.lines: dict[str, Callable[[Step, Action], None]] = {
             # at once
             "update U device": self.update_in_slot,
@@ -151,7 +151,9 @@ class DeviceUpdates:
             start, end = max(first.start, span.start), min(last.stop, span.stop)
             if start < end:
                 part = lent.cut(start - span.start, end - span.start)
-                device_update.update(optimizer, part, numbers[row], compiled=self._compiled)
+                device_update.update(
+                    optimizer, part, numbers[row], compiled=self._compiler.is_ready
+                )
 
     def fetch_state(self, step: Step, action: Action) -> None:
         """State of a piece to the device."""
@@ -210,7 +212,7 @@ class DeviceUpdates:
                 optimizer,
                 unit.flat(run, weights=weights, gradients=gradients),
                 numbers[row],
-                compiled=self._compiled,
+                compiled=self._compiler.is_ready,
             )
 
     def _runs(self, step: Step, name: str) -> list[tuple[int, tuple[str, ...]]]:

@@ -22,8 +22,10 @@ from l2l.model import (
     Gradients,
     Handed,
     LayerInputs,
+    NotCompiledYetError,
     Program,
     RecordedTensor,
+    Tiles,
     Walked,
 )
 from l2l.run.buffers import ChangingBuffers
@@ -110,6 +112,7 @@ class LayerPasses:
         self._updates.accumulate(
             step, action.unit, gradient_slot, result.parameters, add, continued=continued
         )
+        self._compiler.note_backward()
         if to != NOTHING:
             found = [result.hidden, *(result.beside.get(i) for i in range(1, len(handed_on)))]
             rest = gather_recorded(
@@ -181,6 +184,7 @@ class LayerPasses:
         """Whether a compiled layer may stand for this one."""
         entries = step.program.route.entries(call)
         is_plain = not how.autocast and not how.lists and how.has_graph
+        is_plain &= self._tiles(step, call, how) is None
         return is_plain and not self._partition.has_left(self._layer(step, call), entries)
 
     def _try(
@@ -201,6 +205,9 @@ class LayerPasses:
                 )
         except torch.OutOfMemoryError:
             raise
+        except NotCompiledYetError:
+            self._compiler.note_waiting()
+            return None, None
         except Exception as error:  # whatever a compiler may raise
             self._compiler.give_up(structure, error)
             return None, None
@@ -342,6 +349,11 @@ class LayerPasses:
 
     # ----------------------------------------------------------------------------------------------
 
+    def _tiles(self, step: Step, call: int, how: Call) -> Tiles | None:
+        if how.autocast or how.lists:
+            return None
+        return step.program.tiles(self._partition.structures[self._layer(step, call)])
+
     def _layer(self, step: Step, call: int) -> int:
         return step.program.route.layers[call]
 
@@ -378,6 +390,7 @@ class LayerPasses:
             through=step.through[stack, m],
             changes_input=self._partition.structures[index] in self._partition.changing_input,
             survival=step.survival.get(index),
+            tiles=self._tiles(step, call, step.calls[m][call]),
         )
 
     def _needs_gradient(self, step: Step, call: int, m: int) -> bool:

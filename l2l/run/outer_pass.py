@@ -27,14 +27,18 @@ from torch import Tensor
 from l2l.model import (
     IGNORED,
     Answers,
+    Asked,
     Head,
     HostMirror,
     Key,
     Lookup,
     Microbatch,
+    Question,
     Recording,
     Route,
     Rule,
+    completed,
+    given_loss,
     has_flat_numbers,
     leaves,
     like,
@@ -44,6 +48,7 @@ from l2l.model import (
     take_positions,
     take_rows,
 )
+from l2l.run.outline import Outline
 from l2l.run.parts import Parts
 from l2l.run.program import Program
 from l2l.run.step import Step
@@ -173,12 +178,13 @@ def parted(
 class OuterPass:
     """Runs prologue, epilogue and the prologue backward."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, *, puts_off: bool | None = None) -> None:
+        """`puts_off` says whether logits may be; None: on an accelerator."""
         self._partition, self._device = parts.partition, parts.device
         self._server, self._transfer = parts.server, parts.transfer
         self.loss_function = parts.loss_function
         # Elsewhere bits come first.
-        self.may_put_off = parts.device.torch_device.type != "cpu"
+        self.may_put_off = parts.device.torch_device.type != "cpu" if puts_off is None else puts_off
         self._placeholders: dict[str, Tensor] = {}
 
     def bind(self, slots: str) -> dict[str, Tensor]:
@@ -199,12 +205,9 @@ class OuterPass:
             for name, unit in self._server.units.items():
                 if name.startswith("L"):
                     continue
-                layout = unit.form.weight_layout
-                for owner in layout.names:
-                    dtype = layout.dtype_of(owner)
-                    assert dtype is not None
-                    nothing = _nothing(dtype, self._device.torch_device)
-                    self._placeholders[owner] = nothing.expand(layout.shapes()[owner])
+                for owner in unit.form.owners:
+                    nothing = unit.form.nothing(owner, self._device.torch_device)
+                    self._placeholders[owner] = nothing
         return self._placeholders
 
     def prologue(self, step: Step, inputs: Microbatch, host: Microbatch, outer: Outer) -> Recording:
@@ -272,9 +275,13 @@ class OuterPass:
         *,
         alone: bool,
         host: Microbatch | None = None,
-        heads: Mapping[int, Head] | None = None,
+        heads: Mapping[int, Head | None] | None = None,
+        asked: Asked | None = None,
     ) -> Any:
-        """Run the model's code after the layers, perhaps without the prologue's units (`alone`)."""
+        """Run the model's code after the layers, perhaps without the prologue's units (`alone`).
+
+        Losses of `heads` that something stands for are added to `asked`.
+        """
         mirror = self._mirrored(inputs, host or {})
         if not alone:
             with mirror:
@@ -283,7 +290,8 @@ class OuterPass:
         unseen: dict[int, Callable[[Lookup], Tensor]] = {
             id(self._placeholders[owner]): _no_rows for owner in tables
         }
-        answers = Answers(rows=unseen, heads=heads or {}, absent={})
+        asked = [] if asked is None else asked
+        answers = Answers(rows=unseen, heads=heads or {}, absent={}, asked=asked)
 
         def begun() -> None:
             unseen.clear()
@@ -291,6 +299,35 @@ class OuterPass:
 
         with answers, mirror:
             return self._partition.epilogue(inputs, delivered, route, on_delivery=begun)
+
+    def ask(self, step: Step, m: int, outer: Outer, inputs: Microbatch) -> Question:
+        """Run the model's code after the layers, and see what loss of its head it asks for.
+
+        The head is not there: it comes in slices.
+        """
+        head, host, route = step.program.facts.head, step.microbatches[m], step.program.route
+        assert head is not None
+        asked: Asked = []
+        outputs = self.run_epilogue(
+            inputs,
+            outer.delivered,
+            route,
+            alone=True,
+            host=host,
+            heads={id(self._placeholders[head.owner]): None},
+            asked=asked,
+        )
+        question = asked[0][0] if len(asked) == 1 else None
+        if question is not None and self.loss_function is None:
+            given = [leaf for _, leaf in outer.leaves()]
+            question = question.made_into(require_loss(outputs), given)
+        if question is None:
+            raise RuntimeError(
+                "the model makes something else of its head's loss than it did when it was tried. "
+                "Pass execution=l2l.Execution(overrides={'num_head_slices': 0}) to keep its head "
+                "whole."
+            )
+        return question
 
     def epilogue(
         self,
@@ -326,8 +363,11 @@ class OuterPass:
         for part, own, on_device, share in self._cut(step, m, outer, inputs, host):
             piece = outer if part is None else outer.piece(part)
             heads = self._heads(step, bound, slots, trained=units, scale=share * loss_scale)
-            outputs = self._outputs(step, piece, on_device, own, heads)
-            loss = self._loss(step, m, outputs, on_device, share)
+            asked: Asked = []
+            outputs = self._outputs(step, piece, on_device, own, heads, asked)
+            loss = self.take_loss(step, m, outputs, on_device, share, asked)
+            if step.program.shape.fused and step.outline is None:
+                step.outline = Outline.of(outputs, require_loss(outputs))
             if loss_scale != 1.0:
                 loss = loss.float() * loss_scale  # a float16 cannot hold the product
             del outputs
@@ -362,6 +402,7 @@ class OuterPass:
         inputs: Microbatch,
         host: Microbatch,
         heads: Mapping[int, Head],
+        asked: Asked | None = None,
     ) -> Any:
         program = step.program
         return self.run_epilogue(
@@ -371,6 +412,7 @@ class OuterPass:
             alone=program.facts.alone,
             host=host,
             heads=heads,
+            asked=asked,
         )
 
     def score(
@@ -389,7 +431,7 @@ class OuterPass:
         for part, own, on_device, share in self._cut(step, m, outer, inputs, host):
             piece = outer if part is None else outer.piece(part)
             outputs = self._outputs(step, piece, on_device, own, heads)
-            self._loss(step, m, outputs, on_device, share)
+            self.take_loss(step, m, outputs, on_device, share)
 
     def _cut(
         self,
@@ -439,17 +481,24 @@ class OuterPass:
             if share != 0.0:  # without labels a loss is 0/0 and has no part in N
                 yield piece, part, piece.cut(inputs, length), share
 
-    def _loss(self, step: Step, m: int, outputs: Any, inputs: Microbatch, share: float) -> Tensor:
-        """Note the loss of a piece; return what is to be differentiated."""
-        weight: Any = 1.0
-        function = self.loss_function
-        found = require_loss(outputs) if function is None else function(outputs, inputs)
-        if isinstance(found, tuple):
-            loss, weight = found
-            if not step.divide_by_weight:
-                loss, weight = loss / weight, 1.0
+    def take_loss(
+        self,
+        step: Step,
+        m: int,
+        outputs: Any,
+        inputs: Microbatch,
+        share: float,
+        asked: Asked | None = None,
+    ) -> Tensor:
+        """Note the loss of a piece, with what stands for parts of it; what is differentiated."""
+        weight: Any = None
+        if self.loss_function is None:
+            loss = completed(require_loss(outputs), asked or [])
         else:
-            loss = found
+            loss, weight = given_loss(self.loss_function, outputs, inputs)
+        if weight is not None and not step.divide_by_weight:
+            loss, weight = loss / weight, None
+        weight = 1.0 if weight is None else weight
         scaled = loss * share
         step.device_losses[m, 0] += scaled.detach()
         step.device_losses[m, 1] += weight.detach() if isinstance(weight, Tensor) else weight
@@ -468,8 +517,8 @@ class OuterPass:
         heads: dict[int, Head] = {}
         for unit in _outer_units(slots) if step.program.facts.puts_off else ():
             form = self._server.units[unit].form
-            for owner in form.weight_layout.names:
-                if bound[owner].dim() != 2:
+            for owner in form.owners:
+                if bound[owner].dim() != 2 or owner in form.formats:
                     continue
                 add = None
                 if unit in trained and owner in form.trained.names:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from l2l.device import Device
 from l2l.model import Compiler, LossFunction, Partition
-from l2l.parameter_server import ParameterServer
+from l2l.parameter_server import HostGradients, ParameterServer
 from l2l.run.lookup import HostRows
 from l2l.run.stash import Stash
 from l2l.run.transfer import Transfer
@@ -24,3 +24,4 @@ class Parts:
     rows: HostRows
     compiler: Compiler
     loss_function: LossFunction | None  # None: the model's own
+    gradients: HostGradients | None = None  # that wait for the user's own code

@@ -17,12 +17,14 @@ from typing import final
 from l2l.device import Event, Work
 from l2l.run.around_layers import AroundLayers
 from l2l.run.buffers import ChangingBuffers
+from l2l.run.head import HeadPasses
 from l2l.run.layer_passes import LayerPasses
 from l2l.run.outer_pass import OuterPass
+from l2l.run.output_passes import OutputPasses
 from l2l.run.parts import Parts
 from l2l.run.step import Step
 from l2l.run.updates import Updates
-from l2l.schedule import Action, Lane, Wait, WaitLast
+from l2l.schedule import Action, Lane, Wait, WaitLast, carried, late_staging
 
 Performed = Callable[[Step, Action], None]
 UPDATING = ("update U host", "order U", "drain U free")
@@ -43,6 +45,8 @@ class Relay:
         self.buffers = ChangingBuffers(parts.partition)
         layers = LayerPasses(parts, updates, self.buffers)
         self._around = AroundLayers(parts, outer, layers, updates, self.buffers, scale_of)
+        head = HeadPasses(parts, outer, self._around, self.buffers)
+        outputs = OutputPasses(parts, outer, self._around, self.buffers)
         self._drained: Event | None = None  # of the last step that had gradients
         self._readers: dict[str, Event] = {}  # staging -> the last update that reads it
         self._perform: dict[str, Performed] = {
@@ -52,8 +56,10 @@ class Relay:
             "fetch U": lambda _, a: transfer.fetch(a.unit, *a.places),
             "fetch v m": lambda _, a: stash.unstash(a.value, *a.places),
             "drain U free": self._drain_and_free,
-            "drain v m": lambda _, a: stash.stash(a.value, *a.places),
+            "drain v m": lambda s, a: stash.stash(a.value, *a.places, apart=_is_first(s)),
             "drain loss": self._drain_losses,
+            "fetch U.state": self._read_state,
+            "drain U.state": self._write_state,
             "gather U": lambda _, a: transfer.gather(a.unit, *a.places),
             "forward Pro m": self._around.prologue,
             "forward U m": layers.forward,
@@ -62,8 +68,10 @@ class Relay:
             "backward U m": layers.backward,
             "backward Pro m": self._around.prologue_backward,
             "backward Int m": self._around.interlude_backward,
+            **head.lines,
             **updates.lines,
         }
+        self._perform_on_sides = {**self._perform, **outputs.lines}
         self._prepare = updates.prepared
 
     def show_waiting(self, step: Step) -> None:
@@ -83,10 +91,13 @@ class Relay:
                 end.
             between: called between lines until then; may raise.
         """
+        if self._server.disk is not None:
+            self._server.disk.put_away()  # what somebody has read or changed in between
         device, events, schedule = self._device, dict[Action, Event](), step.program.schedule
         awaited = {line.action for line in schedule.lines if isinstance(line, Wait)}
         last = self._last_events()
         self._adopt_rows(step)
+        left = self._resume(step)
         device.begin()
         self.buffers.note_all(step)
         with device.private_random_state():
@@ -105,12 +116,16 @@ class Relay:
                         events[line] = device.record(line.lane)
                     self._after(line, step)
             device.finish()
-        step.updates_submitted = step.training  # those that are left to the next step, at least
+        side = schedule.shape.side
+        # Those that are left to the next step, at least.
+        step.updates_submitted = step.training and not side
         self._drained = step.drained or step.reported or self._drained
+        self._park(step, left)
         self._stash.end_step()
         self._updates.leave(schedule, step)
         self._updates.taken = []
-        step.forget_inputs()
+        if side in ("", "backward"):
+            step.forget_inputs()
 
     def abandon(self, step: Step | None) -> None:
         """Clear up after a run that failed; may be called again if that fails.
@@ -122,7 +137,13 @@ class Relay:
             self._server.snapshot.let_go()
         self._device.abort()
         self._stash.end_step()
+        written = [] if self._server.disk is None else self._server.disk.abandon()
+        if written is None:
+            self._server.unfinished.add("disk")
         self._updates.put_back()
+        for name in written or ():
+            if name not in self._server.waiting:
+                self._server.after_update(name)
         self._transfer.abandon()
         if step is not None and not step.updates_submitted:
             self.buffers.put_back(step)
@@ -131,6 +152,7 @@ class Relay:
         """What lines of a step may wait for that earlier steps did ([Note: steps])."""
         found = {n: u.pending for n, u in self._server.units.items() if u.pending is not None}
         found |= self._readers
+        found |= {} if self._server.disk is None else self._server.disk.written
         return found if self._drained is None else {**found, "drain": self._drained}
 
     def _adopt_rows(self, step: Step) -> None:
@@ -139,11 +161,31 @@ class Relay:
                 self._stash.adopt(f"e m{m}", one.form, one.rows)
                 self._stash.adopt(f"x m{m}", one.form, one.gradients)
 
+    def _resume(self, step: Step) -> frozenset[str]:
+        """Go on with what the forward side of a step has left: these values."""
+        if step.parked is None:
+            return frozenset()
+        if step.program.shape.fused and step.staged is not None:
+            self._transfer.put_back(step.staged)
+        names = frozenset(step.parked.kept)
+        self._stash.resume(step.parked)
+        return names
+
+    def _park(self, step: Step, left: frozenset[str]) -> None:
+        """Leave to other sides of a step what they need; `left` is what this one has found."""
+        shape, step.parked = step.program.shape, None
+        if shape.side in ("forward", "outputs"):
+            step.parked = self._stash.park(left or carried(shape))
+        if _is_first(step) and shape.fused:
+            own = [unit.name for unit in shape.outer if unit.passes and unit.trained]
+            step.staged = self._transfer.set_aside(map(late_staging, own))
+
     def _work(self, action: Action, step: Step) -> Work:
         prepare = self._prepare.get(action.kind)
         if prepare is not None:  # goes on with what the step before has left
             return prepare(step, action)
-        return partial(self._perform[action.kind], step, action)
+        perform = self._perform_on_sides if step.program.shape.side else self._perform
+        return partial(perform[action.kind], step, action)
 
     def _before(self, action: Action, step: Step) -> None:
         """Note what changes when a line is done, before it is submitted."""
@@ -161,13 +203,18 @@ class Relay:
             self._server.units[action.unit].pending = event
             if kind == "order U":
                 self._server.waiting[action.unit].drained = event  # its numbers are there
-            elif action.verb == "collect":
+            elif kind == "collect U m":
                 step.collected = event
-            elif action.verb == "update":
+            elif action.verb in ("update", "collect"):
                 self._readers[action.places[0]] = event
+        elif kind == "drain U.state":
+            written = self._server.disk
+            assert written is not None
+            event = device.record(Lane.WRITE)
+            written.written |= {action.places[0]: event, f"{action.unit}.state": event}
         elif kind == "drain loss":
             step.reported = device.record(Lane.DRAIN)
-        elif kind in ("drain U.grad", "drain U.norm"):
+        elif kind in ("drain U.grad", "drain U.grad:p", "drain U.norm"):
             step.drained = device.record(Lane.DRAIN)
         elif kind == "update U device":  # which measures, too
             step.drained = device.record(Lane.COMPUTE)
@@ -184,5 +231,19 @@ class Relay:
         self._transfer.drain_weights(action.unit, *action.places)
         self._transfer.release(*action.places)
 
+    def _read_state(self, _: Step, action: Action) -> None:
+        assert self._server.disk is not None
+        self._server.disk.fetch(self._server.units[action.unit], *action.places)
+
+    def _write_state(self, _: Step, action: Action) -> None:
+        assert self._server.disk is not None
+        self._server.disk.drain(self._server.units[action.unit], *action.places)
+        self._server.after_update(action.unit)
+
     def _drain_losses(self, step: Step, _: Action) -> None:
         step.losses.copy_(step.device_losses, non_blocking=True)
+
+
+def _is_first(step: Step) -> bool:
+    """Whether this is the first side of a step in two."""
+    return step.program.shape.side == "forward"

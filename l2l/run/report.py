@@ -57,6 +57,14 @@ class StepReport:
         return self._step.num_tokens + self._step.num_tokens_elsewhere
 
     @property
+    def compiled(self) -> bool | None:
+        """Whether what of the layers is to be compiled was; None: nothing is to be.
+
+        With `Execution(compile_ahead="background")` first steps run layers as they are.
+        """
+        return None if not self._step.compiles else not self._step.waited_for_compiler
+
+    @property
     def skipped(self) -> bool:
         """Whether the weights were left alone: something is not finite."""
         return self.skip_reason is not None

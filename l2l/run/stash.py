@@ -27,6 +27,7 @@ size and reused from step to step, so a steady state allocates nothing.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, final, get_args
@@ -122,6 +123,19 @@ def _memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int
 
 
 @final
+class Parked:
+    """What one side of a step has left to the other, by name, in memory that is somebody else's."""
+
+    def __init__(self, kept: dict[str, Tensor], returned: list[tuple[str, Tensor]]) -> None:
+        """Memory goes to `returned` once nobody needs it any more."""
+        self.forms: dict[str, Form] = {}  # of values
+        self.kept, self._returned = kept, returned
+
+    def __del__(self) -> None:
+        self._returned.extend(self.kept.items())
+
+
+@final
 class Stash:
     """Owner of cells and of the values that are not in a cell."""
 
@@ -136,6 +150,7 @@ class Stash:
         self._adopted: set[str] = set()
         self._pool: dict[int, list[Tensor]] = {}
         self._outgrown: list[Tensor] = []
+        self._returned: list[tuple[str, Tensor]] = []  # of parked values that nobody needs
 
     def put(self, cell: str, value: str, tensors: list[Tensor]) -> None:
         """Write a value into a cell; the compute lane does this."""
@@ -163,11 +178,14 @@ class Stash:
         """The bytes of a cell."""
         return self._cells[cell]
 
-    def stash(self, value: str, cell: str) -> None:
-        """Copy a value out of its cell; the stash lane does this."""
+    def stash(self, value: str, cell: str, *, apart: bool = False) -> None:
+        """Copy a value out of its cell; the stash lane does this.
+
+        `apart`: not to the memory of another ([Note: one place]), which will be read again.
+        """
         nbytes = self._forms[value].layout.nbytes
         if value not in self._kept:
-            self._kept[value] = self._memory_for(value, nbytes)
+            self._kept[value] = self._take(nbytes) if apart else self._memory_for(value, nbytes)
         self._kept[value][:nbytes].copy_(self._cells[cell][:nbytes], non_blocking=True)
 
     def unstash(self, value: str, cell: str) -> None:
@@ -179,6 +197,18 @@ class Stash:
             self._device.poison(target)
         else:
             target.copy_(kept[:nbytes], non_blocking=True)
+
+    def park(self, values: Collection[str]) -> Parked:
+        """Set values aside that were copied out of their cells; nothing else of them stays."""
+        parked = Parked({value: self._kept.pop(value) for value in values}, self._returned)
+        parked.forms.update({value: self._forms[value] for value in values})
+        return parked
+
+    def resume(self, parked: Parked) -> None:
+        """Go on with values that were set aside."""
+        self._forms.update(parked.forms)
+        for value in [*parked.kept]:
+            self._kept[value] = parked.kept.pop(value)
 
     def end_step(self) -> None:
         """Forget all values; their memory goes back to the pool."""
@@ -192,6 +222,9 @@ class Stash:
         self._outgrown.clear()
         if len(self._views) > NUM_FORMS:
             self._views.clear()
+        while self._returned:
+            _, buffer = self._returned.pop()
+            self._pool.setdefault(buffer.numel(), []).append(buffer)
 
     def close(self) -> None:
         """Give all memory back."""

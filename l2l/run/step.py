@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from l2l.device import Event, UpdateFailedError
-from l2l.model import Call, Handed, Key, Microbatch, Rule
+from l2l.model import Call, Handed, Key, Microbatch, Pointwise, Rule
 from l2l.parameter_server import UpdateOrder
 from l2l.run.lookup import RowSet
+from l2l.run.outline import Outline
 from l2l.run.program import Program
+from l2l.run.stash import Parked
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +64,10 @@ class Step:
     aside_gradients: dict[tuple[Key, int], Tensor] = field(default_factory=dict)
     joined: list[Any] = field(default_factory=list)
     """Of a joint loss: what was handed over by every microbatch, then its gradients."""
+    pointwise: tuple[Pointwise, ...] = ()
+    """What the model's code does with logits of a head in slices before its loss."""
+    squares: dict[str, Tensor] = field(default_factory=dict)
+    """On the device: of a head in slices, the square of the gradient's norm so far."""
     received: dict[str, set[str]] = field(default_factory=dict)  # unit -> parameters
     rows: RowSet | None = None  # of tables that are looked up on the host
     handed: dict[tuple[int, int], Handed] = field(default_factory=dict)  # layer, microbatch
@@ -72,6 +78,21 @@ class Step:
     buffers_at_first: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """By layer, what its buffers that training changes were before the step."""
     outputs: dict[int, Any] = field(default_factory=dict)
+    compiles: bool = False  # whether layers are to run through a compiler
+    waited_for_compiler: bool = False  # whether passes ran as they are since nothing was ready
+    differentiable: dict[int, list[bool]] = field(default_factory=dict)
+    """By microbatch, which of the tensors in its outputs require a gradient."""
+    output_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    """By microbatch, those of the tensors in its outputs, which the user's own code has found."""
+    sides: Mapping[str, Program] = field(default_factory=dict)
+    """Of a step in two sides, what may follow the first: "outputs", "backward", or "fused"."""
+    outline: Outline | None = None  # of the outputs of a fused one
+    factor: float = 1.0  # what its gradients are multiplied with when they are collected
+    staged: Parked | None = None  # gradients that its first side has left in staging
+    buffers_at_loss: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """By microbatch, buffers around the layers as the code after them found them."""
+    parked: Parked | None = None
+    """Of a step in two sides: what the first has left to the second."""
     num_tokens: int = 0
     num_tokens_elsewhere: int = 0  # on other ranks
     reported: Event | None = None
@@ -87,6 +108,13 @@ class Step:
         """Whether this run ends in updates."""
         return self.settings is not None
 
+    def begin_anew(self) -> None:
+        """Forget the gradients of a loss that was taken: they are made otherwise."""
+        self.staged = None
+        self.received.clear()
+        self.aside_gradients.clear()
+        self.joined.clear()
+
     def forget_inputs(self) -> None:
         """Let go of what only the passes need; a report keeps the rest of a step alive."""
         for kept in (self.microbatches, self.calls, self.through, self.gathered, self.joined):
@@ -100,6 +128,8 @@ class Step:
             self.rides,
             self.asides,
             self.aside_gradients,
+            self.output_gradients,
+            self.buffers_at_loss,
         ):
             noted.clear()
 

@@ -13,7 +13,8 @@ for outer units; G0, GL7, GO, GT0 for their gradients, H.. for staging.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import final
 
 import torch
@@ -26,7 +27,9 @@ from l2l.parameter_server import (
     FlatUnit,
     ParameterServer,
     Unit,
+    rows_of_slice,
 )
+from l2l.run.stash import Parked
 from l2l.schedule import NUM_LENT, Shape, late_staging
 
 
@@ -44,6 +47,7 @@ class Transfer:
         self._zero: set[str] = set()  # units whose staging was made zero
         self._sizes: dict[str, int] = {}
         self.staging: dict[str, Tensor] = {}
+        self._returned: list[tuple[str, Tensor]] = []  # staging that nobody needs any more
         self._views: dict[tuple[str, str], dict[str, Tensor]] = {}
 
     def reserve(self, shape: Shape) -> None:
@@ -64,6 +68,8 @@ class Transfer:
         largest = max((units[name].held.staging_layout.nbytes for name in layers), default=0)
         for index in range(min(shape.num_staging, len(layers))):
             self._reserve_staging(f"H{index}", largest)
+        if shape.side:
+            staged += [unit.name for unit in shape.outer if unit.looked_up and unit.trained]
         for name in {*shape.late_units, *staged} - {*layers} - {*shape.on_device}:
             self._reserve_staging(late_staging(name), units[name].held.staging_layout.nbytes)
         for unit in shape.outer:
@@ -76,11 +82,12 @@ class Transfer:
         """Note how large every place is; returns the places that the schedule takes itself."""
         units, sizes = self._server.units, self._sizes
         streamed = [units[name].form for name in shape.units_of(shape.streamed)]
-        if streamed:
-            weight_bytes = max(form.weight_layout.nbytes for form in streamed)
+        through = [form.weight_layout.nbytes for form in streamed]
+        of_slice = self._slice_bytes(shape)
+        if weight_bytes := max([*through, of_slice["S"]], default=0):
             sizes |= dict.fromkeys((f"S{i}" for i in range(shape.num_slots)), weight_bytes)
         own = [*shape.units_of(shape.tail)]
-        own += [u.name for u in shape.outer if u.in_prologue or u.in_epilogue]
+        own += [u.name for u in shape.outer if u.is_read and not u.num_slices]
         sizes |= {f"S{name}": units[name].form.weight_layout.nbytes for name in own}
         if shape.shared and shape.training:
             shared = [units[name] for name in shape.units_of(shape.shared)]
@@ -99,13 +106,24 @@ class Transfer:
         backward = [name for name in shape.trained_backward if name not in shape.repeated]
         repeated = {*shape.trained_backward} & shape.repeated
         sizes |= {f"G{name}": units[name].form.gradient_layout.nbytes for name in repeated}
-        if backward:
-            gradient_bytes = max(units[name].form.gradient_layout.nbytes for name in backward)
-            number = min(shape.num_gradient_slots, len(backward))
+        gradients = [units[name].form.gradient_layout.nbytes for name in backward]
+        if shape.head is not None and shape.head.trained:
+            gradients += [of_slice["G"]] * shape.head.num_slices
+        if gradients:
+            gradient_bytes, number = max(gradients), min(shape.num_gradient_slots, len(gradients))
             sizes |= dict.fromkeys((f"G{i}" for i in range(number)), gradient_bytes)
             if shape.shares_memory:
                 taken_later |= {f"G{i}" for i in range(number)}
         return taken_later
+
+    def _slice_bytes(self, shape: Shape) -> dict[str, int]:
+        """The largest slice of the head, as weights and as gradients."""
+        if shape.head is None:
+            return {"S": 0, "G": 0}
+        form = self._server.units[shape.head.name].form
+        share = rows_of_slice(form.num_rows, shape.head.num_slices) / form.num_rows
+        sizes = {"S": form.weight_layout.nbytes, "G": form.gradient_layout.nbytes}
+        return {kind: math.ceil(nbytes * share) for kind, nbytes in sizes.items()}
 
     def fetch_all(self, unit: str, span: slice, staging: str, place: str) -> None:
         """Copy elements of a unit, with gradient and state, to the device; for the lend lane."""
@@ -156,6 +174,29 @@ class Transfer:
             target.copy_(source, non_blocking=True)
         self._held[slot] = unit
 
+    def fetch_rows(self, name: str, owner: str, rows: slice, slot: str) -> None:
+        """Copy rows of a table, which is a unit, into a slot; the fetch lane does this."""
+        unit = name.partition(":")[0]
+        source = self._server.units[unit].weight_of(owner)[rows]
+        self.rows_in(slot, unit, owner, rows).copy_(source, non_blocking=True)
+        self._held[slot] = name
+
+    def rows_in(self, slot: str, unit: str, owner: str, rows: slice) -> Tensor:
+        """Rows of a table in a slot; in a gradient slot, their gradients."""
+        form = self._server.units[unit].form
+        layout = form.gradient_layout if slot.startswith("G") else form.weight_layout
+        dtype, (_, *rest) = layout.dtype_of(owner), layout.shapes()[owner]
+        assert dtype is not None
+        shape = (rows.stop - rows.start, *rest)
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self._slots[slot][:nbytes].view(dtype).view(shape)
+
+    def drain_rows(self, sums: Tensor, unit: str, owner: str, rows: slice, staging: str) -> None:
+        """Copy the gradients of rows to the host; the drain lane does this."""
+        layout = self._server.units[unit].held.staging_layout
+        target = layout.view(self.staging[staging], owner)[rows]
+        self._copy_rounded(sums.view(-1), target.view(-1))
+
     def gather(self, unit: str, slot: str) -> None:
         """Fill a slot with what other ranks hold of a unit; the gather lane does this."""
         layout = self._server.units[unit].form.weight_layout
@@ -193,8 +234,8 @@ class Transfer:
         """A unit's tensors as views into a slot: weights, or in a gradient slot their gradients."""
         if (unit, slot) not in self._views:
             form = self._server.units[unit].form
-            layout = form.gradient_layout if slot.startswith("G") else form.weight_layout
-            self._views[unit, slot] = layout.views(self._slots[slot])
+            views = form.gradient_layout.views if slot.startswith("G") else form.weights_in
+            self._views[unit, slot] = views(self._slots[slot])
         return self._views[unit, slot]
 
     def accumulate(
@@ -229,12 +270,17 @@ class Transfer:
         self, unit: str, slot: str, owner: str, *, received: set[str]
     ) -> Callable[[Tensor, Tensor], None]:
         """A function that adds the gradient of a linear map's weight, as a product, to its sum."""
-        total = self.views(unit, slot)[owner]
+        return self.adding(self.views(unit, slot)[owner], owner, received)
+
+    def adding(
+        self, total: Tensor, name: str, received: set[str]
+    ) -> Callable[[Tensor, Tensor], None]:
+        """The same for any sum, of what is noted as `received` by this name."""
 
         def add(outputs: Tensor, inputs: Tensor) -> None:
-            if owner not in received:
+            if name not in received:
                 total.zero_()
-                received.add(owner)
+                received.add(name)
             if self._device.sums_products and outputs.dtype.itemsize == 2:
                 wide = torch.float32
                 torch.addmm(total, outputs.t(), inputs, out_dtype=wide, out=total)
@@ -326,11 +372,24 @@ class Transfer:
         self._zero.clear()  # an update may have been dropped that would have made them zero again
         self._rounding = None
 
+    def set_aside(self, names: Iterable[str]) -> Parked:
+        """Keep gradients that wait in staging; others get other memory."""
+        return Parked({name: self.staging.pop(name) for name in names}, self._returned)
+
+    def put_back(self, parked: Parked) -> None:
+        """Let gradients that were kept be in staging again."""
+        for name in [*parked.kept]:
+            other = self.staging.pop(name, None)
+            if other is not None:
+                self._returned.append((name, other))
+            self.staging[name] = parked.kept.pop(name)
+
     def let_go_of_staging(self) -> None:
         """Give staging buffers back: units may have another size. None may wait there."""
-        for buffer in self.staging.values():
+        for buffer in (*self.staging.values(), *(one for _, one in self._returned)):
             self._arena.give_back("staging", buffer)
         self.staging.clear()
+        self._returned.clear()
 
     def close(self) -> None:
         """Give all memory back."""
@@ -350,6 +409,9 @@ class Transfer:
         return found
 
     def _reserve_staging(self, name: str, nbytes: int) -> None:
+        spare = [index for index, one in enumerate(self._returned) if one[0] == name]
+        if name not in self.staging and spare:
+            self.staging[name] = self._returned.pop(spare[0])[1]
         if name not in self.staging:
             self.staging[name] = self._arena.take("staging", nbytes, torch.uint8, registered=True)
 

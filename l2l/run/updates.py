@@ -18,7 +18,7 @@ from l2l.run.gradients import Gradients
 from l2l.run.lookup import RowSet
 from l2l.run.parts import Parts
 from l2l.run.step import Step
-from l2l.schedule import Action, Schedule, late_staging
+from l2l.schedule import Action, Schedule, Shape, late_staging
 
 
 @final
@@ -27,7 +27,7 @@ class Updates:
 
     def __init__(self, parts: Parts) -> None:
         self._server, self._device = parts.server, parts.device
-        self._transfer, self._rows = parts.transfer, parts.rows
+        self._transfer, self._rows, self._waiting = parts.transfer, parts.rows, parts.gradients
         self._gradients = Gradients(parts)
         self._on_device = DeviceUpdates(parts, self._gradients)
         self.accumulate = self._gradients.accumulate
@@ -35,6 +35,7 @@ class Updates:
         self.lines: dict[str, Callable[[Step, Action], None]] = {
             "lookup m": self.lookup,
             "collect U m": self.collect,
+            "collect U": self.collect_all,
             "update U host": self.update,
             **self._gradients.lines,
             **self._on_device.lines,
@@ -71,6 +72,14 @@ class Updates:
         step.grown[unit] = step.grown.get(unit, 0.0) + grown
         step.received.setdefault(unit, set()).update(looked_up)
 
+    def collect_all(self, step: Step, action: Action) -> None:
+        """Add a unit's gradients to those that wait for the user's own code."""
+        unit, staging = action.unit, self._transfer.staging[action.places[0]]
+        assert self._waiting is not None
+        self._waiting.collect(unit, staging, step.received.get(unit, ()), step.factor)
+        if step.rows is not None and unit in _only_looked_up(step.program.shape):
+            self._rows.clear(unit, step.rows, staging)
+
     def lookup(self, step: Step, action: Action) -> None:
         """Gather a microbatch's rows from their tables."""
         assert step.rows is not None
@@ -91,7 +100,7 @@ class Updates:
         """Keep the updates that a step leaves."""
         shape = schedule.shape
         drained = step.drained or step.reported
-        only_rows = {u.name for u in shape.outer if u.looked_up and not u.in_epilogue}
+        only_rows = _only_looked_up(shape)
         for name in shape.late_units:
             assert drained is not None
             waiting = WaitingUpdate(unit=name, order=partial(step.order, name), drained=drained)
@@ -142,3 +151,8 @@ class Updates:
     def _clear(self, rows: RowSet, waiting: WaitingUpdate) -> None:
         assert waiting.gradient is not None
         self._rows.clear(waiting.unit, rows, waiting.gradient)
+
+
+def _only_looked_up(shape: Shape) -> set[str]:
+    """Tables whose gradient is of rows alone: no head fills the rest of it."""
+    return {unit.name for unit in shape.outer if unit.looked_up and not unit.in_epilogue}

@@ -64,6 +64,12 @@ G0 W0` puts them together; `order L3` has given the coefficients as soon as the 
 G0` updates the weights in their slot after the last backward pass, and `drain L2 S0 free` copies
 them to the host and frees the slot. No gradient leaves the device.
 
+[Note: disk] Optimizer state, and what completes masters, of some layers may be on disk (`on_disk`):
+further from the device than the host, so it is fetched from there and drained to there, on two
+lanes of their own. `fetch L3.state B0` reads it into a buffer of the host ahead of the update,
+`update L3 host H0 B0` works there, `drain L3.state B0` writes it behind. Buffers are used in turns.
+Such layers are updated at once, never in halves: each byte is read and written once a step.
+
 [Note: sharing] With `shares_memory` the loss's units and the layers' gradient slots take turns in
 the same device memory: `take` and `release` lines say from when to when a place has any.
 
@@ -80,7 +86,8 @@ last L0` ([Note: steps] in ordering.py).
 
 [Note: places] Every line reads and writes named places: slots `S`, gradient slots `G`, host staging
 `H`, cells `C` (one boundary tensor each), recorded cells `R`, cells `K` for what a forward pass
-keeps for its backward pass, places `W` for lent optimizer state, and boundary tensors on the host
+keeps for its backward pass, places `W` for lent optimizer state, host buffers `B` for such state of
+the disk, that itself (`L3.state`), and boundary tensors on the host
 (`h1 m0`: the hidden state entering layer 1 of microbatch 0; `g1 m0` its gradient; `r m0` the
 recorded arguments; `k1 m0` what was kept; `e m0` looked-up rows, `x m0` their gradients). Two lines
 on different lanes that touch one place, at least one writing, must be ordered. `add_waits` inserts
@@ -88,16 +95,17 @@ exactly the waits for which nothing else gives that order, so each of them matte
 each in turn and sees the step fail. `validate` checks the finished text with the same rule.
 
 Lowering: `compute_order` (passes.py) says what is computed; `add_transfers` (transfers.py) adds
-slots, fetches and releases, gradient slots, drains and updates; `add_stash` (cells.py) gives every
-boundary tensor a cell and moves what does not fit to the host and back; `add_waits` (ordering.py)
-orders the lanes.
+slots, fetches and releases, gradient slots, drains and updates; `add_disk` (disk.py) reads and
+writes state around updates; `add_stash` (cells.py) gives every boundary tensor a cell and moves
+what does not fit to the host and back; `add_waits` (ordering.py) orders the lanes.
 
 The layers of a step are data (`Shape.layers`), not a count: a step may run any increasing sequence.
 """
 
-from l2l.schedule.cells import recorded
 from l2l.schedule.lines import (
+    EPILOGUE,
     KINDS,
+    LASTING,
     NOTHING,
     OUTER,
     VERBS,
@@ -109,7 +117,9 @@ from l2l.schedule.lines import (
     action,
     parse_line,
 )
+from l2l.schedule.passes import carried as carried
+from l2l.schedule.passes import recorded
 from l2l.schedule.schedule import Schedule, make_schedule, validate
-from l2l.schedule.shape import OuterUnit, Shape, late_staging
+from l2l.schedule.shape import NUM_HEAD_CELLS, OuterUnit, Shape, late_staging
 from l2l.schedule.trace import Span, Trace
 from l2l.schedule.transfers import NUM_LENT

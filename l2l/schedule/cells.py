@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from l2l.schedule.lines import NOTHING, PROLOGUE, Action, action
-from l2l.schedule.passes import Pass
+from l2l.schedule.lines import NOTHING, Action, action
+from l2l.schedule.passes import SLOTS, SUMS, Pass, carried
 from l2l.schedule.shape import Shape
 from l2l.schedule.transfers import Draft
 
@@ -59,10 +59,12 @@ def add_stash(draft: Draft, shape: Shape) -> list[Action]:
 
     Runs twice: the first round learns which values lose their cell, the second stashes exactly
     those, as soon as they are written, so that the copy out is done long before the cell is reused.
-    Gradients of looked-up rows (`x`) always leave: the host collects them.
+    Gradients of looked-up rows (`x`) always leave: the host collects them. So does what the other
+    side of the step reads.
     """
     first = _Placing(draft, shape, stashed=frozenset())
-    return _ahead(_Placing(draft, shape, stashed=frozenset(first.evicted)).lines)
+    left = carried(shape) if shape.side == "forward" else frozenset()
+    return _ahead(_Placing(draft, shape, stashed=left.union(first.evicted)).lines)
 
 
 def _ahead(lines: Sequence[Action]) -> list[Action]:
@@ -108,9 +110,9 @@ class _Placing:
                 ("C", shape.num_cells),
                 ("R", shape.num_recorded_cells),
                 ("K", shape.num_kept_cells),
+                ("P", shape.num_head_cells),
             )
         }
-        self._shape, self._repeated = shape, shape.repeated
         self._uses = _find_uses(draft)
         self._now = 0  # passes placed so far
         self._busy: set[str] = set()
@@ -123,47 +125,21 @@ class _Placing:
                 self._now += 1
 
     def _place(self, one: Pass, slot: str, gradient: str) -> None:
-        """Write a pass with its cells: what it reads, then what it writes."""
+        """Write a pass with its cells: what it reads is brought first."""
         self._busy, self._written = set(), {}
         m = f"m{one.microbatch}"
-        words = [*self._part(one), m, slot]
-        if one.verb != "forward":
-            words.append(gradient)
-        is_outer = one.layer is None and one.verb != "loss"
-        if one.recorded:
-            words.append(self._read("R", f"{recorded_of(one)} {m}"))
-        elif one.verb != "forward" or not is_outer:
-            words.append(NOTHING)
-        if one.verb == "forward" and is_outer:
-            words.append(self._write("R", f"{recorded(one.stack)} {m}"))
-        reads = [self._read("C", f"{value} {m}") for value in one.reads]
-        if is_outer and not one.stack:  # looked-up rows are its input, if any
-            reads = [
-                *(reads[-1:] if "e" in one.reads else [NOTHING]),
-                *reads[: one.verb == "backward"],
-            ]
-        if one.verb == "loss" and not reads:  # of a joint loss, which has read all there is
-            reads = [NOTHING]
-        if one.verb == "backward" and not (is_outer and one.stack):
-            reads.insert(1, self._read("K", f"k{one.layer} {m}") if one.kept else NOTHING)
-        words += reads
-        words.append(NOTHING if one.writes == NOTHING else self._write("C", f"{one.writes} {m}"))
-        if one.verb == "forward" and one.layer is not None:
-            words.append(self._write("K", f"k{one.layer} {m}") if one.kept else NOTHING)
-        self.lines.append(action(" ".join(words)))
+        kinds = {operand.value: operand.kind for operand in one.values}
+        cells = {NOTHING: NOTHING, SLOTS: slot, SUMS: gradient}
+        cells |= {value: self._read(kinds[value], f"{value} {m}") for value in one.reads}
+        for operand in one.values:
+            if operand.written:
+                cells[operand.value] = self._write(operand.kind, f"{operand.value} {m}")
+        names = [one if isinstance(one, str) else one.value for one in one.operands]
+        words = [one.verb, one.part, m, *(cells.get(name, name) for name in names)]
+        self.lines.append(action(" ".join(filter(None, words))))
         for value, cell in self._written.items():
             if value in self._stashed or value.startswith("x"):
                 self.lines.append(action(f"drain {value} {cell}"))
-
-    def _part(self, one: Pass) -> list[str]:
-        """The words that say what a pass runs through."""
-        if one.verb == "loss":
-            return ["loss"]
-        if one.layer is None:
-            return [one.verb, f"Int{one.stack}" if one.stack else PROLOGUE]
-        unit = self._shape.unit(one.layer)
-        call = f":v{one.layer}" if unit in self._repeated else ""
-        return [one.verb, f"{unit}{call}"]
 
     def _write(self, kind: str, value: str) -> str:
         cell = self._written[value] = self._take(kind, value)
@@ -193,25 +169,11 @@ class _Placing:
         return uses[index] if index < len(uses) else math.inf
 
 
-def recorded(stack: int) -> str:
-    """What the code before a stack has recorded for it."""
-    return f"r{stack or ''}"
-
-
-def recorded_of(one: Pass) -> str:
-    """The recorded arguments that a pass reads: the code before a stack, those of the last one."""
-    is_outer = one.layer is None and one.verb != "loss"
-    return recorded(one.stack - 1 if is_outer else one.stack)
-
-
 def _find_uses(draft: Draft) -> dict[str, list[int]]:
     """Which passes read each value."""
     uses: dict[str, list[int]] = {}
     passes = [item[0] for item in draft if not isinstance(item, Action)]
     for number, one in enumerate(passes):
-        values = [*one.reads]
-        values += [recorded_of(one)] if one.recorded else []
-        values += [f"k{one.layer}"] if one.kept and one.verb == "backward" else []
-        for value in values:
+        for value in one.reads:
             uses.setdefault(f"{value} m{one.microbatch}", []).append(number)
     return uses

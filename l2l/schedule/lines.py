@@ -10,8 +10,9 @@ There are only copies, passes, collectives, work on rows and updates:
                                                     call 9 of a layer that is called several times
     loss m0 ..                                      the tail, the epilogue and their backward pass
     lookup m0               collect T0 m0 H         rows of tables on the host, and their gradients
+                            collect L3 H            gradients, which the user's own code is to see
     order L3 [late]                                 the coefficients of an update on the device
-    update L3 host H | device ..  [late] [weights | moments]
+    update L3 host H [B] | device ..  [late] [weights | moments]
 
 What is copied (X) is a unit's weights `L0`, its gradient `L0.grad`, the norm of that `L0.norm`, its
 optimizer state `L0.state`, or all of it `L0.all`, perhaps a piece `:p3`; a boundary tensor `h1 m0`;
@@ -30,6 +31,7 @@ from typing import Final
 
 OUTER: Final = "O"
 PROLOGUE: Final = "Pro"
+EPILOGUE: Final = "Epi"
 NOTHING: Final = "-"
 MAX_REMEMBERED: Final = 2**16  # lines
 
@@ -57,6 +59,10 @@ class Lane(enum.Enum):
     """Weights that other ranks hold, device to device."""
     REDUCE = "reduce"
     """Gradients and losses, summed over ranks."""
+    READ = "read"
+    """Optimizer state, disk to host; goes on from step to step, as the update lane does."""
+    WRITE = "write"
+    """The same, host to disk."""
 
     def __init__(self, _: object) -> None:
         self.number: Final[int] = len(type(self).__members__)  # from 0, as listed here
@@ -69,8 +75,9 @@ class Kind:
     `places` has one word for each place that a line names: the letters it may begin with; what the
     line does there (`<` reads, `>` writes, `=` changes what is there, `!` frees it); and what it
     finds or leaves there, where that is checked (schedule.py). A line may name several places at
-    once, parted by commas. `also` lists what a line touches without naming the place: `{unit}` is
-    its unit, `{value}` its boundary tensor, `{m}` its microbatch.
+    once, parted by commas; those in brackets may be missing. `also` lists what a line touches
+    without naming the place: `{unit}` is its unit, `{value}` its boundary tensor, `{m}` its
+    microbatch.
     """
 
     lane: Lane
@@ -78,14 +85,16 @@ class Kind:
     """Letters that the unit may begin with."""
     places: tuple[tuple[str, str, str], ...] = ()
     also: tuple[tuple[str, str, str], ...] = ()
+    num_optional: int = 0
+    """Of the places, the last ones."""
 
 
 def _kind(lane: Lane, units: str = "", places: str = "", also: str = "") -> Kind:
     split = re.compile(r"(.+)([<>=!])(.*)$").match
-    named = [split(word) for word in places.split()]
+    named = [split(word.strip("[]")) for word in places.split()]
     unnamed = [split(word) for word in also.split(", ") if word]
     own, others = (tuple((f[1], f[2], f[3]) for f in one if f) for one in (named, unnamed))
-    return Kind(lane, units, own, others)
+    return Kind(lane, units, own, others, places.count("["))
 
 
 ANY: Final = "LTO"
@@ -96,18 +105,23 @@ KINDS: Final[Mapping[str, Kind]] = {
     "take": _kind(Lane.COMPUTE, "", "SGW>"),
     "release": _kind(Lane.COMPUTE, "", "SGW>"),
     "release U": _kind(Lane.COMPUTE, ANY, "S!unit"),
+    "release U:p": _kind(Lane.COMPUTE, "T", "S!unit"),
     # copies to the device
     "fetch U": _kind(Lane.FETCH, ANY, "S>unit", f"{WEIGHTS}<"),
+    "fetch U:p": _kind(Lane.FETCH, "T", "S>unit", f"{WEIGHTS}<"),
     "fetch U.state:p": _kind(Lane.FETCH, "L", "W>state"),
+    "fetch U.state": _kind(Lane.READ, "L", "B>state", "{unit}.state<"),
     "fetch U.all:p": _kind(Lane.LEND, "L", "H< W>state"),
-    "fetch v m": _kind(Lane.UNSTASH, "", "CRK>value", "{value}<itself"),
+    "fetch v m": _kind(Lane.UNSTASH, "", "CRKP>value", "{value}<itself"),
     # copies to the host
     "drain U": _kind(Lane.DRAIN, ANY, "S<unit", f"{WEIGHTS}>"),
     "drain U free": _kind(Lane.DRAIN, ANY, "S!unit", f"{WEIGHTS}>"),
     "drain U.grad": _kind(Lane.DRAIN, ANY, "G<gradient H>gradient"),
+    "drain U.grad:p": _kind(Lane.DRAIN, "T", "G<gradient H>table"),
     "drain U.norm": _kind(Lane.DRAIN, ANY, "G<gradient"),
+    "drain U.state": _kind(Lane.WRITE, "L", "B!state", "{unit}.state>"),
     "drain U.all:p": _kind(Lane.DRAIN, "L", "W<state", f"{WEIGHTS}>"),
-    "drain v m": _kind(Lane.STASH, "", "CRK<value", "{value}>itself"),
+    "drain v m": _kind(Lane.STASH, "", "CRKP<value", "{value}>itself"),
     "drain loss": _kind(Lane.DRAIN, also="loss<, host loss>"),
     # collectives
     "gather U": _kind(Lane.GATHER, ANY, "S=unit"),
@@ -118,15 +132,22 @@ KINDS: Final[Mapping[str, Kind]] = {
     "forward U m": _kind(Lane.COMPUTE, "L", "S<unit R<r C<h C>h+ K>k"),
     "forward Int m": _kind(Lane.COMPUTE, "I", "S<own R<r R>r+ C<h C>h+"),
     "loss m": _kind(Lane.COMPUTE, "", "S<own G>sum R<r C<h C>g", "loss>"),
+    "forward Epi m": _kind(Lane.COMPUTE, "E", "S<own R<r C<h C>y P>s+"),
+    "forward U:p m": _kind(Lane.COMPUTE, "T", "S<unit S<own C<y P<s P>s+"),
+    "loss Epi m": _kind(Lane.COMPUTE, "E", "P<s P>c", "loss>"),
+    "backward U:p m": _kind(Lane.COMPUTE, "T", "S<unit S<own G>gradient G>sum C<y P<c C<d+ C>d"),
+    "backward Epi m": _kind(Lane.COMPUTE, "E", "S<own G>sum R<r C<h C<d C>g"),
     "backward U m": _kind(Lane.COMPUTE, "L", "S<unit G>gradient R<r C<h K<k C<g+ C>g"),
     "backward Pro m": _kind(Lane.COMPUTE, "P", "S<own G>sum R<r C<e K<k C<g+ C>x"),
     "backward Int m": _kind(Lane.COMPUTE, "I", "S<own G>sum R<r C<h C<g+ C>g"),
     # rows of tables
     "lookup m": _kind(Lane.UPDATE, also="e {m}>itself"),
     "collect U m": _kind(Lane.UPDATE, "T", "H>"),
+    # gradients that wait on the host for the user's own code
+    "collect U": _kind(Lane.UPDATE, ANY, "H<"),
     # updates on the host; late ones were left by the step before
-    "update U host": _kind(Lane.UPDATE, ANY, "H<gradient", f"host loss<, {WEIGHTS}>"),
-    "update U host late": _kind(Lane.UPDATE, ANY, "H<", f"{WEIGHTS}>"),
+    "update U host": _kind(Lane.UPDATE, ANY, "H<gradient [B=state]", f"host loss<, {WEIGHTS}>"),
+    "update U host late": _kind(Lane.UPDATE, ANY, "H< [B=state]", f"{WEIGHTS}>"),
     "update U host late weights": _kind(Lane.UPDATE, ANY, "H<", f"{WEIGHTS}>"),
     "update U host late moments": _kind(Lane.UPDATE, ANY, "H<"),
     "update U:m host late": _kind(Lane.UPDATE, "T", "H<"),
@@ -143,10 +164,12 @@ VERBS: Final = tuple(dict.fromkeys(kind.split()[0] for kind in KINDS))
 LEFT: Final = frozenset(k for k in KINDS if "late" in k and KINDS[k].lane is Lane.UPDATE)
 """Kinds of lines in which the host goes on with what the step before has left."""
 FLAGS: Final = ("late", "weights", "moments", "free")
-UNIT: Final = re.compile(r"(Pro|Int\d+|O|[LT]\d+)(\.[a-z]+)?(?::([pmv]\d+))?$")
-VALUE: Final = re.compile(r"[hgk](?:\d+|E|I\d+)$|r\d*$|[ex]$")
+UNIT: Final = re.compile(r"(Pro|Epi|Int\d+|O|[LT]\d+)(\.[a-z]+)?(?::([pmv]\d+))?$")
+VALUE: Final = re.compile(r"[hgk](?:\d+|E|I\d+)$|r\d*$|[sd]\d+$|[exyc]$")
 MICROBATCH: Final = re.compile(r"m\d+$")
-PLACE: Final = re.compile(r"(?:[SGHWCRK]\w+)(?:,[SGHWCRK]\w+)*$|-$")
+PLACE: Final = re.compile(r"(?:[SGHWCRK]\w+|[PB]\d+)(?:,(?:[SGHWCRK]\w+|P\d+))*$|-$")
+LASTING: Final = (Lane.UPDATE, Lane.READ, Lane.WRITE)
+"""Lanes that go on when a step ends: those of host threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +198,12 @@ class Action:
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def name(self) -> str:
+        """The unit, or the slice of a table, that it is about."""
+        is_slice = self.unit.startswith("T") and self.piece is not None
+        return f"{self.unit}:p{self.piece}" if is_slice else self.unit
 
     @property
     def stack(self) -> int:
@@ -230,7 +259,7 @@ class _Words:
         """Sort in the next one."""
         if (found := UNIT.match(word)) is not None:
             self.unit, part, of = found[1], found[2] or "", found[3] or ""
-            of_what = self.unit[:3] if self.unit[0] in "PI" else "U"
+            of_what = self.unit[:3] if self.unit[0] in "PEI" else "U"
             self.kind.append(f"{of_what}{part}" + (f":{of[0]}" if of and of[0] != "v" else ""))
             if of.startswith("p"):
                 self.piece = int(of[1:])
@@ -252,24 +281,24 @@ class _Words:
     def fit(self, kind: Kind) -> bool:
         """Whether unit and places are such as the kind takes."""
         return (
-            len(self.places) == len(kind.places)
+            len(kind.places) - kind.num_optional <= len(self.places) <= len(kind.places)
             and (not kind.units or self.unit[:1] in {*kind.units})
             and all(
                 one == NOTHING or all(place[0] in letters for place in one.split(","))
-                for one, (letters, _, _) in zip(self.places, kind.places, strict=True)
+                for one, (letters, _, _) in zip(self.places, kind.places, strict=False)
             )
         )
 
     def touches(self, kind: Kind) -> Iterator[tuple[str, str, str]]:
         """What a line with these words touches."""
         m = f"m{self.microbatch}"
-        for one, (_, does, holds) in zip(self.places, kind.places, strict=True):
+        for one, (_, does, holds) in zip(self.places, kind.places, strict=False):
             for place in one.split(",") if one != NOTHING else ():
                 yield place, does, holds
         for text, does, holds in kind.also:
             yield text.format(unit=self.unit, value=f"{self.value} {m}", m=m), does, holds
-        if self.kind[0] == "collect":  # what earlier microbatches have left to this one, too
-            for number in range((self.microbatch or 0) + 1):
+        if self.kind[0] == "collect" and self.microbatch is not None:
+            for number in range(self.microbatch + 1):  # what earlier ones have left to it, too
                 yield f"x m{number}", "<", ""
 
 

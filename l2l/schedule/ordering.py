@@ -1,12 +1,14 @@
 """Which line must come before which: happens-before over lanes, and the waits that make it so.
 
-[Note: steps] A step begins when the one before has ended on every lane but the update lane, which
-goes on in the order of its lines. So of earlier steps only three things need a wait, and these are
-lines as well:
+[Note: steps] A step begins when the one before has ended on every lane but the update lane and
+those of the disk (`LASTING`), which go on in the order of their lines. So of earlier steps only a
+few things need a wait, and these are lines as well:
 
     fetch waits last L0       the host may still update the layer that is fetched
     drain waits last H0       the host may still read the staging that is written
     update waits last drain   gradients, and their norms, that late updates are made of
+    read waits last B0        a buffer that may still be written to the disk
+    read waits last L0.state  a unit's state that may still be written there, from another buffer
 
 An earlier step may have had other layers or another number of microbatches. So nothing is assumed
 of it: a lane knows what the host did in earlier steps once it knows of any line of that lane.
@@ -19,7 +21,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from l2l.schedule.lines import LEFT, Action, Lane, Line, Wait, WaitLast
+from l2l.schedule.lines import LASTING, LEFT, Action, Lane, Line, Wait, WaitLast
 
 
 @dataclass(slots=True, eq=False)
@@ -72,20 +74,23 @@ class Orders:
             if not any(b.clock[one.lane] >= one.position for b in unknown if b is not one)
         ]
 
-    def missing_last(self, action: Action) -> str | None:
+    def missing_last(self, action: Action) -> list[str]:
         """What of earlier steps must be done before this one and is not known to be."""
-        lane, update = action.lane.number, Lane.UPDATE.number
-        if action.kind in LEFT:
-            # Whatever other lanes do in this step, they do after all drains of earlier ones.
-            others = (number for one, number in enumerate(self.known[lane]) if one != update)
-            what, is_known = "drain", any(others)
-        elif action.kind == "fetch U" and action.unit in self.updated:
-            what, is_known = action.unit, self.known[lane][update] > 0
-        elif action.kind == "drain U.grad":
-            what, is_known = action.places[1], self.known[lane][update] > 0
-        else:
-            return None
-        return None if is_known or what in self.earlier[lane] else what
+        number, known = action.lane.number, self.known[action.lane.number]
+        what, is_known = tuple[str, ...](), known[Lane.UPDATE.number] > 0
+        goes_on = action.kind == "collect U" and action.places[0] not in self.writer
+        if action.kind in LEFT or goes_on:
+            # Whatever these lanes do in this step, they do after all drains of earlier ones.
+            what = ("drain",)
+            is_known = any(known[lane.number] for lane in Lane if lane not in LASTING)
+        elif action.kind in ("fetch U", "fetch U:p") and action.unit in self.updated:
+            what = (action.unit,)
+        elif action.kind in ("drain U.grad", "drain U.grad:p"):
+            what = (action.places[1],)
+        elif action.kind == "fetch U.state":
+            what = (action.places[0], f"{action.unit}.state")
+            is_known = known[Lane.WRITE.number] > 0
+        return [] if is_known else [one for one in what if one not in self.earlier[number]]
 
     def wait(self, wait: Wait | WaitLast) -> None:
         """A lane learns what the action it waits for knew when it was done."""
@@ -130,7 +135,7 @@ def add_waits(actions: Sequence[Action], *, updated: frozenset[str]) -> list[Lin
     for action in actions:
         for earlier in orders.missing(action):
             wait(Wait(action.lane, earlier))
-        if (last := orders.missing_last(action)) is not None:
+        for last in orders.missing_last(action):
             wait(WaitLast(action.lane, last))
         orders.perform(action)
         lines.append(action)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from l2l.schedule.cells import add_stash, recorded
-from l2l.schedule.lines import Action, Line, Wait, parse_line
+from l2l.schedule.cells import add_stash
+from l2l.schedule.disk import add_disk
+from l2l.schedule.lines import EPILOGUE, Action, Line, Wait, parse_line
 from l2l.schedule.ordering import Orders, add_waits
-from l2l.schedule.passes import compute_order
+from l2l.schedule.passes import carried, compute_order, recorded
 from l2l.schedule.shape import Shape
 from l2l.schedule.transfers import add_transfers
 
@@ -43,7 +44,7 @@ class Schedule:
 
 def make_schedule(shape: Shape) -> Schedule:
     """Lower a shape to a complete, validated schedule."""
-    draft = add_transfers(compute_order(shape), shape)
+    draft = add_disk(add_transfers(compute_order(shape), shape), shape)
     lines = add_waits(add_stash(draft, shape), updated=shape.updated_on_host)
     schedule = Schedule(shape=shape, lines=tuple(lines))
     validate(schedule)
@@ -60,6 +61,8 @@ def validate(schedule: Schedule) -> None:
     """
     orders, following = Orders(schedule.shape.updated_on_host), schedule.shape.following
     contents = {f"S{unit}": unit for unit in schedule.shape.held}
+    if schedule.shape.side in ("outputs", "backward"):
+        contents |= {value: value for value in carried(schedule.shape)}
     for number, line in enumerate(schedule.lines, start=1):
         try:
             if isinstance(line, Wait) and line.action not in orders.done:
@@ -69,15 +72,14 @@ def validate(schedule: Schedule) -> None:
                 continue
             _follow(line, contents, schedule.shape, following)
             unordered = [*map(str, orders.missing(line))]
-            if (last := orders.missing_last(line)) is not None:
-                unordered.append(f"last {last}")
+            unordered += [f"last {one}" for one in orders.missing_last(line)]
             if unordered:
                 raise ValueError(f"is not ordered after '{unordered[0]}', which touches its places")
             orders.perform(line)
         except ValueError as error:
             raise ValueError(f"line {number}, '{line}': {error}") from None
     stays = {f"S{unit}" for unit in (*schedule.shape.on_device, *schedule.shape.held)}
-    occupied = [place for place in contents if place.startswith("S") and place not in stays]
+    occupied = [place for place in contents if place[0] in "SB" and place not in stays]
     if occupied:
         raise ValueError(f"slots are left occupied: {', '.join(sorted(occupied))}")
 
@@ -96,9 +98,9 @@ def _follow(
         if does != ">" and contents.get(place) != value:
             found = contents.get(place, "nothing")
             raise ValueError(f"{place} must hold {value!r}, found {found!r}")
-    if action.kind in ("fetch U", "release"):
+    if action.kind in ("fetch U", "fetch U:p", "fetch U.state", "release"):
         place = action.places[0]
-        if place.startswith("S") and place in contents:
+        if place[0] in "SB" and place in contents:
             raise ValueError(f"{place} still holds {contents[place]!r}")
     for place, does, value in touched:
         if does == "!":
@@ -111,7 +113,8 @@ def _meaning(action: Action, shape: Shape, following: Mapping[int, str]) -> dict
     """What the words of `Kind.places` mean in a line; `{place}` is the place's own name."""
     m, stack = f"m{action.microbatch}", action.stack
     before, after = "E", ""
-    given = made = recorded(len(shape.stacks) if action.verb == "loss" else stack)
+    is_last = action.verb == "loss" or action.unit == EPILOGUE
+    given = made = recorded(len(shape.stacks) if is_last else stack)
     if action.kind in ("forward U m", "backward U m"):
         call = shape.call_of(action)
         if call not in following or shape.unit(call) != action.unit:
@@ -123,17 +126,23 @@ def _meaning(action: Action, shape: Shape, following: Mapping[int, str]) -> dict
     elif action.unit[:1] in ("P", "I"):
         before, after = f"I{stack}", shape.first_value(stack)[1:]
         given = recorded(max(0, stack - 1))
+    slices = shape.head.num_slices if shape.head is not None else 0
+    summed = slices if action.verb == "loss" else -1  # slices that sums are of, so far
+    place = summed if action.piece is None else action.piece
     return {
-        "unit": action.unit,
-        "gradient": f"gradient {action.unit}",
-        "state": f"state {action.unit} {action.piece}",
+        "unit": action.name,
+        "table": f"gradient {action.unit}",
+        "gradient": f"gradient {action.name}",
+        "state": f"state {action.unit}" + ("" if action.piece is None else f" {action.piece}"),
         "value": action.value,
         "itself": "{place}",
         "own": "{unit}",
         "sum": "gradient {unit}",
         "r": f"{given} {m}",
         "r+": f"{made} {m}",
-        **{word: f"{word} {m}" for word in "ex"},
+        **{word: f"{word} {m}" for word in "exyc"},
+        **{"s": f"s{place} {m}", "s+": f"s{place + 1} {m}"},
+        **{"d": f"d{max(0, place)} {m}", "d+": f"d{place + 1} {m}"},
         **{word: f"{word}{before} {m}" for word in "hgk"},
         **{f"{word}+": f"{word}{after} {m}" for word in "hg"},
     }

@@ -5,9 +5,31 @@ stacks runs code of the model's own, an *interlude*: from the encoder's last hid
 decoder's first one, say. It is run as the prologue is, and run again for its backward pass. What it
 and the code behind it need of earlier stacks travels with the recorded arguments.
 
+[Note: slices] A head is a matrix as large as several layers. It may come in slices of its rows, the
+words, each of which goes through the slots of layers: `fetch T0:p1 S0`. The epilogue runs up to the
+head (`forward Epi`); then every slice adds up, for all microbatches, what the loss needs of its
+words (`forward T0:p1`: the largest logit of each token, the sum of exponentials, the label's own).
+The loss turns that into a log-probability for each token and a coefficient for its gradient (`loss
+Epi`), with which slices make the gradients of their rows and of what the head was given (`backward
+T0:p1`); `backward Epi` goes on from there. Logits are never whole.
+
 [Note: joint] A loss that compares rows with each other, or is no mean over them, cannot be taken
 microbatch by microbatch. Then the first `loss` lines only hand over what the layers have made; the
 last of them takes the loss of all rows at once; further ones give each microbatch its gradient.
+
+[Note: sides] Where the user's own code takes the loss and calls `backward`, a step is two
+schedules, the *sides* of it. The forward side ends with the model's outputs (`forward Epi`), and
+with everything that the backward side reads on the host; that begins with the gradients of the
+outputs (`backward Epi`, which makes the outputs once more) and ends with those of the weights on
+the host, where they are added to what is there (`collect L0 H0`): nothing is updated. Between the
+two nothing of the step is on the device, so other steps may run there: a frozen reference, or
+another forward side.
+
+Where the model itself takes the loss, nobody may ever look at its other outputs, of which logits
+are large. Such sides are *fused*: the forward side takes the loss as a whole step does (`loss`),
+with the gradient that it has if it is all there is; the backward side begins with the layers, and
+what it collects is multiplied with what the user's code makes of the loss. If other outputs are
+asked for in between, they are made then (`side="outputs"`), and the backward side is not fused.
 """
 
 from __future__ import annotations
@@ -19,6 +41,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from l2l.schedule.lines import OUTER, Action
+
+NUM_HEAD_CELLS = 4
+SIDES = ("", "forward", "outputs", "backward")
+FUSED_SIDES = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +60,10 @@ class OuterUnit:
     trained: bool = True
     device_state: bool = False
     """Its optimizer state is on the device, where it stays from step to step."""
+    may_be_sliced: bool = False
+    """Whether it is a head that may come in slices."""
+    num_slices: int = 0
+    """In which it passes as the head ([Note: slices]); 0: it is on the device as a whole."""
 
     @property
     def is_read(self) -> bool:
@@ -52,8 +82,9 @@ class OuterUnit:
 
     @property
     def passes(self) -> bool:
-        """Whether it is on the device for the epilogue only."""
-        return self.in_epilogue and not self.in_prologue and not self.device_state
+        """Whether it is on the device, as a whole, for the epilogue only."""
+        elsewhere = self.in_prologue or self.device_state or self.num_slices > 0
+        return self.in_epilogue and not elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +105,8 @@ class Shape:
     num_slots: int = 2
     num_cells: int = 6
     num_recorded_cells: int = 2
+    num_head_cells: int = NUM_HEAD_CELLS
+    """Cells for what slices of the head add up."""
     num_kept_cells: int = 0
     """Cells for what forward passes keep for their backward passes; 0: everything is recomputed."""
     num_gradient_slots: int = 2
@@ -102,10 +135,19 @@ class Shape:
     """Layers, of those needed last, whose late update is done at once nevertheless."""
     shares_memory: bool = False
     """Whether units of the epilogue and the gradients of layers take turns in the same memory."""
+    on_disk: frozenset[str] = frozenset()
+    """Units whose optimizer state is on disk ([Note: disk])."""
+    num_disk_buffers: int = 3
+    """Of host memory, for such state: one is read, one updated, one written."""
     joint: bool = False
     """Whether one loss is taken over all microbatches ([Note: joint])."""
     parallel: bool = False
     """Whether several ranks hold the units together."""
+    side: str = ""
+    """Of a step in two sides ([Note: sides]) the one that this is, or "outputs" of one of which the
+    forward side has run; empty: all of it."""
+    fused: bool = False
+    """Whether its forward side takes the loss."""
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
@@ -116,30 +158,84 @@ class Shape:
             ("num_slots", 1),
             ("num_cells", 3),
             ("num_recorded_cells", 2 if self.stacks else 1),
+            ("num_head_cells", 2),
             ("num_gradient_slots", 1),
             ("num_staging", 1),
             ("num_tail", 0),
             ("num_pieces", 1),
+            ("num_disk_buffers", 1),
             ("num_whole", 0),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, found {getattr(self, name)}")
         if self.num_tail > len(self.layers):
             raise ValueError(f"num_tail={self.num_tail}, but there are {len(self.layers)} layers")
-        last = self.stacks[-1] if self.stacks else 0
-        if any(call < last or self.unit(call) in self.repeated for call in self.tail):
-            raise ValueError(f"the tail {self.tail} must be in the last stack, each layer once")
-        if self.joint and self.num_tail:
-            raise ValueError("a joint loss leaves no tail: it waits for all microbatches")
         if not self.device_state <= {*self.tail}:
             raise ValueError(f"device_state={sorted(self.device_state)}: the tail is {self.tail}")
+        for what, is_so in self._impossible():
+            if is_so:
+                raise ValueError(what)
+
+    def _impossible(self) -> Iterator[tuple[str, bool]]:
+        """Choices that do not go together, each with whether they were made."""
+        last = self.stacks[-1] if self.stacks else 0
+        yield (
+            f"the tail {self.tail} must be in the last stack, each layer once",
+            any(call < last or self.unit(call) in self.repeated for call in self.tail),
+        )
+        yield (
+            "a joint loss leaves no tail: it waits for all microbatches",
+            self.joint and self.num_tail > 0,
+        )
         rows = [unit for unit in self.outer if unit.looked_up]
-        if any(unit.in_prologue or unit.device_state for unit in rows):
-            raise ValueError("a table that is looked up on the host is not on the device for that")
-        if self.device_updates and (self.on_device or any(unit.trained for unit in rows)):
-            raise ValueError("device_updates leave nothing: no device_state, no trained lookups")
-        if self.parallel and (self.on_device or self.shared or rows):
-            raise ValueError("ranks share everything: no device_state, no lookups, nothing lent")
+        yield (
+            "a table that is looked up on the host is not on the device for that",
+            any(unit.in_prologue or unit.device_state for unit in rows),
+        )
+        yield (
+            "device_updates leave nothing: no device_state, no trained lookups",
+            self.device_updates and (bool(self.on_device) or any(unit.trained for unit in rows)),
+        )
+        yield (
+            "ranks share everything: no device_state, no lookups, nothing lent",
+            self.parallel and bool(self.on_device or self.shared or rows),
+        )
+        yield (
+            f"side={self.side!r}: expected one of {SIDES}",
+            self.side not in SIDES or (self.fused and self.side not in FUSED_SIDES),
+        )
+        elsewhere = (self.device_updates, self.parallel, bool(self.on_device or self.shared))
+        kept = (self.num_tail, self.num_kept_cells, self.head is not None)
+        yield (
+            "a step in two sides trains; it leaves no tail, keeps no results, has no head in "
+            "slices, and all of its gradients are for the host",
+            bool(self.side) and (any(kept) or any(elsewhere) or not self.training),
+        )
+        yield (
+            "sides are fused where the gradients of the loss are whole once it is taken; only "
+            "fused ones have a joint loss",
+            bool(self.side)
+            and (
+                (self.joint and not self.fused)
+                or (self.fused and any(unit.stays and unit.trained for unit in self.outer))
+            ),
+        )
+        yield (
+            "the host updates layers whose state is on disk, in one process",
+            bool(self.on_disk & {*self.on_device, *self.units_of(self.shared)})
+            or (bool(self.on_disk) and (self.parallel or self.device_updates)),
+        )
+        sliced = [unit for unit in self.outer if unit.num_slices]
+        ranks = (self.device_updates, self.parallel)
+        yield (
+            "only one unit that is read after the layers alone passes in slices",
+            len(sliced) > 1 or any(unit.stays or not unit.in_epilogue for unit in sliced),
+        )
+        yield (
+            "a head in slices leaves no tail, no joint loss, no shared memory; it is updated on "
+            "the host, by one rank",
+            bool(sliced) and any((self.num_tail, self.joint, self.shares_memory, *ranks)),
+        )
 
     def only(self, layers: tuple[int, ...]) -> Shape:
         """The same step with some of its layers; those of the tail are walked there."""
@@ -223,6 +319,31 @@ class Shape:
         }
 
     @property
+    def head(self) -> OuterUnit | None:
+        """The unit that passes in slices."""
+        return next((unit for unit in self.outer if unit.num_slices), None)
+
+    @property
+    def beside_head(self) -> tuple[OuterUnit, ...]:
+        """Units that the epilogue reads beside a head in slices."""
+        return tuple(unit for unit in self.outer if unit.in_epilogue and not unit.num_slices)
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether anything that is trained comes before the epilogue."""
+        return bool(self.backward_layers) or self.trains_prologue
+
+    @property
+    def trains_epilogue(self) -> bool:
+        """Whether the epilogue trains anything but a head in slices."""
+        return any(unit.trained for unit in self.beside_head)
+
+    @property
+    def returns_to_epilogue(self) -> bool:
+        """Whether the code up to a head in slices has a backward pass."""
+        return self.needs_gradient or self.trains_epilogue
+
+    @property
     def trains_prologue(self) -> bool:
         """Whether anything before the layers is trained."""
         return any(unit.trained and unit.before_layers for unit in self.outer)
@@ -260,7 +381,7 @@ class Shape:
         outer = [unit for unit in self.outer if unit.trained and not unit.device_state]
         layers = [*self.tail[::-1], *self.backward_layers]
         return (
-            *(unit.name for unit in outer if unit.passes and not unit.looked_up),
+            *(u.name for u in outer if (u.passes or u.num_slices) and not u.looked_up),
             *(
                 self.unit(layer)
                 for layer in self._last_visits(layers)
@@ -272,7 +393,7 @@ class Shape:
     @property
     def late_units(self) -> tuple[str, ...]:
         """Units whose update this step leaves to the next."""
-        if not self.training or self.device_updates:
+        if not self.training or self.device_updates or self.side:
             return ()
         drained = self.drained_units
         late = drained[len(drained) - min(self.num_late, len(drained)) :]
@@ -280,6 +401,12 @@ class Shape:
         frozen = {unit.name for unit in self.outer if not unit.trained}
         frozen |= {*self.units_of(self.frozen_layers)}
         return (*(unit for unit in self.on_device if unit not in frozen), *rows, *late)
+
+    @property
+    def collected(self) -> tuple[str, ...]:
+        """Units whose gradient waits on the host for the user's own code."""
+        rows = [unit.name for unit in self.outer if unit.trained and unit.looked_up]
+        return tuple(dict.fromkeys((*self.drained_units, *rows)))
 
     @property
     def updated_on_host(self) -> frozenset[str]:

@@ -14,7 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import final
 
-SOURCES = {"host": ("update",), "link": ("fetch", "drain", "stash", "unstash", "lend")}
+SOURCES = {
+    "host": ("update",),
+    "link": ("fetch", "drain", "stash", "unstash", "lend"),
+    "disk": ("read", "write"),
+}
 MOSTLY_BUSY = 0.1  # of the time: with less idle than this the device itself is the bound
 
 
@@ -61,7 +65,7 @@ class Trace:
         return found
 
     def bound(self) -> str:
-        """What the time was bound by: "compute", "link" or "host"."""
+        """What the time was bound by: "compute", "link", "host" or "disk"."""
         idle = self.idle_seconds()
         if idle["in all"] <= MOSTLY_BUSY * self.seconds:
             return "compute"

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from l2l.schedule.lines import NOTHING, Action, action
-from l2l.schedule.passes import Pass
+from l2l.schedule.lines import EPILOGUE, NOTHING, PROLOGUE, Action, action
+from l2l.schedule.passes import Pass, join
 from l2l.schedule.shape import OuterUnit, Shape, late_staging
 
 NUM_LENT = 4  # pieces of optimizer state that are on the device at once
@@ -52,9 +52,9 @@ def add_transfers(passes: Sequence[Pass], shape: Shape) -> Draft:
     return [*_host_lines(draft, shape), *draft]
 
 
-def _part(run: list[Pass]) -> tuple[str, int | None]:
+def _part(run: list[Pass]) -> tuple[str, str]:
     """What the passes of a run have in common."""
-    return run[0].verb, run[0].layer
+    return run[0].verb, run[0].part
 
 
 def _with_collectives(draft: Draft) -> Iterator[tuple[Pass, str, str] | Action]:
@@ -80,29 +80,48 @@ class _Transfers:
         self._lent = deque(shape.reworked)
         self._num_drained = self._num_staged = self._num_lent = 0
         self.draft: Draft = []
-        parts = groupby(passes, key=lambda one: (one.verb, one.layer, one.stack))
+        parts = groupby(passes, key=lambda one: (one.verb, one.part))
         runs = [list(run) for _, run in parts]
-        self._order = [shape.unit(run[0].layer) for run in runs if run[0].layer is not None]
+        self._order = [run[0].unit for run in runs if run[0].unit]
         self._last_visit = {shape.unit(call): call for call in shape.backward_layers}
         if shape.shares_memory and shape.training:
             self._add("release", self._gradient_slots())
+            if shape.side == "backward" and shape.fused:  # it begins with layers
+                self._add("take", self._gradient_slots())
         self._add("take", self._lent_places(shape.reworked))
         self._rework(before=0)
-        self._fetch(u for u in shape.outer if u.in_prologue or u.name in shape.on_device)
+        if shape.side in ("outputs", "backward"):
+            self._fetch(u for u in shape.outer if u.stays)
+            self._continue()
+        else:
+            self._fetch(u for u in shape.outer if u.in_prologue or u.name in shape.on_device)
         self._renew([unit.name for unit in shape.outer if unit.device_state])
         self.draft += self._slots.keep_next(self._order, shape.num_slots)
+        of_head = [run[0] for run in runs if run[0].part == EPILOGUE or "T" in run[0].part]
+        last_of_head = of_head[-1] if of_head else None
         for index, run in enumerate(runs):
             following = _part(runs[index + 1]) if index + 1 < len(runs) else None
-            if following == ("loss", None):
+            if following in (("loss", ""), ("forward", EPILOGUE)):
                 self._prepare_loss()
-            elif following == ("backward", None):
+            elif following == ("backward", PROLOGUE):
                 self._fetch(u for u in shape.outer if u.in_prologue and not u.stays)
             self._write(run)
-            if run[0].layer is not None:
+            if shape.head is not None and run[0] == last_of_head:
+                self._release(unit for unit in shape.beside_head if unit.passes)
+            if run[0].unit:
                 self._order = self._order[1:]
                 self.draft += self._slots.keep_next(self._order, shape.num_slots)
         self._release(unit for unit in shape.outer if unit.stays)
         self._add("release", self._lent_places(self._redone))
+
+    def _continue(self) -> None:
+        """Go on from what the forward side of the step has left."""
+        if not self._shape.fused:
+            self._prepare_loss()
+            return
+        passing = [unit for unit in self._shape.outer if unit.passes and unit.trained]
+        own = [f"{u.name} {late_staging(u.name)}" for u in passing if not u.looked_up]
+        self._add("collect", own)
 
     def _add(self, verb: str, rest: Iterable[str]) -> None:
         """Lines of one verb."""
@@ -110,21 +129,26 @@ class _Transfers:
 
     def _write(self, run: list[Pass]) -> None:
         """The passes of one part of the model, and what goes with them."""
-        verb, layer = _part(run)
-        if verb == "loss":
+        verb, part = _part(run)
+        unit, call = run[0].unit, run[0].call
+        if part == EPILOGUE:
+            self._epilogue(run, verb)
+        elif verb == "loss":
             self._loss(run)
-        elif layer is None:
+        elif not unit:
             (self._prologue if verb == "forward" else self._prologue_backward)(run)
         elif verb == "forward":
-            self._rework(before=layer)
-            slot = self._slots.resident[self._shape.unit(layer)]
-            self.draft += [(one, slot, NOTHING) for one in run]
+            if call is not None:
+                self._rework(before=call)
+            self.draft += [(one, self._slots.resident[unit], NOTHING) for one in run]
+        elif call is None:
+            self._slice_backward(run, unit)
         else:
-            self._backward(run, layer)
+            self._backward(run, call)
 
     def _prologue(self, run: list[Pass]) -> None:
         before = [unit for unit in self._shape.outer if unit.in_prologue]
-        self.draft += [(one, _places("S", before), NOTHING) for one in run]
+        self.draft += [(one, join("S", before), NOTHING) for one in run]
         if run[-1].microbatch == self._shape.num_microbatches - 1:  # several stacks: all stay
             self._release(unit for unit in before if not unit.stays)
 
@@ -150,6 +174,49 @@ class _Transfers:
         shape = self._shape
         number = min(NUM_LENT, shape.num_pieces * len(units)) if shape.shares_memory else 0
         return [f"W{index}" for index in range(number)]
+
+    def _epilogue(self, run: list[Pass], verb: str) -> None:
+        """The code up to a head in slices, or the loss behind it."""
+        shape = self._shape
+        units = shape.beside_head
+        trained = [unit for unit in units if unit.trained]
+        gradients = join("G", trained) if verb == "backward" else NOTHING
+        turns = [f"G{unit.name}" for unit in trained if unit.passes and verb == "backward"]
+        if shape.side and shape.shares_memory:
+            self._add("take", turns)
+        self.draft += [(one, join("S", units), gradients) for one in run]
+        if verb == "loss":
+            self._add("drain", ["loss"])
+            self._add("order", shape.redone)
+            return
+        if verb == "backward":
+            for unit in trained:
+                if unit.passes:
+                    self._leave(unit.name, f"S{unit.name}", f"G{unit.name}")
+                elif unit.device_state and not unit.in_prologue:
+                    self._add("drain", [f"{unit.name}.norm G{unit.name}"])
+        if shape.side:
+            passing = [unit for unit in units if unit.passes]
+            self._release(passing)
+            if shape.shares_memory:
+                self._add("release", [f"S{unit.name}" for unit in passing] + turns)
+                self._add("take", self._gradient_slots() if verb == "backward" else [])
+
+    def _slice_backward(self, run: list[Pass], name: str) -> None:
+        """Backward passes of a slice of the head; behind the last slice, the update of all."""
+        shape, head = self._shape, self._shape.head
+        assert head is not None
+        gradient = f"G{self._num_drained % shape.num_gradient_slots}"
+        gradient = gradient if head.trained else NOTHING
+        self.draft += [(one, self._slots.resident[name], gradient) for one in run]
+        if not head.trained:
+            return
+        unit, piece = name.split(":")
+        staging = late_staging(unit)
+        self._add("drain", [f"{unit}.grad:{piece} {gradient} {staging}"])
+        self._num_drained += 1
+        if piece == "p0" and unit not in self._late:
+            self._add("update", [f"{unit} host {staging}"])
 
     def _gradient_slots(self) -> list[str]:
         shape = self._shape
@@ -201,7 +268,7 @@ class _Transfers:
         self._add("drain", [f"{unit}.norm G{unit}" for unit in on_device if unit in trained])
         if shape.shares_memory:
             self._add("release", [f"S{unit.name}" for unit in passing] + passing_gradients)
-            if shape.training:
+            if shape.training and not shape.side:
                 self._add("take", self._gradient_slots() + self._lent_places(self._redone))
 
     def _leave_tail(self, layer: int) -> None:
@@ -250,7 +317,7 @@ class _Transfers:
         shape = self._shape
         before = [unit for unit in shape.outer if unit.in_prologue]
         trained = [unit for unit in before if unit.trained]
-        slots, gradients = _places("S", before), _places("G", trained)
+        slots, gradients = join("S", before), join("G", trained)
         if run[0].stack:
             self.draft += [(one, slots, gradients) for one in run]
             return
@@ -259,6 +326,8 @@ class _Transfers:
             self.draft.append((one, slots, gradients))
             m = f"m{one.microbatch}"
             self._add("collect", [f"{unit} {m} {late_staging(unit)}" for unit in collected])
+        if shape.side:
+            self._add("collect", [f"{unit} {late_staging(unit)}" for unit in collected])
         for unit in trained:
             if unit.device_state:
                 self._add("drain", [f"{unit.name}.norm G{unit.name}"])
@@ -279,7 +348,11 @@ class _Transfers:
             staging = f"H{self._num_staged % shape.num_staging}"
             self._num_staged += 1
         self._add("drain", [f"{unit}.grad {gradient} {staging}"])
-        if unit not in self._late:
+        if shape.side:
+            has_rows = any(one.name == unit and one.looked_up for one in shape.outer)
+            if shape.side == "backward" and not has_rows:  # else once the rows came
+                self._add("collect", [f"{unit} {staging}"])
+        elif unit not in self._late:
             self._add("update", [f"{unit} host {staging}"])
 
     def _fetch(self, units: Iterable[OuterUnit]) -> None:
@@ -304,7 +377,7 @@ def _host_lines(draft: Draft, shape: Shape) -> list[Action]:
     looked_up = [unit.name for unit in shape.outer if unit.looked_up]
     on_device = [*shape.on_device, *shape.reworked]
     lines = [action(f"order {unit} late") for unit in on_device if unit in shape.pending]
-    fetched = [line.unit for line in _actions(draft) if line.kind == "fetch U"]
+    fetched = [line.unit for line in _actions(draft) if line.kind in ("fetch U", "fetch U:p")]
     needed = [unit for unit in dict.fromkeys([*fetched, *shape.pending]) if unit in shape.pending]
     own = [unit for unit in needed if unit not in on_device]
     halved = _halved(own, shape) if shape.halves and shape.training else frozenset()
@@ -313,7 +386,8 @@ def _host_lines(draft: Draft, shape: Shape) -> list[Action]:
     own.sort(key=lambda unit: drained.get(unit, -1))  # tables leave first: with the epilogue
     completed = [action(_late(unit, "moments")) for unit in own if unit in halved]
     rows = "weights" if shape.halves and shape.training else ""
-    for m in range(shape.num_microbatches if looked_up else 0):
+    begins = shape.side != "outputs"  # which begins behind the layers
+    for m in range(shape.num_microbatches if looked_up and begins else 0):
         lines += [
             action(f"update {unit}:m{m} host {late_staging(unit)} late {rows}".rstrip())
             for unit in looked_up
@@ -334,7 +408,7 @@ def _halved(needed: Sequence[str], shape: Shape) -> frozenset[str]:
     """Units, in the order of need, whose late update is done in two."""
     layers = [unit for unit in needed if unit.startswith("L")]
     whole = layers[max(0, len(layers) - shape.num_whole) :]
-    return frozenset(needed) - frozenset(whole)
+    return frozenset(needed) - frozenset(whole) - shape.on_disk  # it would be read twice
 
 
 def _actions(draft: Draft) -> Iterator[Action]:
@@ -344,7 +418,3 @@ def _actions(draft: Draft) -> Iterator[Action]:
 def _join(kind: str, units: Iterable[str]) -> str:
     """The slots of units, as a pass names them."""
     return ",".join(f"{kind}{unit}" for unit in units) or NOTHING
-
-
-def _places(kind: str, units: Iterable[OuterUnit]) -> str:
-    return _join(kind, [unit.name for unit in units])

@@ -19,7 +19,12 @@ A run is stopped between two steps: `Training.stop` may be called at any time, b
     data         from files to batches
     folder       where everything is, and whether the disk takes it
     prepared     what there is before the engine: tokenizer, batches, the model without weights
-    evaluation   the metrics of a task
+    tasks        what is known of each task
+    objective    what a task asks of the engine: loss, batches, metrics
+    grpo         the same of learning from rewards
+    losses       the formulas of preferences
+    generating   what a model says: samples, answers, rollouts
+    reference    what a reference model says of the data, computed once
     progress     what happens, passed on to display, metrics.jsonl and TensorBoard
     steps        the steps, and what is between them: evaluations, checkpoints
     run          what is before and after the steps
@@ -27,9 +32,9 @@ A run is stopped between two steps: `Training.stop` may be called at any time, b
 """
 
 from l2l.train.display import Display, format_seconds, open_display
-from l2l.train.evaluation import BEST
 from l2l.train.export import export_checkpoint
 from l2l.train.folder import RunFolder, TrainingError
 from l2l.train.progress import Record, read_metrics
 from l2l.train.run import Training
 from l2l.train.settings import SECTIONS, Flag, Settings, help_text
+from l2l.train.tasks import KINDS

@@ -5,11 +5,19 @@ from __future__ import annotations
 import importlib.util
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TextIO
 
 from l2l.device import format_bytes
+from l2l.planner import Bounds
 
+SHOWN = (
+    "rewards/accuracies",
+    "rewards/margins",
+    "reward",
+    "kl",
+)  # measures that are worth the room
 LONGEST_SILENCE_SECONDS = 60.0  # between plain lines
 
 
@@ -20,11 +28,13 @@ class Status:
     step: int
     num_steps: int
     loss: float = math.nan
+    measures: Mapping[str, float] = field(default_factory=dict)  # what the loss has noted
     tokens_per_second: float = 0.0
     seconds_left: float = 0.0
     peak_bytes: int = 0  # of device memory
     budget_bytes: int = 0
-    bound: str = ""
+    bounds: Bounds | None = None
+    step_seconds: float = 0.0
     num_skipped: int = 0
     evaluation: str = ""  # the last one
     saving: str = ""
@@ -34,15 +44,23 @@ class Status:
         memory = [format_bytes(size) for size in (self.peak_bytes, self.budget_bytes) if size]
         parts = {
             "loss": f"{self.loss:.4f}",
+            **{name: f"{self.measures[name]:.3f}" for name in SHOWN if name in self.measures},
             "speed": f"{self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second else "",
             "left": format_seconds(self.seconds_left) if self.seconds_left else "",
             "device": " of ".join(memory),
-            "bound by": self.bound,
+            "bound by": self._bound_by(),
             "skipped": f"{self.num_skipped} steps, not finite" if self.num_skipped else "",
             "evaluation": self.evaluation,
             "saving": self.saving,
         }
         return [(name, value) for name, value in parts.items() if value]
+
+    def _bound_by(self) -> str:
+        """The lane that binds, and what share of its rate it reaches."""
+        if self.bounds is None:
+            return ""
+        share = f" at {self.bounds.share(self.step_seconds):.0%}" if self.step_seconds else ""
+        return f"{self.bounds.lane}{share}"
 
 
 class Display:

@@ -1,4 +1,4 @@
-"""How good a model is: the metrics of its task, over batches that go through the engine.
+"""How good a model is: the metrics of predictions.
 
 A metric is one number, of predictions and labels of equal shape. Classes are integers. All sums are
 taken in float64.
@@ -8,73 +8,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-
-from l2l.distributed import World
-from l2l.engine import Engine
-from l2l.train.data import num_targets
-from l2l.train.settings import LANGUAGE_TASKS
-
-Batch = dict[str, Tensor]
-BEST = {  # by task: what says how good a model is, and whether more of it is better
-    "causal": ("loss", False),
-    "instruct": ("loss", False),
-    "classification": ("accuracy", True),
-    "regression": ("pearson", True),
-}
-
-
-def evaluate(
-    engine: Engine, batches: Iterable[Batch], *, task: str, stops: Callable[[], bool], world: World
-) -> dict[str, float] | None:
-    """The task's metrics over batches; None if `stops` says so on the way.
-
-    Several ranks divide the rows of every batch; all of them get the metrics.
-    """
-    loss = total = 0.0
-    predictions: list[Tensor] = []
-    labels: list[Tensor] = []
-    for batch in batches:
-        if stops():
-            return None
-        weight, own = num_targets(batch), own_rows(batch, world)
-        if task in LANGUAGE_TASKS:
-            loss += weight * engine.evaluate(own)
-        else:
-            outputs, rows = engine.predict(own), len(own["labels"])
-            everybody = world.gather_facts((float(outputs.loss) * rows, outputs.logits.float()))
-            loss += weight * sum(part for part, _ in everybody) / len(batch["labels"])
-            predictions += [scores for _, scores in everybody]
-            labels.append(batch["labels"])
-        total += weight
-    found = {"loss": loss / total}
-    if task in LANGUAGE_TASKS:
-        return {**found, "perplexity": perplexity(found["loss"])}
-    scores, wanted = torch.cat(predictions), torch.cat(labels)
-    if task == "regression":
-        numbers = scores.squeeze(-1)
-        found["pearson"] = pearson_correlation(numbers, wanted)
-        return {**found, "spearman": spearman_correlation(numbers, wanted)}
-    chosen, is_binary = scores.argmax(-1), scores.shape[-1] == 2
-    occurring = sorted({*chosen.tolist(), *wanted.tolist()})
-    positive = [1] if is_binary else occurring  # of more, the mean of those there are
-    parts = [f1(chosen, wanted, positive=number) for number in positive]
-    found["accuracy"], found["f1"] = accuracy(chosen, wanted), sum(parts) / len(parts)
-    return {**found, "matthews": matthews_correlation(chosen, wanted)}
-
-
-def own_rows(batch: Batch, world: World) -> Batch:
-    """The rows of a batch that a rank goes through: as many as the others, or one more or less."""
-    number = len(batch["input_ids"])
-    start, stop = (number * rank // world.size for rank in (world.rank, world.rank + 1))
-    return {name: value[start:stop] for name, value in batch.items()}
-
-
-# --------------------------------------------------------------------------------------------------
-# Metrics
 
 
 def accuracy(predictions: Tensor, labels: Tensor) -> float:

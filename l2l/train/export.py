@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import Tensor, nn
+
 from l2l.checkpoint import MANIFEST, Checkpoint, CheckpointError, CheckpointFolder, SavedModel
 from l2l.files import whole_folder
 from l2l.hugging_face import export_model
+from l2l.model import Format, Partition, format_of, plain_values, quantize
+from l2l.parameter_server import PrecisionPolicy
 from l2l.train.folder import RunFolder, TrainingError
-from l2l.train.prepared import make_model, make_tokenizer
+from l2l.train.prepared import engine_options, make_model, make_tokenizer
 from l2l.train.settings import Settings
 
 
@@ -28,15 +32,21 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def export_checkpoint(
-    path: Path, folder: Path, *, dtype: str | None = None, model_folder: Path | None = None
+    path: Path,
+    folder: Path,
+    *,
+    dtype: str | None = None,
+    model_folder: Path | None = None,
+    merge: bool = False,
 ) -> Path:
     """Write the model of a checkpoint, or of a run's last one, as a Hugging Face folder.
 
     Args:
         path: a run folder, or a checkpoint.
         folder: to write.
-        dtype: of the weights; None: as the run's settings say.
+        dtype: of the weights; None: as the run's settings say, or if merged as the model has them.
         model_folder: where config and tokenizer are, if not where they were when it was trained.
+        merge: write the whole model, with the adapter that was trained in its weights.
 
     Returns:
         the checkpoint.
@@ -59,15 +69,35 @@ def export_checkpoint(
     files.check()
     saved, shapes = SavedModel(files), {k: v.shape for k, v in model.named_parameters()}
     saved.check(model)
+    formats = _formats(settings, model)
+
+    def weight_of(name: str) -> Tensor:
+        if name in formats:
+            return plain_values(saved.read_format(name, formats[name]))
+        return saved.read(name, shapes[name])
+
     export_model(
         model,
         folder,
-        weight_of=lambda name: saved.read(name, shapes[name]),
+        weight_of=weight_of,
         buffers={k: saved.read(k, v.shape) for k, v in model.named_buffers() if k in saved},
-        dtype=dtype or settings.output.export_dtype,
+        dtype=dtype or (None if merge else settings.output.export_dtype),
         tokenizer=tokenizer,
+        merge=merge,
     )
     return checkpoint
+
+
+def _formats(settings: Settings, model: nn.Module) -> dict[str, Format]:
+    """Of quantized weights, by name."""
+    options = engine_options(settings)
+    if options["base"] is None:
+        known = ((name, format_of(one)) for name, one in model.named_parameters())
+        return {name: one for name, one in known if one is not None}
+    types = PrecisionPolicy.for_model(model, precision=options["precision"])
+    layers = Partition(model, layers=options["layers"]).layers
+    quantize(layers, options["base"], dtype_of=types.link_dtype)
+    return {owner: one for part in layers for owner, one in part.tensors.formats.items()}
 
 
 def _checkpoint_of(path: Path) -> Path:

@@ -28,13 +28,15 @@ class RunFolder:
         self.root = root
         self.settings_file = root / "run.toml"  # the settings in force
         self.metrics_file = root / "metrics.jsonl"  # what happened
+        self.samples_file = root / "samples.jsonl"  # what the model said on the way
         self.events = root / "events"  # the same for TensorBoard
         self.checkpoints = root / "checkpoints"  # to go on from
         self.model = root / "model"  # what was trained
 
     def set_aside(self) -> Path | None:
         """Give what is there another name; None if nothing is."""
-        parts = (self.settings_file, self.metrics_file, self.checkpoints, self.model)
+        files = (self.settings_file, self.metrics_file, self.samples_file)
+        parts = (*files, self.checkpoints, self.model)
         if not any(part.exists() for part in parts):
             return None
         names = (self.root.with_name(f"{self.root.name}-{n}") for n in range(1, 10**6))

@@ -10,14 +10,28 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from l2l.hugging_face import class_names, empty_model, read_json, tokenizer_of
-from l2l.model import IGNORED
+from l2l.device import parse_bytes
+from l2l.engine import Engine
+from l2l.hugging_face import (
+    ADAPTED,
+    RandomInit,
+    base_of,
+    class_names,
+    empty_model,
+    read_json,
+    tokenizer_of,
+    with_lora,
+)
+from l2l.model import IGNORED, TokenLoss
 from l2l.train.data import PADDED_TO, PLAIN_TEMPLATE, Batches, Examples, make_examples, read_records
 from l2l.train.folder import TrainingError
-from l2l.train.settings import LANGUAGE_TASKS, Settings
+from l2l.train.generating import Speaker
+from l2l.train.settings import CHATS, LANGUAGE_TASKS, GrpoSettings, Settings
+from l2l.train.tasks import KINDS
 
 NUM_EVALUATIONS = 10  # in a run, if nothing else is said
 SAMPLE_CHARACTERS = 600
+SHAPES_OF_LORA = {"rank", "targets", "dora", "modules_to_save"}  # what decides its weights
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # of a config.json
 
 
@@ -28,7 +42,7 @@ def make_tokenizer(settings: Settings) -> Any:
         ValueError: the folder has none.
     """
     data, tokenizer = settings.data, tokenizer_of(settings.model.folder)
-    if data.task == "instruct" and (data.template or not tokenizer.chat_template):
+    if data.task in CHATS and (data.template or not tokenizer.chat_template):
         tokenizer.chat_template = data.template or PLAIN_TEMPLATE
     return tokenizer
 
@@ -39,18 +53,29 @@ def make_model(
     """The model, on the meta device.
 
     Raises:
-        ValueError: transformers makes none of the folder.
+        ValueError: transformers makes none of the folder, or peft no adapter of it.
     """
-    folder, task = settings.model.folder, settings.data.task
-    if task in LANGUAGE_TASKS:
-        return empty_model(folder)
-    model = empty_model(folder, task=task, num_labels=num_labels)
-    config: Any = model.config
-    config.pad_token_id = pad_id_of(tokenizer)  # decoders look for the last token of a row by it
-    if label_names:
-        config.id2label = dict(enumerate(label_names))
-        config.label2id = {name: number for number, name in enumerate(label_names)}
-    return model
+    folder, task = settings.model.folder, KINDS[settings.data.task].head
+    if task == "causal":
+        model = empty_model(folder)
+    else:
+        model = empty_model(folder, task=task, num_labels=num_labels)
+        config: Any = model.config
+        config.pad_token_id = pad_id_of(tokenizer)  # decoders find the last token of a row by it
+        if label_names:
+            config.id2label = dict(enumerate(label_names))
+            config.label2id = {name: number for number, name in enumerate(label_names)}
+    if settings.grpo.temperature != 1.0:
+        head: Any = model
+        head.get_output_embeddings().register_forward_hook(partial(_cooled, settings.grpo))
+    lora = settings.lora.make()
+    return model if lora is None else with_lora(model, lora, task=task)
+
+
+def _cooled(settings: GrpoSettings, module: nn.Module, given: Any, logits: Tensor) -> Tensor:
+    """Let all that is made of logits, draws and log-probabilities, be at a temperature."""
+    del module, given
+    return logits / settings.temperature
 
 
 def pad_id_of(tokenizer: Any) -> int:
@@ -61,15 +86,34 @@ def pad_id_of(tokenizer: Any) -> int:
 
 def engine_options(settings: Settings) -> dict[str, Any]:
     """What the settings say of an engine, and of the plan that it would make."""
-    training, memory = settings.training, settings.memory
+    training, memory, layers = settings.training, settings.memory, settings.model.layer_list
+    if layers is not None and settings.lora.enabled:
+        layers = f"{ADAPTED}{layers}"
+    room: int | str | None = memory.device_memory
+    if room is not None and settings.grpo.beta:  # the reference has the other half
+        room = parse_bytes(room, name="device_memory") // 2
     return {
         "optimizer": settings.optimizer.make(),
-        "device_memory": memory.device_memory,
+        "device_memory": room,
         "host_memory": memory.host_memory,
+        "disk": memory.make_disk(),
         "microbatch_size": training.microbatch_size,
         "precision": training.precision,
+        "base": settings.lora.base if settings.lora.enabled else None,
         "clip_norm": training.clip_norm or None,
-        "layers": settings.model.layer_list,
+        "layers": layers,
+    }
+
+
+def weight_options(settings: Settings) -> dict[str, Any]:
+    """What the settings say of an engine besides: where its weights come from, and go."""
+    training, model = settings.training, settings.model
+    return {
+        "weights": RandomInit(training.seed) if model.random_init else model.folder,
+        "allow_missing_weights": model.allow_missing_weights,
+        "device": training.device,
+        "compile": training.compile,
+        "seed": training.seed,
     }
 
 
@@ -94,7 +138,10 @@ class Prepared:
             label_names=self.examples.label_names,
         )
         self._check_vocabulary()
-        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        parameters = [*self.model.parameters()]
+        self.num_parameters = sum(one.numel() for one in parameters)
+        self.num_trained = sum(one.numel() for one in parameters if one.requires_grad)
+        self.num_exported = self.num_trained if settings.lora.enabled else self.num_parameters
         self.packing_is_asked = settings.data.packing is not None
         may_pack = settings.data.task in LANGUAGE_TASKS
         self.make_batches(packing=settings.data.packing if self.packing_is_asked else may_pack)
@@ -104,15 +151,49 @@ class Prepared:
         data = self.settings.data.model_copy(update={"packing": bool(packing)})
         self.settings = self.settings.model_copy(update={"data": data})
         training = self.settings.training
-        self.batches = self._batches_of(self.examples, training.rows)
-        self.num_steps = training.steps or self.batches.num_steps(training.epochs or 1.0)
+        self.batches = self.batches_of(self.examples, training.rows)
+        once = self.batches.num_steps(training.epochs or 1.0)
+        self.num_steps = training.steps or once * self.settings.grpo.num_iterations
 
     @cached_property
     def evaluation_batches(self) -> Batches:
         """Of what is held out."""
         assert self.held_out is not None
         rows = self.settings.evaluation.rows or self.settings.training.rows
-        return self._batches_of(self.held_out, rows)
+        return self.batches_of(self.held_out, rows)
+
+    def reference_engine(self, loss: TokenLoss) -> Engine:
+        """The model that training begins with, frozen, without what an adapter would add.
+
+        Raises:
+            ValueError: it cannot be made, or does not fit.
+        """
+        settings = self.settings
+        model: Any = make_model(settings, tokenizer=self.tokenizer, num_labels=None, label_names=())
+        if settings.lora.enabled:
+            model.base_model.disable_adapter_layers()
+        options = engine_options(settings)
+        del options["optimizer"], options["clip_norm"]
+        frozen = model.requires_grad_(requires_grad=False)
+        return Engine(frozen, loss=loss, **weight_options(settings), **options)
+
+    def add_references(self, training: Tensor, evaluation: Tensor | None) -> None:
+        """Let batches have the log-probabilities that a reference model gives their rows."""
+        self.identity  # noqa: B018 (of the data as they are)
+        self.examples = self.examples.with_numbers(reference=training)
+        if self.held_out is not None and evaluation is not None:
+            self.held_out = self.held_out.with_numbers(reference=evaluation)
+        self.make_batches(packing=False)
+        self.__dict__.pop("evaluation_batches", None)
+
+    @cached_property
+    def speaker(self) -> Speaker:
+        """What completes prompts with the model."""
+        model: Any = base_of(self.model)
+        ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        known = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id}
+        heat = self.settings.grpo.temperature
+        return Speaker(self.tokenizer, self._pad_id, frozenset(known - {None}), heat)
 
     def is_saved_after(self, step: int) -> bool:
         """Whether a checkpoint is due."""
@@ -135,6 +216,10 @@ class Prepared:
         """What must not change in a run, and where it came from."""
         folder = self.settings.model.folder
         shape = {k: v for k, v in read_json(folder / "config.json").items() if k not in VOLATILE}
+        if self.settings.lora.enabled:
+            shape["lora"] = self.settings.lora.model_dump(include=SHAPES_OF_LORA)
+            if self.settings.lora.base is not None:
+                shape["base"] = self.settings.lora.base
         return {
             "model": hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16],
             "model_source": str(folder),
@@ -154,7 +239,7 @@ class Prepared:
 
     def described(self) -> str:
         """Model, data and steps, for people."""
-        settings, kind = self.settings, type(self.model).__name__
+        settings, kind = self.settings, type(base_of(self.model)).__name__
         length = settings.training.length
         config: Any = self.model.config
         most = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -162,9 +247,13 @@ class Prepared:
         if isinstance(most, int) and length > most:
             lines.append(f"note: rows of {length} tokens, but the model is made for {most}")
         lines += [f"model: {kind}, {self.num_parameters:,} parameters, {settings.model.folder}"]
+        if settings.lora.enabled:
+            base = settings.lora.base
+            beside = "" if base is None else f", beside linear weights in {base}"
+            lines += [f"adapter: {self.num_trained:,} of them are trained{beside}"]
         lines += [f"data: {', '.join(settings.data.source)}", str(self.examples)]
         if self.held_out is not None:
-            lines.append(f"evaluation: {len(self.held_out):,} examples")
+            lines.append(f"evaluation: {self.held_out.num_groups:,} examples")
         return "\n".join([*lines, self.described_rows()])
 
     def described_rows(self) -> str:
@@ -180,6 +269,8 @@ class Prepared:
         shape = " x ".join(str(size) for size in batch["input_ids"].shape)
         lines = [f"batch of step 1: {shape} tokens, {', '.join(batch)}", "its first row:"]
         lines.append(_shortened(self.tokenizer.decode(ids)))
+        if self.examples.records:
+            return "\n".join(lines)
         if labels.dim() == 1:
             return "\n".join([*lines, f"label: {labels[0].item()}"])
         learnt = labels[0][labels[0] != IGNORED]
@@ -225,11 +316,12 @@ class Prepared:
                 "Expected a tokenizer that belongs to the model: is the folder complete?"
             )
 
-    def _batches_of(self, examples: Examples, rows: int) -> Batches:
+    def batches_of(self, examples: Examples, rows: int | None = None) -> Batches:
+        """Batches of so many rows; None: as in training."""
         return Batches(
             examples,
             pad_id=self._pad_id,
-            rows=rows,
+            rows=rows or self.settings.training.rows,
             length=self.settings.training.length,
             packing=bool(self.settings.data.packing),
             seed=self.settings.training.seed,

@@ -8,7 +8,9 @@
 
 A checkpoint's line, and all lines before it, are written before the checkpoint is begun. A run that
 goes on from step 7 drops what was written after it, so that the file of a run that was interrupted
-any number of times is that of an uninterrupted one, but for `seconds`.
+any number of times is that of an uninterrupted one, but for what is about time: `seconds`, and,
+where there is a plan, the lane that is its `bound` and the `share_of_bound` that the step reaches.
+Steps that ran layers as they are, because these were not compiled yet, have `"compiled": false`.
 
 `Progress` is told of every step, evaluation and checkpoint. Reading a step's numbers may wait for
 the device, so a step is read only when `NUM_BEHIND` more have been handed to the device: by then it
@@ -32,6 +34,7 @@ from l2l.files import write_file
 from l2l.run import StepReport
 from l2l.train.display import Display, Status
 from l2l.train.folder import RunFolder
+from l2l.train.measures import NOT_MEASURED, Measured
 
 NUM_BEHIND = 2  # steps that are submitted before a step's numbers are read
 WINDOW = 20  # steps over which speed is averaged
@@ -71,8 +74,10 @@ class _Unread(NamedTuple):
 
     step: int
     report: StepReport
+    measured: Measured  # what the loss has noted
     learning_rate: float
     seconds: float  # until the device took it, which it does when it has finished an earlier one
+    written: int  # bytes, to a disk tier
 
 
 @final
@@ -101,13 +106,25 @@ class Progress:
         kept = [one for one in before if one["step"] <= step and INTERRUPTED not in one]
         for record in kept:
             self._count(record)
-        write_file(folder.metrics_file, "".join(map(_line, kept)))
+        write_file(folder.metrics_file, "".join(map(line_of, kept)))
         self._events = open_events(folder.events, step=step) if tensorboard else None
         self._file = folder.metrics_file.open("a")
 
-    def step_begun(self, step: int, report: StepReport, *, learning_rate: float) -> None:
-        """A step was handed to the device; its number counts from 1."""
-        self._unread.append(_Unread(step, report, learning_rate, self.lap()))
+    def step_begun(
+        self,
+        step: int,
+        report: StepReport,
+        *,
+        learning_rate: float,
+        measured: Measured = NOT_MEASURED,
+        written: int = 0,
+    ) -> None:
+        """A step was handed to the device; its number counts from 1.
+
+        `written`: bytes that were written to the disk tier since the step before.
+        """
+        noted = _Unread(step, report, measured, learning_rate, self.lap(), written)
+        self._unread.append(noted)
         while len(self._unread) > NUM_BEHIND:
             self._read_one()
 
@@ -182,38 +199,48 @@ class Progress:
     def _write(self, record: Record) -> None:
         """Append a line; it is there even if this process is killed afterwards."""
         self._count(record)
-        self._file.write(_line(record))
+        self._file.write(line_of(record))
         self._file.flush()
 
     def _read_one(self) -> None:
-        step, report, learning_rate, seconds = self._unread.popleft()
+        step, report, measured, learning_rate, seconds, written = self._unread.popleft()
         loss, norm, tokens = report.loss, report.gradient_norm, report.num_tokens
+        measures = measured.means()
         record: Record = {
             "kind": "step",
             "step": step,
             "loss": _finite(loss),
             "learning_rate": learning_rate,
             "gradient_norm": _finite(norm),
+            **{name: _finite(value) for name, value in measures.items()},
             "tokens": tokens,
             "seconds": round(seconds, 4),
         }
+        if report.compiled is False:
+            record["compiled"] = False
+        if self.status.bounds is not None and seconds:
+            record["bound"] = self.status.bounds.lane
+            record["share_of_bound"] = round(self.status.bounds.share(seconds), 4)
         if report.loss_scale != 1.0:
             record["loss_scale"] = report.loss_scale
         if report.skipped:
             record["skipped"] = True
+        if written:
+            record["disk_written"] = written
         self._write(record)
         if self._has_read:  # the first one is planned, and perhaps compiled
             self._recent.append((tokens, seconds))
         self._has_read = True
         status = self.status
-        status.step, status.loss = step, loss
+        status.step, status.loss, status.measures = step, loss, measures
         speed = tokens / max(seconds, 1e-9)
         numbers = {"loss": loss, "learning_rate": learning_rate, "gradient_norm": norm}
-        numbers["tokens_per_second"] = speed
+        numbers |= {"tokens_per_second": speed, **measures}
         self._scalars(step, {f"training/{name}": value for name, value in numbers.items()})
         took = sum(seconds for _, seconds in self._recent)
         if took:
             status.tokens_per_second = sum(tokens for tokens, _ in self._recent) / took
+            status.step_seconds = took / len(self._recent)
             status.seconds_left = (status.num_steps - step) * took / len(self._recent)
         self.display.show(replace(status))
 
@@ -234,7 +261,8 @@ def is_bad(record: Record) -> bool:
     )
 
 
-def _line(record: Record) -> str:
+def line_of(record: Record) -> str:
+    """A record as a line of a file."""
     return json.dumps(record, allow_nan=False) + "\n"
 
 

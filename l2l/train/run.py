@@ -14,19 +14,23 @@ from torch import nn
 
 from l2l.checkpoint import CheckpointError, CheckpointFolder, OtherCheckpointError
 from l2l.distributed import World
-from l2l.engine import Engine
+from l2l.engine import Engine, Execution
 from l2l.files import write_file
-from l2l.hugging_face import RandomInit
+from l2l.hugging_face import base_of
+from l2l.model import TokenLoss
 from l2l.planner import measured_hardware, plan
 from l2l.train.data import packing_holds
 from l2l.train.display import Display
-from l2l.train.evaluation import own_rows
 from l2l.train.export import read_checkpoint
 from l2l.train.folder import RunFolder, TrainingError
-from l2l.train.prepared import Prepared, engine_options
+from l2l.train.generating import Samples
+from l2l.train.objective import Objective
+from l2l.train.prepared import Prepared, engine_options, weight_options
 from l2l.train.progress import Progress, read_metrics
+from l2l.train.reference import References
 from l2l.train.settings import Settings
 from l2l.train.steps import Steps
+from l2l.train.tasks import KINDS
 
 T = TypeVar("T")
 
@@ -62,6 +66,18 @@ class Training:
         self.has_begun = False  # whether something is written: `stop` leaves it in order
         self.has_stepped = False
         self._prepared = Prepared(settings)
+        self._objective = KINDS[settings.data.task].objective(self._prepared, world)
+        if self._world.size > 1 and isinstance(self._objective.loss, TokenLoss):
+            raise TrainingError(
+                f"{settings.data.task} is for one process: its loss is of log-probabilities, whose "
+                f"head comes in slices. Found {self._world.size} processes."
+            )
+        speaks = settings.samples.prompts or settings.evaluation.answer_marker is not None
+        if self._world.size > 1 and speaks:
+            raise TrainingError(
+                "[samples] and [evaluation] answer_marker are for one process, which generates "
+                f"alone. Found {self._world.size} processes."
+            )
         if settings.training.rows < self._world.size:
             raise TrainingError(
                 f"[training] rows = {settings.training.rows}, but there are {self._world.size} "
@@ -87,7 +103,8 @@ class Training:
             say("there is no accelerator here: the plan is for an NVIDIA H200")
         options = engine_options(self._settings)
         compiled = training.compile is not False
-        say(str(plan(prepared.model, prepared.batches.batch(0), compile=compiled, **options)))
+        outline = self._objective.outline(prepared.batches.batch(0))
+        say(str(plan(prepared.model, outline, compile=compiled, **options)))
 
     def run(self) -> bool:
         """Train, from the beginning or from the last checkpoint; False if `stop` ended it.
@@ -115,6 +132,7 @@ class Training:
                 kept = " (dropout keeps the one it began with)" if "[training] seed" in line else ""
                 self._display.say(f"changed: {line}{kept}")
             self._display.say(self._prepared.described())
+            self._add_references()
             with self._engine() as engine:
                 if latest is not None:
                     self._load(engine, latest)
@@ -122,7 +140,8 @@ class Training:
                     self._try_packing(engine)
                 self._check_disk(engine)
                 if not self._settings.data.packing:
-                    engine.evaluate(own_rows(self._prepared.widest_batch(), self._world))
+                    widest = self._prepared.widest_batch()
+                    engine.evaluate(self._objective.widest(widest, engine))
                 self.has_begun = True
                 self._write_settings()
                 return self._train(engine)
@@ -207,15 +226,29 @@ class Training:
 
     @contextlib.contextmanager
     def _engine(self) -> Iterator[Engine]:
-        engine = make_engine(self._prepared)
+        engine = make_engine(self._prepared, self._objective)
         try:
             yield engine
+            self._objective.close()
         except BaseException:
             if self._world.size == 1:  # others would have to help
                 with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+                    self._objective.close()
                     engine.close()  # what went wrong before is what is said
             raise
         engine.close(give_back=self._world.size == 1)
+
+    def _add_references(self) -> None:
+        """Let batches have what a reference model says of their rows, if the task asks for it."""
+        if not self._objective.has_reference:
+            return
+        references = References(self._prepared, self._folder, self._world)
+        known = self._first_says(references.read)
+        if known is None:
+            self._display.say("the reference model goes through the data, once")
+            known = references.compute()
+            self._first_says(lambda: references.write(known))
+        self._prepared.add_references(*known)
 
     def _try_packing(self, engine: Engine) -> None:
         """Pack only if the model keeps the examples of a row from each other.
@@ -229,7 +262,7 @@ class Training:
             not convolves and packing_holds(engine.evaluate, self._prepared.batches.batch(0))
         ):
             return
-        kind = type(self._prepared.model).__name__
+        kind = type(base_of(self._prepared.model)).__name__
         if self._prepared.packing_is_asked:
             raise TrainingError(
                 f"[data] packing = true, but in {kind} examples packed into one row would attend "
@@ -255,7 +288,7 @@ class Training:
             "saves": prepared.num_saves_from(engine.step_number + 1),
             "keep": self._settings.checkpoint.keep,
         }
-        exported = itemsize * prepared.num_parameters if output.export else 0
+        exported = itemsize * prepared.num_exported if output.export else 0
         self._first_says(lambda: self._folder.check_disk(nbytes, exported, **counts))
 
     def _compare(self, latest: Path) -> tuple[int, list[str]]:
@@ -290,7 +323,7 @@ class Training:
         """
         before = [dict(group) for group in engine.optimizer.param_groups]
         with naming_older(latest):
-            engine.load(latest)
+            self._objective.restore(engine.load(latest))
         for group, own in zip(engine.optimizer.param_groups, before, strict=True):
             group.update({key: value for key, value in own.items() if key != "params"})
         self._display.say(f"going on from {latest}")
@@ -306,8 +339,22 @@ class Training:
         progress = Progress(
             self._own, self._display, engine.step_number, num_steps, tensorboard=output.tensorboard
         )
+        samples = Samples(
+            self._own,
+            self._settings.samples,
+            prepared.speaker,
+            seed=self._settings.training.seed,
+            step=engine.step_number,
+        )
         steps = Steps(
-            engine, prepared, self._checkpoints, progress, self._world, lambda: self._stops
+            engine,
+            prepared,
+            self._objective,
+            self._checkpoints,
+            progress,
+            samples,
+            self._world,
+            lambda: self._stops,
         )
         with contextlib.closing(progress):
             is_finished = steps.make()
@@ -326,23 +373,21 @@ class Training:
             return is_finished
 
 
-def make_engine(prepared: Prepared) -> Engine:
+def make_engine(prepared: Prepared, objective: Objective) -> Engine:
     """The engine that the settings describe, with the weights that training begins with.
 
     Raises:
         ValueError: it cannot be made, or the model does not fit.
     """
-    settings, training = prepared.settings, prepared.settings.training
-    begins_random = settings.model.random_init
+    training = prepared.settings.training
     return Engine(
         prepared.model,
-        weights=RandomInit(training.seed) if begins_random else settings.model.folder,
-        allow_missing_weights=settings.model.allow_missing_weights,
-        device=training.device,
+        loss=objective.loss,
+        split=objective.split,
         depth=training.depth(),
-        compile=training.compile,
-        seed=training.seed,
-        **engine_options(settings),
+        execution=Execution(compile_ahead=training.compile_ahead),
+        **weight_options(prepared.settings),
+        **engine_options(prepared.settings),
     )
 
 

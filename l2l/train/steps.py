@@ -19,12 +19,14 @@ from l2l.device import format_bytes
 from l2l.distributed import World
 from l2l.engine import Engine
 from l2l.planner import Plan
-from l2l.train.evaluation import evaluate, own_rows
 from l2l.train.folder import TrainingError
+from l2l.train.generating import Samples, exact_match
+from l2l.train.objective import Objective, evaluate
 from l2l.train.prepared import Prepared
 from l2l.train.progress import INTERRUPTED, Progress
 
 DIVERGED = "diverged"  # kind of the metrics' line that says that a run was given up
+MAX_ANSWER = 256  # tokens, if nothing else is said
 MIN_STALL_SECONDS = 0.05  # that is worth a word
 
 
@@ -35,8 +37,10 @@ class Steps:
 
     engine: Engine
     prepared: Prepared
+    objective: Objective
     checkpoints: CheckpointFolder
     progress: Progress
+    samples: Samples
     world: World
     is_told_to_stop: Callable[[], bool]  # this rank
 
@@ -55,26 +59,37 @@ class Steps:
             CheckpointError: a checkpoint could not be written.
         """
         engine, prepared, progress = self.engine, self.prepared, self.progress
+        objective = self.objective
         step = first = engine.step_number
         self._evaluate(step)
+        self._draw_samples(step)
         if step and prepared.is_saved_after(step) and not progress.has("checkpoint", step):
             self._note_checkpoint(step)
         progress.lap()
+        written = engine.disk_written_bytes
         while step < prepared.num_steps and not self._must_stop():
             rate = self._learning_rate(step)
             for group in engine.optimizer.param_groups:
                 group["lr"] = rate
-            report = engine.step(own_rows(prepared.batches.batch(step), self.world))
+            report = engine.step(objective.batch(step, prepared.batches, engine))
             step, self.has_stepped = step + 1, True
             if step == first + 1 and prepared.num_saves_from(step) > 1:
                 engine.prepare_saving()  # now that everything else has its memory
-            progress.step_begun(step, report, learning_rate=rate)
+            written, before = engine.disk_written_bytes, written
+            progress.step_begun(
+                step,
+                report,
+                learning_rate=rate,
+                measured=objective.measures.taken(),
+                written=written - before,
+            )
             self._refuse_divergence()
             if self._saving is not None and self._saving.is_done:
                 self._finish_saving()
             self._look_at_plan()
             self._spare_no_longer()
             self._evaluate(step)
+            self._draw_samples(step)
             if prepared.is_saved_after(step):
                 self._save()
         progress.catch_up()
@@ -104,10 +119,28 @@ class Steps:
         began = time.perf_counter()
         settings, batches = self.prepared.settings, self.prepared.evaluation_batches.in_order()
         chosen = itertools.islice(batches, settings.evaluation.most_batches)
-        task = settings.data.task
-        found = evaluate(self.engine, chosen, task=task, stops=self._must_stop, world=self.world)
+        found = evaluate(self.engine, chosen, objective=self.objective, stops=self._must_stop)
+        marker = settings.evaluation.answer_marker
+        if found is not None and marker is not None:
+            assert self.prepared.held_out is not None
+            found["exact_match"] = exact_match(
+                self.engine,
+                self.prepared.speaker,
+                self.prepared.held_out,
+                marker,
+                max_new_tokens=settings.evaluation.max_new_tokens or MAX_ANSWER,
+            )
         if found is not None:
             self.progress.evaluated(step, found, seconds=time.perf_counter() - began)
+
+    def _draw_samples(self, step: int) -> None:
+        """Let the model say something after a step, if it is time and it did not."""
+        if self.samples.is_due_after(step, num_steps=self.prepared.num_steps):
+            self.progress.catch_up()
+            for one in self.samples.draw(self.engine, step):
+                say = self.progress.display.say
+                say(f"sample after step {step}: {one['prompt']!r} -> {one['completion']!r}")
+            self.progress.lap()
 
     def _look_at_plan(self) -> None:
         """Learn what the plan is, and how memory does."""
@@ -117,7 +150,7 @@ class Steps:
         if self._plan.budget_bytes is not None:
             status = self.progress.status
             status.peak_bytes = self.engine.device.peak_bytes()
-            status.budget_bytes, status.bound = self._plan.budget_bytes, self._plan.bound or ""
+            status.budget_bytes, status.bounds = self._plan.budget_bytes, self._plan.bounds
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -131,7 +164,7 @@ class Steps:
             checkpoints.spared = self._last_good()
         self._note_checkpoint(step, interrupted=self._is_stopped)
         progress.status.saving = checkpoints.path_of(step).name
-        extra = self.prepared.extra()
+        extra = {**self.prepared.extra(), **self.objective.extra()}
         self._saving = checkpoints.save(self.engine, extra=extra, background=True)
         self._saved_step = step
 

@@ -16,6 +16,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -34,9 +35,11 @@ from l2l.model import (
     Returns,
     Route,
     emit,
+    find_pointwise,
     leaves_more,
     num_rows,
     require_loss,
+    watching,
 )
 
 RunLayer = Callable[[int, Any, Any], Any]
@@ -84,8 +87,9 @@ class Discovery(TorchFunctionMode):
         self._num_rows, self._states = num_rows(batch), self._partition.layer_states()
         with self, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tensors that require gradients only here
-            outputs = self._partition.walk_with(batch, self._call)
-            loss = None if loss_of is None else loss_of(outputs, batch)
+            with watching(loss_of) as seen:
+                outputs = self._partition.walk_with(batch, self._call)
+            loss = None if loss_of is None else loss_of(seen(outputs), batch)
         if not self._calls:
             raise CutError("the model calls none of its layers. Name others with layers='...'.")
         self._outputs = pytree.tree_leaves(outputs)
@@ -380,6 +384,26 @@ def run_through(
             found.aside_bytes += sum(made[entry].nbytes for entry in route.asides.get(call, ()))
             handed = [made[entry] for entry in route.gives[call]]
     return recordings, delivered
+
+
+def pointwise_parts(
+    partition: Partition, batch: Microbatch, route: Route, bound: Bound, *, tries: bool
+) -> dict[str, tuple[str, ...]]:
+    """By structure, the parts of layers that may run in tiles; `tries` as in `find_pointwise`."""
+    found: dict[str, tuple[str, ...]] = {}
+    recordings, _ = run_through(partition, batch, route, bound)
+    for stack, recording in enumerate(recordings):
+        for call in route.calls(stack):
+            index, how = route.layers[call], recording.calls[call]
+            structure, module = partition.structures[index], partition.layers[index].module
+            assert recording.hidden is not None
+            hidden, *beside = recording.handed.get(call, [recording.hidden])
+            args, kwargs = how.arguments(hidden.clone(), recording.tensors, beside)
+            if structure not in found:
+                with bound(index):
+                    run = partial(how.run, module, args, kwargs)
+                    found[structure] = find_pointwise(module, run, hidden, tries=tries)
+    return found
 
 
 def own_loss(outputs: Any, _: Microbatch) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from l2l.device import Device
 from l2l.model import (
+    Attribute,
     Compiler,
     CutError,
     Key,
@@ -32,7 +33,7 @@ from l2l.model import (
     states_of,
 )
 from l2l.parameter_server import ParameterServer
-from l2l.trial.discovery import run_through
+from l2l.trial.discovery import pointwise_parts, run_through
 
 ROW_TOLERANCE = 1e-4  # of float32 values
 HALF_TOLERANCE = 0.05  # of those of 16 bits
@@ -59,6 +60,14 @@ def repeats(device: Device, first: Any, again: Any) -> bool:
     if not agree:
         device.random_numbers.seeds_defaults = True
     return agree
+
+
+def _has_changed(
+    before: Mapping[Attribute, tuple[Any, str]], now: Mapping[Attribute, tuple[Any, str]]
+) -> bool:
+    """Whether an object is the same as before and holds something else."""
+    both = ((before[key], now[key]) for key in before.keys() & now.keys())
+    return any(one is other and text != later for (one, text), (other, later) in both)
 
 
 @final
@@ -98,6 +107,7 @@ class LayerTrial:
         before = {owner: buffer.clone() for owner, buffer in buffers.items()}
         given = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
         attributes, form = attributes_of(part.module), pytree.tree_structure((args, kwargs))
+        contents = self._partition.likeness.contents(index)
         states = states_of(named_arguments(part.module, args, kwargs))
         num_draws = self._device.random_numbers.num_draws
         value = self._try_layer(index, args, kwargs)
@@ -107,6 +117,8 @@ class LayerTrial:
                 "would be lost: return what the model needs as part of the hidden state."
             )
         self._note_written(index, attributes)
+        if _has_changed(contents, self._partition.likeness.contents(index)):
+            self._compiler.uncompiled.add(structure)  # its layers would share what one has left
         part.take_over(buffers)
         changed = [
             i for i, name in enumerate(before) if not torch.equal(before[name], buffers[name])
@@ -126,7 +138,9 @@ class LayerTrial:
         if changed:
             self._compiler.uncompiled.add(structure)
         if structure not in self._compiler.random and not self.mixes_rows:
-            part.bind(self._layer_weights(index))
+            for owner, buffer in before.items():
+                weights[owner].copy_(buffer)
+            part.bind(weights)
             self.mixes_rows = self._mixes_rows(index, given[0], given[1], value)
         return value
 
@@ -175,6 +189,10 @@ class LayerTrial:
         """As `run_through`, with real weights."""
         return run_through(self._partition, batch, route, self._with_weights)
 
+    def pointwise(self, batch: Microbatch, route: Route) -> dict[str, tuple[str, ...]]:
+        """As `pointwise_parts`, with real weights."""
+        return pointwise_parts(self._partition, batch, route, self._with_weights, tries=True)
+
     @contextlib.contextmanager
     def _with_weights(self, index: int) -> Iterator[None]:
         """Inside the block a layer has its weights, and random numbers that are always the same."""
@@ -217,12 +235,14 @@ class LayerTrial:
         if not met:
             return
         now = [before.now() for before, _ in met]
-        found = self._output(index, args, kwargs)
-        for before, _ in met:
-            before.restore()
         try:
+            found = self._output(index, args, kwargs)
+            for before, _ in met:
+                before.restore()
             reads = not same(self._output(index, args, kwargs), found)
-        except Exception:  # what it reads is not there
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # what it reads is not there, or is there twice
             reads = True
         for state in now:
             state.restore()
@@ -232,8 +252,9 @@ class LayerTrial:
             raise CutError(
                 f"layer {layer} changes its argument {before.name!r} ({kind}), and layer {index} "
                 "reads what it has left there. Only the hidden state is passed from layer to "
-                "layer: gradients through anything else would be lost. Turn off what shares it, or "
-                "pass layers tensors that are made before the first layer runs."
+                "layer: gradients through anything else would be lost. Turn off what shares it (a "
+                "cache; prefix tuning fills one), or pass layers tensors that are made before the "
+                "first layer runs."
             )
 
     def _output(self, index: int, args: Any, kwargs: Any) -> Tensor:
@@ -251,7 +272,7 @@ class LayerTrial:
         """A copy on the device of a layer's weights and buffers, into which it may write."""
         unit = self._server.whole(f"L{index}")
         weights = unit.weights.to(self._device.torch_device, copy=True)
-        return unit.form.weight_layout.views(weights)
+        return unit.form.weights_in(weights)
 
     def _refuse_written(self, index: int, now: Any, *, given: Any, value: Any) -> None:
         """Refuse a layer that writes into a tensor besides its hidden state and reads it again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -12,26 +13,41 @@ from torch import Tensor
 from l2l.device import Device
 from l2l.model import (
     IGNORED,
+    NOT_COUNTED,
+    Asked,
     CutError,
     Head,
     Key,
     LossFunction,
     Microbatch,
     Partition,
+    Question,
     Readers,
     Reading,
     Route,
     Rule,
+    TokenLoss,
+    Words,
+    add_words,
+    coefficients,
+    completed,
     find_rule,
+    first_sums,
+    given_loss,
     like,
+    log_probabilities,
     move_batch,
     require_loss,
     same,
     take_rows,
+    unwind_words,
+    watching,
 )
 from l2l.parameter_server import ParameterServer, UnitForm
-from l2l.run import OuterPass, Piece, TableLookup, Usage, with_shifted_labels
+from l2l.run import HeadOfWords, OuterPass, Piece, TableLookup, Usage, with_shifted_labels
 from l2l.trial.layer_trial import TRIAL_SEED, LayerTrial, repeats, same_rows
+
+logger = logging.getLogger("l2l")
 
 NO_ENDS: Mapping[Key, Tensor] = {}
 PROOF_TOLERANCE = 0.02  # of 16-bit losses and gradients
@@ -211,17 +227,13 @@ class OuterTrial:
 
     def read_after(self, usage: Mapping[str, Usage]) -> list[str]:
         """What the epilogue's units hold."""
-        layouts = (
-            self._server.units[n].form.weight_layout for n, one in usage.items() if one.after
-        )
-        return [owner for layout in layouts for owner in layout.names]
+        forms = (self._server.units[n].form for n, one in usage.items() if one.after)
+        return [owner for form in forms for owner in form.owners]
 
     def _read_before(self, usage: Mapping[str, Usage]) -> list[str]:
         """What units hold that the code before the layers reads, other than by lookup."""
-        layouts = (
-            self._server.units[n].form.weight_layout for n, one in usage.items() if one.before
-        )
-        return [owner for layout in layouts for owner in layout.names]
+        forms = (self._server.units[n].form for n, one in usage.items() if one.before)
+        return [owner for form in forms for owner in form.owners]
 
     # ----------------------------------------------------------------------------------------------
     # The loss
@@ -245,16 +257,26 @@ class OuterTrial:
         self._device.seed(seed)
         part = move_batch(part, self._device.torch_device)
         ends = self._ends(part)
-        found = function(self._partition.epilogue(part, ends, self._route), part)
-        total, weight = found if isinstance(found, tuple) else (found, 1.0)
-        return float(total), float(weight), _are_single(ends)
+        with watching(function) as seen:
+            outputs = self._partition.epilogue(part, ends, self._route)
+        total, weight = given_loss(function, seen(outputs), part)
+        return float(total), 1.0 if weight is None else float(weight), _are_single(ends)
 
     def find_rule(self, trial: Microbatch) -> tuple[Rule, bool]:
         """What the loss averages over, and whether another batch cannot tell more."""
         function, ends = self._outer.loss_function, self._ends(trial)
         if function is not None:
-            found = function(self._partition.epilogue(trial, ends, self._route), trial)
-            return (Rule.SUM_AND_WEIGHT if isinstance(found, tuple) else Rule.ROWS), True
+            leaves = {key: _leaf(one) for key, one in ends.items()}
+            with torch.enable_grad(), watching(function) as seen:
+                outputs = self._partition.epilogue(trial, leaves, self._route)
+            with torch.enable_grad():
+                total, weight = given_loss(function, seen(outputs), trial)
+            if not total.requires_grad:
+                logger.warning(
+                    "the function given as loss= returns a loss that requires no gradient: nothing "
+                    "is trained by it. Does it detach what it is given?"
+                )
+            return (Rule.ROWS if weight is None else Rule.SUM_AND_WEIGHT), True
 
         def loss(batch: Microbatch) -> float:
             return float(require_loss(self._epilogue(batch)))
@@ -371,6 +393,49 @@ class OuterTrial:
             return False
         return bool(used) and all(map(_close, found, expected))
 
+    def find_head(self, trial: Microbatch, weights: Mapping[str, Tensor]) -> HeadOfWords | None:
+        """A head whose loss, and gradient, are the same slice by slice; None: there is none.
+
+        Args:
+            trial: a few rows, on the device.
+            weights: what the epilogue reads, by owner.
+        """
+        end = self._route.gives[self._route.end(self._route.num_stacks - 1)]
+        function = self._outer.loss_function
+        if not end or not (function is None or isinstance(function, TokenLoss)):
+            return None
+        owners = {id(weight): owner for owner, weight in weights.items()}
+        trial = _with_all_labels(trial)
+        ends = {key: _leaf(one) for key, one in self._ends(trial).items()}
+        leaf = _noise_like(ends[self._last]).requires_grad_()
+        heads, asked = {id(w): None for w in weights.values() if w.dim() == 2}, Asked()
+        try:
+            expected = self._loss_and_gradient(trial, leaf.detach(), ends)
+            with torch.enable_grad():
+                delivered = {**ends, self._last: leaf}
+                outputs = self._outer.run_epilogue(
+                    trial, delivered, self._route, alone=True, heads=heads, asked=asked
+                )
+                question = asked[0][0] if len(asked) == 1 else None
+                if question is not None and function is None:
+                    loss = require_loss(outputs)  # 0: nothing is added to the head's
+                    own = question.made_into(loss, [*delivered.values()])
+                    question = own if not loss else None
+        except CutError:
+            raise
+        except Exception:  # the model's code does something else with its logits
+            return None
+        if question is None or (function is not None and not _is_by_rows(question, trial)):
+            return None
+        head = HeadOfWords(owners[id(question.weight)], owners.get(id(question.bias)))
+        is_known = (question.bias is None) == (head.bias is None)
+        units = self._server.units.items()
+        tables = [unit.form.owners for name, unit in units if name.startswith("T")]
+        if not is_known or (head.owner,) not in tables:
+            return None
+        found = _in_slices(question, leaf)
+        return head if all(map(_close, found, expected)) else None
+
     def _loss_and_gradient(
         self,
         batch: Microbatch,
@@ -381,13 +446,58 @@ class OuterTrial:
     ) -> tuple[Tensor, Tensor]:
         leaf = hidden.detach().clone().requires_grad_()
         delivered = {**ends, self._last: leaf}
+        asked = Asked()
         with torch.enable_grad():
             outputs = self._outer.run_epilogue(
-                batch, delivered, self._route, alone=True, heads=heads
+                batch, delivered, self._route, alone=True, heads=heads, asked=asked
             )
-            loss = require_loss(outputs).float()
+            loss = completed(require_loss(outputs), asked).float()
             (gradient,) = torch.autograd.grad([loss * TRIAL_SCALE], [leaf])
         return loss.detach(), gradient
+
+
+def _is_by_rows(question: Question, trial: Microbatch) -> bool:
+    """Whether the loss takes the labels of one row after the other."""
+    labels = trial.get("labels")
+    if not isinstance(labels, Tensor) or labels.dim() != 2 or len(question.labels) % len(labels):
+        return False
+    asked = [row[row != NOT_COUNTED].tolist() for row in question.labels.view(len(labels), -1)]
+    targets = [
+        [row[row != question.ignored].tolist() for row in one] for one in (labels, labels[:, 1:])
+    ]
+    return asked in targets
+
+
+def _with_all_labels(batch: Microbatch) -> Microbatch:
+    """The same with none of its labels ignored: those of a few tokens may all be."""
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return batch
+    return like(batch, {**batch, "labels": torch.where(labels == IGNORED, 0, labels)})
+
+
+def _in_slices(question: Question, leaf: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of a head in two slices, and the gradient of what the epilogue was given."""
+    given, labels = question.given.detach(), question.labels
+    half, counts = -(-len(question.weight) // 2), question.counts(1.0)
+    slices = [
+        Words(
+            weight=question.weight[start : start + half],
+            first=start,
+            bias=None if question.bias is None else question.bias[start : start + half],
+            pointwise=question.pointwise,
+        )
+        for start in (0, half)
+    ]
+    sums = first_sums(counts)
+    for words in slices:
+        sums = add_words(words, given, labels, sums)
+    found, norm = log_probabilities(sums)
+    of_tokens, gradient = coefficients(norm, -counts * TRIAL_SCALE), None
+    for words in slices:
+        gradient = unwind_words(words, given, labels, of_tokens, so_far=gradient)
+    (of_leaf,) = torch.autograd.grad([question.given], [leaf], [gradient])
+    return -(found * counts).sum(), of_leaf
 
 
 def _are_single(ends: Mapping[Key, Tensor]) -> bool:
@@ -399,6 +509,11 @@ def _close(found: Tensor, expected: Tensor, tolerance: float = PROOF_TOLERANCE) 
     """Whether two results are the same but for rounding, by default to 16 bits."""
     difference = (found.float() - expected.float()).norm()
     return float(difference) <= tolerance * float(expected.float().norm())
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """The same as a leaf of a graph, as far as it may be one."""
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
 def _noise_like(hidden: Tensor) -> Tensor:
@@ -415,7 +530,7 @@ def usage_of(
     for unit, form in forms.items():
         if unit.startswith("L"):
             continue
-        owners, lookups = form.weight_layout.names, list[TableLookup]()
+        owners, lookups = form.owners, list[TableLookup]()
         readings = {owner: before.readings.get(owner, Reading()) for owner in owners}
         otherwise = any(reading.otherwise for reading in readings.values())
         for owner, lookup in ((o, one) for o, r in readings.items() for one in r.lookups):

@@ -1,6 +1,6 @@
 """Before the first step: learn from a few rows what no inspection of the model can tell.
 
-On two rows, with the real weights, on the device:
+On two rows, with the real weights, on the device (or on the host, where that has no room):
 
 - how layers of each structure return their hidden state, by running one of each, and whether they
   draw random numbers;
@@ -18,17 +18,17 @@ All of it is one frozen value, `Facts`, by which programs are made.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
-from l2l.device import Device, format_bytes
+from l2l.device import Device, format_bytes, open_device
 from l2l.model import (
-    Compiler,
     CutError,
     Microbatch,
     Partition,
@@ -50,12 +50,17 @@ from l2l.model import (
     trial_batch,
 )
 from l2l.parameter_server import ParameterServer
-from l2l.run import Facts, OuterPass
+from l2l.run import Facts, OuterPass, Parts
 from l2l.trial.discovery import Discovery, own_loss
 from l2l.trial.layer_trial import LayerTrial
 from l2l.trial.outer_trial import KeptBuffers, OuterTrial
 
-TRIAL_MARGIN = 1.5  # of weights, for what is computed with them
+logger = logging.getLogger("l2l")
+Found = TypeVar("Found")
+
+MARGIN = 1.05  # of the weights, for what the allocator loses
+WORKSPACE_BYTES = 128 << 20  # of libraries, and for what is computed of a few tokens
+VALUE_BYTES = 16  # of every value in the widest result: it, its loss and their gradients
 
 
 def require_own_loss(outputs: Any, _: Mapping[str, Any]) -> Tensor:
@@ -66,17 +71,61 @@ def require_own_loss(outputs: Any, _: Mapping[str, Any]) -> Tensor:
 @final
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """Runs the parts of the model once, slowly."""
+    """Runs the parts of the model once, slowly.
 
-    partition: Partition
-    server: ParameterServer
-    device: Device
+    That takes all weights around the layers at once. Where the device has no room for them, as that
+    of a small budget for a large vocabulary, the trial runs on the host.
+    """
+
+    parts: Parts
     outer: OuterPass
-    compiler: Compiler
     _verdicts: dict[int, str | None] = field(default_factory=lambda: {0: None})
     """By rows of microbatches, why a given loss may not be cut into them; 0: of one."""
     _obstacles: dict[frozenset[str], str | None] = field(default_factory=dict)
     """By entries of batches, why no loss may be joint."""
+    _on_host: list[Trial] = field(default_factory=list)
+    """The trial that runs there, once the device had no room."""
+
+    @property
+    def partition(self) -> Partition:
+        """The model."""
+        return self.parts.partition
+
+    @property
+    def server(self) -> ParameterServer:
+        """The owner of its weights."""
+        return self.parts.server
+
+    @property
+    def device(self) -> Device:
+        """Where it runs."""
+        return self.parts.device
+
+    def on_host(self) -> Trial:
+        """The same trial, on the host."""
+        if not self._on_host:
+            parts = replace(self.parts, device=open_device("cpu"))
+            outer = OuterPass(parts, puts_off=self.outer.may_put_off)
+            self._on_host.append(Trial(parts, outer, self._verdicts, self._obstacles))
+        return self._on_host[0]
+
+    def _somewhere(self, rows: Microbatch, run: Callable[[Trial], Found]) -> Found:
+        """Run something for these rows here, or on the host where the device has no room for it.
+
+        Raises:
+            ValueError: the host has none, either.
+        """
+        if not self._on_host:
+            try:
+                return run(self)
+            except torch.OutOfMemoryError as error:
+                if self.device.torch_device.type == "cpu":
+                    raise ValueError(self._needs(rows)) from error
+                logger.info("the model is tried on the host: the device has too little memory.")
+        found = run(self.on_host())
+        draws = self.on_host().device.random_numbers.seeds_defaults
+        self.device.random_numbers.seeds_defaults |= draws
+        return found
 
     def run(self, microbatch: Microbatch, known: Facts, *, needs_loss: bool) -> Facts:
         """Learn what is not known yet; `needs_loss` asks for the counting rule too.
@@ -84,40 +133,78 @@ class Trial:
         Raises:
             ValueError: the model cannot be run layer by layer, or the device has no room.
         """
-        wants_rule = needs_loss and not known.rule_is_final
-        if known.rows and not wants_rule:
+        if not self.must_run(known, needs_loss=needs_loss):
             return known
+        wants_rule = needs_loss and not known.rule_is_final
         rows = move_batch(trial_batch(microbatch, cut=False), "cpu")
         if self.server.world.is_parallel:  # all ranks learn the same: from rows with all entries
             microbatch = max(self.server.world.gather_facts(rows), key=len)
+        few = trial_batch(microbatch, cut=True)
+        learn = partial(Trial._learn_all, microbatch=microbatch, known=known, wants_rule=wants_rule)
+        found = self._somewhere(few, learn)
+        return replace(found, rows=rows)
+
+    def _learn_all(self, microbatch: Microbatch, known: Facts, *, wants_rule: bool) -> Facts:
+        """What is not known yet, from rows that are cut short if the model takes such."""
         few, whole = trial_batch(microbatch, cut=True), trial_batch(microbatch, cut=False)
         try:
-            found = self._learn(few, known, wants_rule=wants_rule)
-        except torch.OutOfMemoryError as error:
-            raise ValueError(self._needs()) from error
+            return self._learn(few, known, wants_rule=wants_rule)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # a model of fixed length cannot run a few tokens
             if isinstance(error, CutError) and token_length(few) == token_length(whole):
                 raise
-            found = replace(self._learn(whole, known, wants_rule=wants_rule), cut=False)
-        return replace(found, rows=rows)
+            return replace(self._learn(whole, known, wants_rule=wants_rule), cut=False)
 
-    def _needs(self) -> str:
-        """What a device must have room for, of which this one has too little."""
+    def must_run(self, known: Facts, *, needs_loss: bool) -> bool:
+        """Whether there is something to learn of such rows."""
+        return not known.rows or (needs_loss and not known.rule_is_final)
+
+    def _sizes(self) -> tuple[int, int]:
+        """Bytes of the weights around the layers, and of the largest layer."""
         sizes = {name: unit.form.weight_layout.nbytes for name, unit in self.server.units.items()}
         around = sum(nbytes for name, nbytes in sizes.items() if not name.startswith("L"))
-        largest = max(nbytes for name, nbytes in sizes.items() if name.startswith("L"))
-        least = round(TRIAL_MARGIN * (around + largest)) + self.device.growth_bytes
+        return around, max(nbytes for name, nbytes in sizes.items() if name.startswith("L"))
+
+    def least_bytes(self, rows: Microbatch) -> int:
+        """What it takes of the device to try these rows."""
+        matrices = (
+            one for one in self.partition.outer_tensors.parameters.values() if one.dim() > 1
+        )
+        widest = max((max(one.shape) for one in matrices), default=1)
+        around, largest = self._sizes()
+        work = max(largest, num_rows(rows) * token_length(rows) * widest * VALUE_BYTES)
+        return round(MARGIN * (around + work)) + WORKSPACE_BYTES + self.device.growth_bytes
+
+    def _needs(self, rows: Microbatch) -> str:
+        """What a device must have room for, of which this one has too little."""
+        around, largest = self._sizes()
         return (
-            "the device has too little memory to try the model on a few rows: weights around the "
-            f"layers take {format_bytes(around)}, the largest layer {format_bytes(largest)}. Give "
-            f"device_memory={format_bytes(least)} or more, if the device has it."
+            "there is too little memory to try the model on a few rows: weights around the layers "
+            f"take {format_bytes(around)}, the largest layer {format_bytes(largest)}. About "
+            f"{format_bytes(self.least_bytes(rows))} are needed, on the device (device_memory) or "
+            "else on the host."
         )
 
     def record(self, microbatch: Microbatch, route: Route) -> list[Recording]:
         """What runs of the code before every stack yield for these rows, on the device."""
+        return self._somewhere(microbatch, lambda trial: trial._record(microbatch, route))
+
+    def _record(self, microbatch: Microbatch, route: Route) -> list[Recording]:
         with self._with_weights(training=True):
             rows = move_batch(microbatch, self.device.torch_device)
             return self._layers.through(rows, route)[0]
+
+    def pointwise(self, facts: Facts) -> Facts:
+        """The facts, with what of the layers may run in tiles."""
+        return self._somewhere(facts.rows, lambda trial: trial._pointwise(facts))
+
+    def _pointwise(self, facts: Facts) -> Facts:
+        assert facts.route is not None
+        rows = move_batch(some_rows(facts.rows), self.device.torch_device)
+        with self._with_weights(training=True):
+            rows = shortened(rows) if facts.cut else rows
+            return replace(facts, pointwise=self._layers.pointwise(rows, facts.route))
 
     def why_not_cut(
         self, rule: Rule, microbatches: Sequence[Microbatch], route: Route
@@ -127,7 +214,7 @@ class Trial:
         Losses that count labels are known by the rule that was found ([Note: counting rule] in
         batch.py); as there, layers that hand on a hidden state alone are left out.
         """
-        function, is_own = self.outer.loss_function, self.outer.loss_function is None
+        is_own = self.outer.loss_function is None
         if is_own and (rule is not Rule.ROWS or len(microbatches) < 2):
             return None
         if is_own and any(map(has_masks, microbatches)):
@@ -135,24 +222,40 @@ class Trial:
         rows = num_rows(microbatches[0]) if len(microbatches) > 1 else 0
         is_known = rows in self._verdicts
         if not all(self.server.world.gather_facts(is_known)):  # ranks bring their weights together
-            with self._with_weights(training=False):
-                loss = partial(self._around_by(route).measure, function or require_own_loss)
-                compare = compare_parts if is_own else compare_cut_loss
-                if not is_known:  # what is true of one batch is true of the next, too
-                    self._verdicts[rows] = compare(rule, microbatches, loss)
+            compare = compare_parts if is_own else compare_cut_loss
+            found = self._somewhere(
+                microbatches[0],
+                lambda trial: trial._measured(
+                    None if is_known else partial(compare, rule, microbatches), route
+                ),
+            )
+            if not is_known:  # what is true of one batch is true of the next, too
+                self._verdicts[rows] = found
         return self._verdicts[rows]
+
+    def _measured(self, compare: Callable[[Any], str | None] | None, route: Route) -> str | None:
+        """What is found by comparing losses of parts of the model's rows; None: nothing."""
+        function = self.outer.loss_function or require_own_loss
+        with self._with_weights(training=False):
+            loss = partial(self._around_by(route).measure, function)
+            return None if compare is None else compare(loss)
 
     def why_not_joint(self, microbatches: Sequence[Microbatch], facts: Facts) -> str | None:
         """Why no loss may be taken over what the layers make of all microbatches; None: it may."""
         assert facts.route is not None
         kind = frozenset(facts.rows)
         if kind not in self._obstacles:
-            rows = some_rows(join_rows(microbatches[:2]))
-            rows = move_batch(shortened(rows) if facts.cut else rows, self.device.torch_device)
-            with self._with_weights(training=False):
-                around = self._around_by(facts.route)
-                self._obstacles[kind] = around.why_not_joint(rows, facts.row_dimensions)
+            self._obstacles[kind] = self._somewhere(
+                microbatches[0], lambda trial: trial._find_obstacle(microbatches, facts)
+            )
         return self._obstacles[kind]
+
+    def _find_obstacle(self, microbatches: Sequence[Microbatch], facts: Facts) -> str | None:
+        assert facts.route is not None
+        rows = some_rows(join_rows(microbatches[:2]))
+        rows = move_batch(shortened(rows) if facts.cut else rows, self.device.torch_device)
+        with self._with_weights(training=False):
+            return self._around_by(facts.route).why_not_joint(rows, facts.row_dimensions)
 
     def refuse_layer(self, module: nn.Module, position: int, rows: Microbatch) -> None:
         """Refuse a module that does not run, on these rows, where a layer runs.
@@ -188,7 +291,7 @@ class Trial:
 
     @property
     def _layers(self) -> LayerTrial:
-        return LayerTrial(self.partition, self.server, self.device, self.compiler)
+        return LayerTrial(self.partition, self.server, self.device, self.parts.compiler)
 
     def _around_by(self, route: Route) -> OuterTrial:
         return OuterTrial(self.partition, self.server, self.device, self.outer, self._layers, route)
@@ -204,9 +307,10 @@ class Trial:
                 torch.no_grad(),
                 self.partition.attributes_kept(),
             ):
-                kept = KeptBuffers(self.partition)
+                kept, device = KeptBuffers(self.partition), self.device.torch_device
                 self.partition.set_training(training)
-                self.partition.skeleton.bind(weights)
+                buffers = {owner: one.to(device) for owner, one in kept.buffers.items()}
+                self.partition.skeleton.bind({**weights, **buffers})
                 try:
                     yield weights
                 finally:
@@ -221,7 +325,7 @@ class Trial:
             if not name.startswith("L"):
                 whole = self.server.whole(name).weights
                 weights = whole.to(self.device.torch_device, copy=True)
-                found |= unit.form.weight_layout.views(weights)
+                found |= unit.form.weights_in(weights)
         return found
 
     def _learn(self, rows: Microbatch, known: Facts, *, wants_rule: bool) -> Facts:
@@ -305,7 +409,7 @@ class Trial:
     ) -> Facts:
         """What the code around the layers does, which run by these routes."""
         for structure in self.partition.changing_input:  # it would write into a cell
-            self.compiler.uncompiled.add(structure)
+            self.parts.compiler.uncompiled.add(structure)
         around = self._around_by(route)
         changing = around.changing(trial)
         usage = around.learn_usage(trial, weights, frozenset[str]().union(*changing))
@@ -326,8 +430,8 @@ class Trial:
         assert facts.route is not None
         around, alone = self._around_by(facts.route), facts.alone
         rule, is_final = around.find_rule(trial)
-        heads = [weights[owner] for owner in around.read_after(facts.usage)]
-        matrices = [weight for weight in heads if weight.dim() == 2]
+        read = {owner: weights[owner] for owner in around.read_after(facts.usage)}
+        matrices = [weight for weight in read.values() if weight.dim() == 2]
         may_put_off = alone and self.outer.may_put_off
         return replace(
             facts,
@@ -335,4 +439,5 @@ class Trial:
             rule_is_final=is_final,
             within_rows=alone and around.pieces_agree(trial, rule),
             puts_off=may_put_off and around.putting_off_agrees(trial, rule, matrices),
+            head=around.find_head(trial, read) if alone else None,
         )

@@ -131,22 +131,32 @@ def test_compiled_layers_train_alike(overrides: dict, expected):
     assert losses == pytest.approx(expected[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("budget", ["256MiB", "512MiB", "1GiB"])
-def test_the_peak_stays_under_the_budget(budget: str):
-    limit = int(budget[:3]) * 2**20 if budget.endswith("MiB") else 2**30
+CONTEXT = 1024  # MiB that a process may take beside its tensors: context, libraries, kernels
+
+
+@pytest.mark.parametrize("budget", [256, 512, 1024])
+def test_the_peak_stays_under_the_budget(budget: int):
+    """By what the driver counts."""
+    budget += CONTEXT
+    before = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = build(num_layers=12, width=512)
     with inside.engine(
-        model, optimizer=l2l.AdamW(lr=1e-4), device="cuda", device_memory=budget, clip_norm=1.0
+        model,
+        optimizer=l2l.AdamW(lr=1e-4),
+        device="cuda",
+        device_memory=f"{budget}MiB",
+        clip_norm=1.0,
     ) as engine:
         losses = [engine.step(one).loss for one in batches(4, rows=32, length=128)]
         engine.evaluate(next(batches(1)))
-        plan = engine.plan
+        plan, peak = engine.plan, engine.device.peak_bytes()
+        taken = before - torch.cuda.mem_get_info()[0]  # since the test began
     assert losses[-1] < losses[0] + 0.1
-    assert torch.cuda.max_memory_reserved() <= limit
-    assert plan.total_bytes("device") <= limit
+    assert max(peak, taken) <= budget * 2**20
+    assert plan.total_bytes("device") <= budget * 2**20
     assert plan.predicted_seconds is not None
 
 
@@ -176,7 +186,7 @@ def test_a_plan_whose_first_step_fails_leaves_nothing_on_the_device(
             build(),
             optimizer=l2l.AdamW(lr=1e-4),
             device="cuda",
-            device_memory="1GiB",
+            device_memory="2GiB",
             clip_norm=1.0,
             compile=False,
             **more,
@@ -198,6 +208,7 @@ def test_a_plan_has_room_for_norms_of_many_tokens_and_few_words(
     budget: int, caplog: pytest.LogCaptureFixture
 ):
     """A norm computes in float32: with few words the epilogue takes more for it than for logits."""
+    budget += CONTEXT
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -224,19 +235,44 @@ def test_no_more_logits_than_the_budget_has_room_for(frozen: bool):
         model,
         optimizer=l2l.AdamW(lr=1e-4),
         device="cuda",
-        device_memory="512MiB",
+        device_memory=f"{CONTEXT + 512}MiB",
         microbatch_size=128,
     ) as engine:
         [batch] = batches(1, rows=256, length=64)
         losses = [engine.step(batch).loss for _ in range(3)]
         losses.append(engine.evaluate(batch))
+        assert engine.device.peak_bytes() <= (CONTEXT + 512) << 20
     assert losses[-1] < losses[0]
-    assert torch.cuda.max_memory_reserved() <= 512 << 20
+
+
+def test_a_head_in_slices_trains_alike(expected):
+    overrides = {"num_head_slices": 3}
+    for compiled in (False, True):
+        losses, _ = train(overrides=overrides, embedding="host", compile=compiled)
+        assert losses == pytest.approx(expected[0], rel=1e-4)
+
+
+def test_a_large_vocabulary_trains_in_a_small_budget():
+    """Its head alone has 256 MiB of weights and 512 of gradients; the trial runs on the host."""
+    model = build(num_layers=3, width=512, num_words=1 << 18)
+    with inside.engine(
+        model, optimizer=l2l.AdamW(lr=1e-4), device="cuda", device_memory=f"{CONTEXT + 320}MiB"
+    ) as engine:
+        losses = [engine.step(one).loss for one in batches(3, num_words=1 << 18)]
+        assert engine.device.peak_bytes() <= (CONTEXT + 320) << 20
+        assert inside.planning(engine).decisions.num_head_slices > 1
+        assert inside.trial(engine)._on_host
+    assert losses[-1] < losses[0]
+
+
+def test_layers_in_tiles_train_alike(expected):
+    losses, _ = train(overrides={"tile_tokens": 64})
+    assert losses == pytest.approx(expected[0], rel=1e-4)
 
 
 def test_a_budget_that_is_too_small_says_what_would_do():
     with (
         inside.engine(build(), device="cuda", device_memory="20MiB", compile=False) as engine,
-        pytest.raises(ValueError, match="Give device_memory="),
+        pytest.raises(ValueError, match=r"context, libraries .* Give device_memory="),
     ):
         engine.step(next(batches(1)))

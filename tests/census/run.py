@@ -2,11 +2,12 @@
 
     python tests/census/run.py OUT.jsonl [KINDS] [NAMES ..] [--part I/N]
     python tests/census/run.py --table OUT.jsonl [--into docs/models.md]
+    python tests/census/run.py --shares [--into docs/models.md]
 
 KINDS are those of cases.py, comma separated ("all": every one); NAMES are model types or classes.
 Each case runs in a process of its own with a time limit, and adds a line to OUT.jsonl; cases that
 are there already are not run again. `--table` prints the tables of one or more such files, or
-writes them between the markers of a page.
+writes them between the markers of a page; `--shares` does so with what is streamed at real size.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +49,7 @@ def within(case: Case) -> Row:
     return {**found, "seconds": round(time.monotonic() - begun, 1)}
 
 
-def beside(case: Case, limit: float) -> Row:
+def beside(case: Case, limit: float, examine: Callable[[Case], Row] = within) -> Row:
     """Examine a case in a process of its own, for no longer than the limit."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -58,7 +60,7 @@ def beside(case: Case, limit: float) -> Row:
         os.dup2(silence, 2)
         try:
             with os.fdopen(writing, "wb") as pipe:
-                pipe.write(json.dumps(within(case), default=str).encode())
+                pipe.write(json.dumps(examine(case), default=str).encode())
         finally:
             os._exit(0)
     os.close(writing)
@@ -145,6 +147,7 @@ def command() -> None:
     parser.add_argument("--part", default="1/1", metavar="I/N", help="every Nth case, from the Ith")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds for a case")
     parser.add_argument("--table", type=Path, nargs="+", metavar="OUT.jsonl")
+    parser.add_argument("--shares", action="store_true", help="what is streamed at real size")
     parser.add_argument("--into", type=Path, help="a page with markers, instead of printing")
     given = parser.parse_args()
     if given.table:
@@ -152,11 +155,17 @@ def command() -> None:
 
         text = tables([json.loads(line) for one in given.table for line in one.open()])
         write_into(given.into, text) if given.into else print(text)
+    elif given.shares:
+        from census.shares import BEGIN, END, table_of_shares
+        from census.table import write_into
+
+        text = table_of_shares()
+        write_into(given.into, text, BEGIN, END) if given.into else print(text)
     elif given.out:
         set_up()
         run(given.out, chosen(given.kinds, given.names, given.part), given.limit)
     else:
-        parser.error("OUT.jsonl or --table is missing")
+        parser.error("OUT.jsonl, --table or --shares is missing")
 
 
 if __name__ == "__main__":

@@ -140,10 +140,10 @@ def tables(rows: Sequence[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def write_into(page: Path, text: str) -> None:
-    """Replace what is between the markers."""
-    before, begin, rest = page.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{page} lacks the lines {BEGIN!r} and {END!r}; expected both.")
+def write_into(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
+    """Replace what is between two markers."""
+    before, found, rest = page.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"{page} lacks the lines {begin!r} and {end!r}; expected both.")
     page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")

@@ -25,6 +25,9 @@ the loss of a packed row is that of its parts one by one, weighted by their labe
 
 Without packing, rows are padded on the right, to a multiple of 64 tokens so that there are few
 lengths, and batches are made of rows of similar length.
+
+Examples that belong together, such as the chosen and the rejected one of a pair, stay so: what is
+drawn, sorted and counted then are the groups, and a batch has the rows of each one after the other.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from l2l.model import IGNORED, Rule
-from l2l.train.data.examples import Examples
+from l2l.train.data.examples import Examples, members
 
 Batch = dict[str, Tensor]
 
@@ -64,7 +67,7 @@ class Batches:
     Attributes:
         examples: what to learn from.
         pad_id: token that fills rows up.
-        rows: of a batch.
+        rows: of a batch; of examples that belong together, the groups.
         length: most tokens of a row; with packing, all rows have it.
         packing: whether several examples share a row ([Note: packing]).
         seed: of the order, and of what is packed with what.
@@ -83,20 +86,23 @@ class Batches:
 
     def __post_init__(self) -> None:
         longest = int(self.examples.lengths.max())
-        if self.examples.targets is not None and (self.packing or longest > self.length):
+        if _is_whole(self.examples) and (self.packing or longest > self.length):
             raise ValueError(
-                "examples with a label can neither share a row nor be cut. Expected packing=False, "
-                f"and length={longest} or examples with max_length={self.length}."
+                "examples with a label, or in pairs, can neither share a row nor be cut. Expected "
+                f"packing=False, and length={longest} or examples with max_length={self.length}."
             )
         self._starts, self._lengths = _cut(self.examples, self.length)  # of each part
+        group = self.examples.group
         if self.packing:
             self._members, self._row_ends = _pack(self._lengths, self.length, self.seed)
         else:
             self._members = torch.arange(self._starts.numel())
             self._row_ends = self._members + 1
-        self.num_rows = self._row_ends.numel()  # of an epoch
+        self.num_rows = self._row_ends.numel() // group  # of an epoch; or groups
         tokens = self._lengths[self._members].cumsum(0)[self._row_ends - 1]
-        self._row_tokens = tokens.diff(prepend=tokens.new_zeros(1))  # [rows of an epoch]
+        each = tokens.diff(prepend=tokens.new_zeros(1)).view(-1, group)
+        self._row_tokens = each.amax(1)  # [rows of an epoch]; of groups, of the longest
+        self._num_tokens = int(each.sum())
         self._order = lru_cache(maxsize=2)(self._draw)  # a batch may need an epoch and the next
 
     def num_steps(self, epochs: float) -> int:
@@ -106,9 +112,10 @@ class Batches:
     def batch(self, step: int) -> Batch:
         """The batch of a step, from 0 on.
 
-        `input_ids` and `labels`; with packing `position_ids`, without `attention_mask`; and
-        `token_type_ids` if the tokenizer made them. All are int64 [rows, length], but for the
-        labels of whole rows: [rows], int64 or float32.
+        `input_ids` and `labels`; with packing `position_ids`, without `attention_mask`;
+        `token_type_ids` if the tokenizer made them; and what else is known of examples. All are
+        int64 [rows, length], but for what is known of whole rows, such as their labels: [rows],
+        int64 or float32.
         """
         first, end = step * self.rows, (step + 1) * self.rows
         chosen: list[Tensor] = []
@@ -125,19 +132,26 @@ class Batches:
         """
         return map(self._build, torch.split(torch.arange(self.num_rows), self.rows))
 
+    def by_length(self) -> Iterator[tuple[Batch, Tensor]]:
+        """All rows once, the longest first, each batch with the numbers of its examples."""
+        order = self._row_tokens.argsort(descending=True, stable=True)
+        for groups in torch.split(order, self.rows):
+            yield self._build(groups), members(groups, self.examples.group)
+
     @property
     def padding(self) -> float:
         """The share of an epoch's tokens that is padding: between 0 and 1."""
         lengths = self._row_tokens[self._order(0)]
         total = sum(self._width(one) * one.numel() for one in torch.split(lengths, self.rows))
-        return 1 - int(lengths.sum()) / total
+        return 1 - self._num_tokens / (total * self.examples.group)
 
     @override
     def __str__(self) -> str:
         """A line for people."""
         kind = f"of {self.length:,} tokens, packed" if self.packing else "padded by length"
+        rows = "rows" if self.examples.group == 1 else "pairs of rows"
         return (
-            f"{self.num_rows:,} rows {kind}, {self.padding:.1%} padding; {self.rows} rows a step, "
+            f"{self.num_rows:,} {rows} {kind}, {self.padding:.1%} padding; {self.rows} a step, "
             f"{self.num_rows / self.rows:,.1f} steps an epoch"
         )
 
@@ -165,9 +179,9 @@ class Batches:
         multiple = -(-int(row_tokens.max()) // PADDED_TO) * PADDED_TO
         return self.length if self.packing else min(self.length, multiple)
 
-    def _build(self, chosen: Tensor) -> Batch:
-        examples = self.examples
-        shape = (chosen.numel(), self._width(self._row_tokens[chosen]))
+    def _build(self, groups: Tensor) -> Batch:
+        examples, chosen = self.examples, members(groups, self.examples.group)
+        shape = (chosen.numel(), self._width(self._row_tokens[groups]))
         ids, labels = torch.full(shape, self.pad_id), torch.full(shape, IGNORED)
         positions, mask, types = (torch.full(shape, 0) for _ in range(3))
         for row, number in enumerate(chosen.tolist()):
@@ -190,6 +204,9 @@ class Batches:
         if examples.targets is not None:  # every row is an example
             labels = examples.targets[chosen]
         batch = {"input_ids": ids, "labels": labels}
+        if examples.records:
+            batch["example"] = chosen
+        batch.update({name: one[chosen] for name, one in examples.numbers.items()})
         if examples.token_types is not None:
             batch["token_type_ids"] = types
         return batch | ({"position_ids": positions} if self.packing else {"attention_mask": mask})
@@ -260,7 +277,7 @@ def _cut(examples: Examples, length: int) -> tuple[Tensor, Tensor]:
     ordinal = torch.arange(owners.numel()) - (numbers.cumsum(0) - numbers)[owners]
     starts = examples.offsets[owners] + ordinal * length
     lengths = (examples.offsets[owners + 1] - starts).clamp(max=length)
-    if examples.targets is not None:
+    if _is_whole(examples):
         return starts, lengths
     learnt = lengths - 1
     if examples.answers is not None:
@@ -271,6 +288,11 @@ def _cut(examples: Examples, length: int) -> tuple[Tensor, Tensor]:
         what = f"none of {len(examples)} examples has a token to learn after its first one"
         raise ValueError(f"{what}. Expected texts of at least two tokens, or answers.")
     return starts[useful], lengths[useful]
+
+
+def _is_whole(examples: Examples) -> bool:
+    """Whether each has a row of its own: one with a label, of a pair, or for rewards."""
+    return examples.targets is not None or examples.group > 1 or bool(examples.records)
 
 
 def _pack(lengths: Tensor, length: int, seed: int) -> tuple[Tensor, Tensor]:

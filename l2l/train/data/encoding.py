@@ -25,7 +25,7 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, final
 
@@ -60,6 +60,7 @@ FIXED_DATE = (  # before a template, in place of the function of this name that 
 )
 EXPECTED = 'Expected a list of messages such as {"role": "user", "content": "..."}.'
 EMPTY, UNANSWERED = "empty", "with no answer within the maximum length"  # why one is left out
+LONG = "with a prompt that leaves no room for a completion"
 SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of messages with "from"
 
 VALUE = r"\d{1,4000}"  # of a text that Python makes a number of
@@ -73,6 +74,8 @@ LABELS_ARE = {
 class Encoder(ABC):
     """Makes examples of one task from records, and lays them end to end."""
 
+    group = 1  # examples that belong together, one after the other
+
     def __init__(
         self, tokenizer: Any, columns: Mapping[str, str], labels: Labels, max_length: int | None
     ) -> None:
@@ -83,6 +86,8 @@ class Encoder(ABC):
         self.full_lengths = array("q")  # before truncation
         self.answers = bytearray()  # for each token, whether it is learnt; empty: all are
         self.types = bytearray()
+        self.numbers: dict[str, array[float]] = {}  # for each example, by name
+        self.records: list[dict[str, Any]] = []  # of the examples, where rewards read them
         self.left_out = dict.fromkeys((EMPTY, UNANSWERED), 0)
 
     @abstractmethod
@@ -93,6 +98,9 @@ class Encoder(ABC):
             DataError: a record is not as expected.
         """
 
+    def finish(self) -> None:  # noqa: B027 (most have nothing left to do)
+        """All records were seen."""
+
     def _append(self, ids: list[int], *, answers: bytes | None = None) -> None:
         """Append an example, truncated, unless nothing of it can be learnt."""
         kept = ids[: self._max_length]
@@ -102,7 +110,7 @@ class Encoder(ABC):
         self._extend(kept, len(ids))
         self.answers += (answers or b"")[: len(kept)]
 
-    def _extend(self, ids: list[int], full_length: int) -> None:
+    def _extend(self, ids: Sequence[int], full_length: int) -> None:
         self.ids.extend(ids)
         self.offsets.append(len(self.ids))
         self.full_lengths.append(full_length)
@@ -136,7 +144,6 @@ class Documents(Encoder):
             self._append(ids if ends else [*ids, end])
 
 
-@final
 class Conversations(Encoder):
     """Answers, after what they answer to ([Note: chat])."""
 
@@ -147,13 +154,14 @@ class Conversations(Encoder):
         chains = [chain for one in found for chain in one]
         tokens = iter(self._tokens([text for chain in chains for text in chain]))
         for chain in chains:
-            self._join(chain, [next(tokens) for _ in chain])
+            ids, answers = self._joined(chain, [next(tokens) for _ in chain])
+            self._append(ids, answers=answers)
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
         settings = {"add_special_tokens": False, "return_token_type_ids": False}
         return list(self._tokenized(texts, **settings)["input_ids"])
 
-    def _join(self, chain: list[str], tokens: list[list[int]]) -> None:
+    def _joined(self, chain: list[str], tokens: list[list[int]]) -> tuple[list[int], bytes]:
         """Lay what each text of a chain adds end to end: prompt, answer, prompt, answer, ..."""
         ids: list[int] = []
         answers = bytearray()
@@ -165,11 +173,14 @@ class Conversations(Encoder):
             ids += added
             answers += bytes([index % 2]) * len(added)
             text_before, before = text, whole
+        end = self._ended(ids)
+        return ids + end, bytes(answers) + bytes([1]) * len(end)
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """What is missing at the end of an example: the end-of-text token, perhaps."""
         end = self._tokenizer.eos_token_id
-        if end is not None and ids[-1:] and ids[-1] not in self._closing:
-            ids.append(end)
-            answers.append(1)
-        self._append(ids, answers=bytes(answers))
+        is_missing = end is not None and ids[-1:] and ids[-1] not in self._closing
+        return [end] if is_missing else []
 
     @cached_property
     def _template(self) -> str:
@@ -190,19 +201,21 @@ class Conversations(Encoder):
         """
         messages = self._messages(record)
         answers = [i for i, one in enumerate(messages) if i > 0 and one["role"] == "assistant"]
-        if not any(_says_anything(messages[index]) for index in answers):
+        if not any(says_anything(messages[index]) for index in answers):
             return []
         turns = [self._turn(record, messages, index) for index in answers]
         chain = [text for turn in turns for text in turn]
         grows = all(text.startswith(one) for one, text in itertools.pairwise(chain))
         return [chain] if grows else turns
 
-    def _turn(self, record: Record, messages: list[dict[str, Any]], index: int) -> list[str]:
-        """The text up to an answer, and with it."""
+    def _turn(
+        self, record: Record, messages: list[dict[str, Any]], index: int, end: int | None = None
+    ) -> list[str]:
+        """The text up to an answer, and with it, or with all messages up to an end."""
         before = messages[:index]
         asked = self._render(record, before, ask=True)
-        whole = self._render(record, messages[: index + 1], ask=False)
-        prompt = _common_beginning(asked, whole)
+        whole = self._render(record, messages[: end or index + 1], ask=False)
+        prompt = common_beginning(asked, whole)
         if prompt != asked and not prompt.startswith(self._render(record, before, ask=False)):
             raise record.error(
                 "the chat template renders the prompt differently once the answer follows: "
@@ -227,7 +240,10 @@ class Conversations(Encoder):
                 about = self._text(record, "input")
                 prompt = f"{prompt}\n\n{about}" if about else prompt
             return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        name = self.columns["messages"]
+        return self._messages_in(record, "messages")
+
+    def _messages_in(self, record: Record, role: str) -> list[dict[str, Any]]:
+        name = self.columns[role]
         value = record.value(name)
         if not isinstance(value, list | tuple) or not all(isinstance(m, Mapping) for m in value):
             raise record.error(f"column {name!r} holds {shown(value)}. {EXPECTED}")
@@ -269,12 +285,14 @@ def _message(record: Record, number: int, message: dict[str, Any]) -> dict[str, 
     return message
 
 
-def _common_beginning(one: str, other: str) -> str:
+def common_beginning(one: str, other: str) -> str:
+    """What two texts begin with alike."""
     pairs = enumerate(zip(one, other, strict=False))
     return one[: next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))]
 
 
-def _says_anything(message: Mapping[str, Any]) -> bool:
+def says_anything(message: Mapping[str, Any]) -> bool:
+    """Whether there is something to learn in a message."""
     content = message.get("content")
     said = content.strip() if isinstance(content, str) else content
     return bool(said) or bool(message.get("tool_calls"))

@@ -6,6 +6,9 @@
 | instruct | a prompt and an answer, or a conversation | the answers |
 | classification | a text or two, and a class | the class |
 | regression | a text or two, and a number | the number |
+| dpo, orpo, simpo, reward | a prompt, and a better and a worse completion | which is better |
+| kto | a prompt, a completion, and whether it is desirable | that |
+| grpo | a prompt, and whatever rewards read | completions of the model's own, by their rewards |
 
 A task has roles: the text, its label, the prompt, the answer to it. Which column plays which role
 is found by the names that are usual for it, in the first record, unless it is named. Once the text
@@ -19,6 +22,7 @@ example; what is learnt is one flag for each token, and absent where that is eve
 from __future__ import annotations
 
 import hashlib
+import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,14 +33,45 @@ from torch import Tensor
 from typing_extensions import override
 
 from l2l.train.data.encoding import Conversations, Documents, Encoder, Labels, Sentences
+from l2l.train.data.preferences import Judged, Pairs, Prompts
 from l2l.train.data.reading import DataError, Record, listed
 
-Task = Literal["causal", "instruct", "classification", "regression"]
+Task = Literal[
+    "causal",
+    "instruct",
+    "classification",
+    "regression",
+    "dpo",
+    "orpo",
+    "simpo",
+    "kto",
+    "reward",
+    "grpo",
+]
+PAIR = ("prompt", "chosen", "rejected")
 ROLES: Mapping[Task, tuple[str, ...]] = {
     "causal": ("text",),
     "instruct": ("messages", "prompt", "input", "completion"),
     "classification": ("text", "pair", "label"),
     "regression": ("text", "pair", "label"),
+    "dpo": PAIR,
+    "orpo": PAIR,
+    "simpo": PAIR,
+    "kto": ("prompt", "completion", "label"),
+    "reward": PAIR,
+    "grpo": ("prompt",),
+}
+ENCODERS: Mapping[Task, type[Encoder]] = {
+    "causal": Documents,
+    "instruct": Conversations,
+    "classification": Sentences,
+    "regression": Sentences,
+    "dpo": Pairs,
+    "orpo": Pairs,
+    "simpo": Pairs,
+    "kto": Judged,
+    "reward": Pairs,
+    "grpo": Prompts,
 }
 
 TEXTS = ("text", "content", "document")
@@ -54,6 +89,12 @@ PAIRS = {  # what goes with such a text, if it is there
 }
 SENTENCES = (*PAIRS, "sentence")
 LABELS = ("label", "labels", "score", "target", "class")
+
+PAIRED = {"chosen": ("chosen",), "rejected": ("rejected",)}
+JUDGED: Mapping[Task, Mapping[str, Sequence[str]]] = {  # the roles besides the prompt
+    **dict.fromkeys(("dpo", "orpo", "simpo", "reward"), PAIRED),
+    "kto": {"completion": COMPLETIONS, "label": LABELS},
+}
 
 BLOCK_RECORDS = 1000  # tokenized at once, by as many threads as the tokenizer uses
 BLOCK_CHARACTERS = 4_000_000
@@ -98,12 +139,20 @@ class Examples:
     targets: Tensor | None = None  # [examples], int64 or float32: labels of rows
     num_labels: int | None = None  # of rows: how many classes, or 1
     label_names: tuple[str, ...] = ()  # of classes, in the order of their numbers, if texts
+    group: int = 1  # examples that come one after the other and are never parted: pairs
+    numbers: Mapping[str, Tensor] = field(default_factory=dict)  # [examples], for losses, by name
+    records: Sequence[Mapping[str, Any]] = ()  # of the examples, where rewards read them
     columns: Mapping[str, str] = field(default_factory=dict)  # by role
     num_records: int = 0
     left_out: Mapping[str, int] = field(default_factory=dict)  # why -> how many
 
     def __len__(self) -> int:
         return self.offsets.numel() - 1
+
+    @property
+    def num_groups(self) -> int:
+        """How many there are that may be parted from each other."""
+        return len(self) // self.group
 
     @property
     def lengths(self) -> Tensor:
@@ -117,11 +166,12 @@ class Examples:
         number, learnt = self.ids.numel(), self.ids.numel() - len(self)
         if self.answers is not None:
             learnt = int(self.answers.sum() - self.answers[self.offsets[:-1]].sum())
+        together = {1: "examples", 2: "pairs"}[self.group]
         share = f", {learnt:,} of them learnt ({learnt / max(1, number):.0%})"
-        share = share if self.targets is None else ""
+        share = share if self.targets is None and not self.records else ""
         truncated = int((self.full_lengths > self.lengths).sum())
         return (
-            f"{len(self):,} examples of {self.num_records:,} records (columns "
+            f"{self.num_groups:,} {together} of {self.num_records:,} records (columns "
             f"{', '.join(self.columns.values())}){notes and f'; left out: {notes}'}\n"
             f"{number:,} tokens{share}\n"
             f"the longest has {int(self.full_lengths.max()):,} tokens; "
@@ -135,8 +185,13 @@ class Examples:
         numbers = torch.tensor([names.index(name) for name in self.label_names])
         return replace(self, targets=numbers[self.targets], label_names=tuple(names))
 
+    def with_numbers(self, **numbers: Tensor) -> Examples:
+        """The same with more that is known of each example."""
+        return replace(self, numbers={**self.numbers, **numbers})
+
     def take(self, indices: Tensor) -> Examples:
-        """Some of the examples, in the order of the indices."""
+        """Some of the examples, or groups of them, in the order of the indices."""
+        num_records, indices = indices.numel(), members(indices, self.group)
         lengths = self.lengths[indices]
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         shift = self.offsets[indices] - offsets[:-1]
@@ -149,7 +204,9 @@ class Examples:
             answers=None if self.answers is None else self.answers[tokens],
             token_types=None if self.token_types is None else self.token_types[tokens],
             targets=None if self.targets is None else self.targets[indices],
-            num_records=indices.numel(),
+            numbers={name: one[indices] for name, one in self.numbers.items()},
+            records=[self.records[index] for index in indices.tolist()] if self.records else (),
+            num_records=num_records,
             left_out={},
         )
 
@@ -159,21 +216,29 @@ class Examples:
         Raises:
             ValueError: there are not so many.
         """
-        if not 0 < number < len(self):
-            most = len(self) - 1
+        if not 0 < number < self.num_groups:
+            most = self.num_groups - 1
             raise ValueError(f"{number} of {most + 1} examples cannot be held out; at most {most}.")
-        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(self.num_groups, generator=torch.Generator().manual_seed(seed))
         return self.take(order[number:].sort().values), self.take(order[:number].sort().values)
 
     def fingerprint(self) -> str:
         """A short text that differs if anything differs that a model is trained on."""
         digest = hashlib.sha256(f"{self.task} {self.num_labels} {self.label_names}".encode())
-        for tensor in (self.ids, self.offsets, self.answers, self.token_types, self.targets):
+        parts = (self.ids, self.offsets, self.answers, self.token_types, self.targets)
+        for tensor in (*parts, *self.numbers.values()):
             kind = "none" if tensor is None else f"{tensor.dtype} {tensor.numel()} "
             digest.update(kind.encode())
             if tensor is not None:
                 digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        if self.records:
+            digest.update(json.dumps(self.records, sort_keys=True, default=str).encode())
         return digest.hexdigest()[:16]
+
+
+def members(groups: Tensor, size: int) -> Tensor:
+    """The examples of groups of so many."""
+    return (groups[:, None] * size + torch.arange(size)).view(-1)
 
 
 def make_examples(
@@ -198,11 +263,12 @@ def make_examples(
         encoder.encode(block)
     if encoder is None:
         raise DataError("there are no records. Expected at least one.")
+    encoder.finish()
     if not encoder.full_lengths:
         notes = ", ".join(f"{number:,} {why}" for why, number in encoder.left_out.items())
         what = f"none of {num_records:,} records is left: {notes} of {form.max_length}"
         raise DataError(f"{what} (columns {', '.join(encoder.columns.values())}).")
-    has_labels = "label" in encoder.columns
+    has_labels = "label" in encoder.columns and not encoder.numbers
     targets, classes = encoder.labels.finish() if has_labels else (None, [])
     answers, types = encoder.answers, encoder.types
     return Examples(
@@ -215,6 +281,9 @@ def make_examples(
         targets=targets,
         num_labels=max(1, len(classes)) if has_labels else None,
         label_names=tuple(one for one in classes if isinstance(one, str)),
+        group=encoder.group,
+        numbers={name: torch.tensor(values) for name, values in encoder.numbers.items()},
+        records=encoder.records,
         columns=encoder.columns,
         num_records=num_records,
         left_out=encoder.left_out,
@@ -244,9 +313,8 @@ def _encoder(first: Record, *, tokenizer: Any, form: Form, like: Examples | None
     known: Iterable[int | str] = ()
     if like is not None and form.task == "classification":
         known = like.label_names or range(like.num_labels or 0)
-    kinds = {"causal": Documents, "instruct": Conversations}
-    kind = kinds.get(form.task, Sentences)
-    return kind(tokenizer, _find_columns(first, form), Labels(form.task, known), form.max_length)
+    columns, labels = _find_columns(first, form), Labels(form.task, known)
+    return ENCODERS[form.task](tokenizer, columns, labels, form.max_length)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -281,6 +349,12 @@ def _find_columns(record: Record, form: Form) -> dict[str, str]:
         about = named.get("input") or (None if "prompt" in named else INPUTS.get(prompt))
         middle = {"input": about} if about else {}
         return {"prompt": prompt, **middle, "completion": find("completion", COMPLETIONS)}
+    if form.task == "grpo":
+        return {"prompt": find("prompt", PROMPTS)}
+    if form.task in JUDGED:
+        prompt = named.get("prompt") or next((name for name in PROMPTS if name in there), "")
+        found = {role: find(role, usual) for role, usual in JUDGED[form.task].items()}
+        return {**({"prompt": prompt} if prompt else {}), **found}
     text = find("text", SENTENCES)
     pair = named.get("pair")
     if pair is None and "text" not in named and PAIRS.get(text) in there:

@@ -13,4 +13,12 @@ steps = 300
 """
 
 from l2l.train.settings.reading import SECTIONS, Flag, Settings, SettingsError, help_text, to_toml
-from l2l.train.settings.sections import LANGUAGE_TASKS, ScheduleSettings
+from l2l.train.settings.sections import (
+    CHATS,
+    LANGUAGE_TASKS,
+    PREFERENCES,
+    GrpoSettings,
+    PreferenceSettings,
+    SampleSettings,
+    ScheduleSettings,
+)

@@ -25,7 +25,15 @@ from pydantic_core import ErrorDetails
 from l2l.hugging_face import read_json
 from l2l.train.data import DataError, Form, did_you_mean, read_records
 from l2l.train.settings import sections
-from l2l.train.settings.sections import LANGUAGE_TASKS, LEARNING_RATES, Section, taken_by
+from l2l.train.settings.sections import (
+    CHATS,
+    LANGUAGE_TASKS,
+    LEARNING_RATES,
+    OF_TOKENS,
+    PREFERENCES,
+    Section,
+    taken_by,
+)
 
 Table = Mapping[str, Mapping[str, Any]]  # section -> key -> value, as JSON has it
 Where = Callable[[str, str], str]  # section, key -> where it was set, for people
@@ -64,10 +72,14 @@ class Settings(Section):
     data: sections.DataSettings
     columns: sections.ColumnSettings
     training: sections.TrainingSettings
+    lora: sections.LoraSettings
+    preference: sections.PreferenceSettings
+    grpo: sections.GrpoSettings
     optimizer: sections.OptimizerSettings
     schedule: sections.ScheduleSettings
     memory: sections.MemorySettings
     evaluation: sections.EvaluationSettings
+    samples: sections.SampleSettings
     checkpoint: sections.CheckpointSettings
     output: sections.OutputSettings
 
@@ -115,8 +127,15 @@ class Settings(Section):
         return "\n".join([*parts, ""])
 
     def table(self) -> dict[str, dict[str, Any]]:
-        """Section -> key -> value, for JSON; what is not set is left out."""
-        return self.model_dump(mode="json", exclude_none=True)
+        """Section -> key -> value, for JSON; what is not set, or in force, is left out."""
+        found = self.model_dump(mode="json", exclude_none=True)
+        in_force = {
+            "lora": self.lora.enabled,
+            "preference": self.data.task in PREFERENCES,
+            "grpo": self.data.task == "grpo",
+            "samples": bool(self.samples.prompts),
+        }
+        return {name: values for name, values in found.items() if in_force.get(name, True)}
 
     def form(self) -> Form:
         """What is made of the data's records.
@@ -126,6 +145,8 @@ class Settings(Section):
         """
         task, columns = self.data.task, self.columns.model_dump(exclude_none=True)
         most = None if task == "causal" else self.training.length  # documents are cut into rows
+        if task == "grpo":
+            most = self.training.length - self.grpo.max_new_tokens
         return Form(task=task, columns=columns, max_length=most)
 
     def differences(self, earlier: Table) -> list[str]:
@@ -148,14 +169,17 @@ class Settings(Section):
                 yield f"{where(section, one)} and {other} are both set. Set only one of them."
         if data.packing and data.task not in LANGUAGE_TASKS:
             yield f"{where('data', 'packing')}: {data.task} has one label per row. Set it to false."
-        if data.template is not None and data.task != "instruct":
-            yield f"{where('data', 'template')} is set, but only instruct uses it, not {data.task}."
+        if data.template is not None and data.task not in CHATS:
+            yield f"{where('data', 'template')} is set, but {data.task} has no chats to use it for."
+        yield from self._not_taken(where)
         asked = [key for key, value in self.evaluation if value is not None]
         if asked and data.evaluation_source is None and data.hold_out is None:
             yield (
                 f"{where('evaluation', asked[0])} is set, but there is nothing to evaluate on. "
                 "Expected [data] evaluation_source (--evaluation-data FILE) or hold_out too."
             )
+        if self.evaluation.answer_marker is not None and data.task != "instruct":
+            yield f"{where('evaluation', 'answer_marker')} is for instruct, not {data.task}."
         if optimizer.name == "adafactor" and training.clip_norm:
             yield f"{where('training', 'clip_norm')}: adafactor updates layer by layer. Expected 0."
         if optimizer.name == "adafactor" and training.precision == "float16":
@@ -166,6 +190,41 @@ class Settings(Section):
                 check()
             except ValueError as error:
                 yield f"{where(*place)}: {str(error).removesuffix('.')}."
+
+    def _not_taken(self, where: Where) -> Iterator[str]:
+        """What is set of the loss of preferences, but is not for it."""
+        taken = PREFERENCES.get(self.data.task, {})
+        for key, value in self.preference:
+            if value is not None and key not in taken:
+                which = f"{self.data.task} takes {', '.join(taken) or 'nothing of [preference]'}"
+                yield f"{where('preference', key)} is set, but {which}."
+        if self.preference.label_smoothing and self.preference.loss not in ("sigmoid", None):
+            yield f'{where("preference", "label_smoothing")} is only for loss = "sigmoid".'
+        if self.data.task == "grpo":
+            yield from self._not_rewarding(where)
+        for key in self.grpo.model_fields_set if self.data.task != "grpo" else ():
+            yield f"{where('grpo', key)} is set, but the task is {self.data.task}."
+        if self.optimizer.name == "adafactor" and self.data.task in OF_TOKENS:
+            yield (
+                f"{where('optimizer', 'name')} = adafactor, but the head comes in slices for "
+                f"{self.data.task}, and adafactor needs whole gradients. Expected another one."
+            )
+
+    def _not_rewarding(self, where: Where) -> Iterator[str]:
+        """What is missing for learning from rewards."""
+        grpo, length = self.grpo, self.training.length
+        if not grpo.rewards:
+            yield f"{where('grpo', 'rewards')} is not set. Expected --reward FILE.py:FUNCTION."
+        if grpo.reward_weights is not None and len(grpo.reward_weights) != len(grpo.rewards):
+            yield (
+                f"{where('grpo', 'reward_weights')}: found {len(grpo.reward_weights)} weights, "
+                f"expected {len(grpo.rewards)}, one for each reward."
+            )
+        if grpo.max_new_tokens >= length:
+            yield (
+                f"{where('grpo', 'max_new_tokens')} = {grpo.max_new_tokens} leaves no room for "
+                f"prompts in [training] length = {length}. Expected less."
+            )
 
     def _not_there(self, where: Where) -> Iterator[str]:
         """What settings name, but the disk does not have, or not as it should be."""
@@ -323,8 +382,12 @@ def _parsed(flag: Flag) -> Any:
 
 def _located(key: str, value: Any, folder: Path) -> Any:
     """A value that, if it is a path, does not depend on where one is."""
-    if key == "folder" and isinstance(value, str) and value:
+    if key in ("folder", "disk") and isinstance(value, str) and value:
         return str(folder / Path(value).expanduser())
+    if key == "rewards" and isinstance(value, list):
+        return [
+            str(folder / Path(one).expanduser()) if isinstance(one, str) else one for one in value
+        ]
     if key not in SOURCES or not isinstance(value, str | list):
         return value
     sources = [value] if isinstance(value, str) else value
@@ -335,6 +398,13 @@ def _located(key: str, value: Any, folder: Path) -> Any:
 def _fill(found: Mapping[str, dict[str, Any]], runs: Path, name: str) -> None:
     """Set what follows from other settings; a run without `name` is called for model and data."""
     optimizer, training, output = found["optimizer"], found["training"], found["output"]
+    lora = found["lora"]
+    if lora.setdefault("enabled", bool(lora)) is True and isinstance(lora.get("rank", 16), int):
+        lora.setdefault("alpha", 2.0 * lora.get("rank", 16))
+    preference = PREFERENCES.get(str(found["data"].get("task")), {})
+    found["preference"].update({**preference, **found["preference"]})
+    if found["samples"]:
+        found["samples"].setdefault("chat", found["data"].get("task") == "instruct")
     kind = str(optimizer.setdefault("name", "adamw"))
     optimizer.update({**(taken_by(kind) if kind in LEARNING_RATES else {}), **optimizer})
     if kind == "adafactor":
@@ -343,7 +413,7 @@ def _fill(found: Mapping[str, dict[str, Any]], runs: Path, name: str) -> None:
         training.setdefault("epochs", 1.0)
     if "warm_up_steps" not in found["schedule"]:
         found["schedule"].setdefault("warm_up_share", WARM_UP_SHARE)
-    is_exact = training.get("precision") == "float32"
+    is_exact = training.get("precision") == "float32" or lora["enabled"]
     output.setdefault("export_dtype", "float32" if is_exact else "bfloat16")
     folder, source = found["model"].get("folder"), found["data"].get("source")
     if isinstance(folder, str):

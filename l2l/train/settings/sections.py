@@ -14,12 +14,22 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from torch import nn
 
-from l2l.device import parse_bytes
+from l2l.device import Disk, parse_bytes
 from l2l.engine import Depth, ProgressiveLayerDropping, StochasticDepth
+from l2l.hugging_face import ALL_LINEAR, Lora
 from l2l.parameter_server import OPTIMIZERS, Optimizer
 from l2l.train.data import DocumentsEnd, Task
 
 LANGUAGE_TASKS = ("causal", "instruct")
+PREFERENCES: Mapping[str, Mapping[str, Any]] = {  # what each takes of its section, with defaults
+    "dpo": {"beta": 0.1, "loss": "sigmoid", "label_smoothing": 0.0, "reference_free": False},
+    "orpo": {"odds_ratio_weight": 0.1},
+    "simpo": {"beta": 2.0, "gamma": 1.0, "label_smoothing": 0.0},
+    "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+    "reward": {"center_rewards": 0.0},
+}
+OF_TOKENS = ("dpo", "orpo", "simpo", "kto", "grpo")  # whose loss is of log-probabilities
+CHATS = ("instruct", "grpo", *PREFERENCES)  # tasks whose data may be conversations
 SAME_RESULT = Field(json_schema_extra={"same_result": True})  # whatever it is, so are the weights
 
 
@@ -79,14 +89,16 @@ class DataSettings(Section):
     """Examples of the training data to evaluate on, instead of training on."""
     task: Task = "causal"
     """causal: texts. instruct: prompts or chats, of which the answers are learnt. classification,
-    regression: texts or pairs of texts with a class or a number."""
+    regression: texts or pairs of texts with a class or a number. dpo, orpo, simpo, reward: a better
+    and a worse completion of a prompt; kto: single ones, desirable or not. grpo: prompts, and
+    rewards of what the model makes of them."""
     packing: bool | None = None
     """Put several examples into a row; they do not see each other. Default: for language models,
     where the model keeps them apart."""
     documents: DocumentsEnd = "blank lines"
     """What separates the documents of a .txt file."""
     template: str | None = None
-    """A chat template, of instruct. Default: the tokenizer's own."""
+    """A chat template, of chats. Default: the tokenizer's own."""
 
 
 class ColumnSettings(Section):
@@ -97,15 +109,19 @@ class ColumnSettings(Section):
     pair: str | None = None
     """A second text of classification, regression."""
     label: str | None = None
-    """Of classification and regression."""
+    """Of classification, regression and kto."""
     prompt: str | None = None
-    """Of instruct."""
+    """Of instruct, and before completions."""
     input: str | None = None
     """What the prompt is about; follows it."""
     completion: str | None = None
     """The answer to the prompt."""
     messages: str | None = None
     """A conversation, of instruct."""
+    chosen: str | None = None
+    """The better completion, of dpo, orpo, simpo and reward."""
+    rejected: str | None = None
+    """The worse one."""
 
 
 class TrainingSettings(Section):
@@ -116,7 +132,7 @@ class TrainingSettings(Section):
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Passes over the data, instead of steps. Default: 1."""
     rows: Positive = 8
-    """Rows of a step."""
+    """Rows of a step. Of dpo, orpo, simpo and reward these are pairs, of grpo prompts."""
     length: Annotated[int, Field(ge=2)] = 1024
     """Most tokens of a row. Default: 1024, or what the model is made for if that is less."""
     precision: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -136,6 +152,9 @@ class TrainingSettings(Section):
     """Rows that pass a layer at once. Default: planned."""
     compile: bool | None = None
     """Whether layers go through torch.compile. Default: on an accelerator."""
+    compile_ahead: Literal["wait", "background"] = "wait"
+    """wait: compile in the first step. background: on a thread, while steps run uncompiled; from
+    which step on they are compiled, and the last bits, depend on the machine's speed."""
     device: Annotated[str | None, SAME_RESULT] = None
     """Such as cuda:1 or cpu. Default: the accelerator if there is one."""
 
@@ -148,13 +167,103 @@ class TrainingSettings(Section):
         return StochasticDepth(last=self.survival)
 
 
+class LoraSettings(Section):
+    """Train an adapter of peft instead of the model, whose own weights stay as they are."""
+
+    enabled: bool = False
+    """Train an adapter (LoRA). Default: if anything else is set in [lora]. A learning rate of 1e-4
+    to 2e-4 is usual then, and has to be set: its default stays what it is."""
+    rank: Positive = 16
+    """Rank of the two matrices that are trained beside each weight."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """What the two add is multiplied with alpha / rank. Default: twice the rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of what they are given that is dropped."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1, strict=False)] = (ALL_LINEAR,)
+    """Modules whose weights they stand beside, by the ends of their names, such as q_proj. Default:
+    all-linear, all linear ones but the head."""
+    rslora: bool = False
+    """Multiply with alpha / sqrt(rank) instead."""
+    dora: bool = False
+    """DoRA: train the norms of the weights besides."""
+    base: Literal["nf4", "int8"] | None = None
+    """Keep the linear weights of the layers, which are not trained, in 4 bits (nf4, with double
+    quantization: QLoRA) or 8 bits (int8), by torchao. Default: as they are."""
+    modules_to_save: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Modules that are trained whole and saved beside the adapter, such as lm_head. Default: new
+    heads of classification and regression."""
+
+    def make(self) -> Lora | None:
+        """What is said of the adapter; None: there is none."""
+        return Lora(**self.model_dump(exclude={"enabled", "base"})) if self.enabled else None
+
+
+class PreferenceSettings(Section):
+    """The loss of dpo, orpo, simpo, kto and reward; docs/preferences.md has the formulas."""
+
+    beta: Annotated[float | None, Field(gt=0)] = None
+    """How much a log-probability counts. Default: dpo, kto 0.1, simpo 2."""
+    loss: Literal["sigmoid", "ipo", "hinge"] | None = None
+    """Kind of dpo's loss. Default: sigmoid."""
+    label_smoothing: Annotated[float | None, Field(ge=0, lt=0.5)] = None
+    """dpo, simpo: share of pairs that are thought to be the wrong way round. Default: 0."""
+    reference_free: bool | None = None
+    """dpo: compare with a reference that gives all completions the same. Default: false."""
+    gamma: float | None = None
+    """simpo: by how much the better one must be better. Default: 1."""
+    odds_ratio_weight: Amount | None = None
+    """orpo: lambda, what the odds ratio counts beside learning the chosen. Default: 0.1."""
+    desirable_weight: Amount | None = None
+    """kto: what desirable completions count. Default: 1."""
+    undesirable_weight: Amount | None = None
+    """kto: what the others count. Default: 1."""
+    center_rewards: Amount | None = None
+    """reward: weight of the square of a pair's sum, which keeps scores around 0. Default: 0."""
+
+
+class GrpoSettings(Section):
+    """How grpo learns from rewards of completions that the model itself has made."""
+
+    rewards: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Functions of Python that give rewards, as FILE.py:FUNCTION; see docs/preferences.md."""
+    reward_weights: Annotated[tuple[float, ...] | None, Field(strict=False)] = None
+    """What each reward counts. Default: 1 each."""
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """Completions of a prompt, which are compared with each other."""
+    max_new_tokens: Positive = 256
+    """Most tokens of a completion; of [training] length, prompts have what is left."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """How freely tokens are drawn; log-probabilities are those of what is drawn from."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw among the likeliest tokens that have this probability together."""
+    generated_at_once: Positive | None = None
+    """Completions that are generated together, where the device has no room for all of a step."""
+    num_iterations: Positive = 1
+    """Steps that are made with the same completions."""
+    epsilon: Amount = 0.2
+    """By how much a step may change a token's probability, as a share, before it is clipped."""
+    epsilon_high: Amount | None = None
+    """The same upwards. Default: as epsilon."""
+    beta: Amount = 0.0
+    """Weight of the distance from the model that training began with; 0: it is not needed. Else
+    it gets half of device_memory, and host memory of its own: 2 bytes a parameter."""
+    unbiased_distance: bool = True
+    """Multiply that distance by the ratio of probabilities, which makes its gradient unbiased."""
+    loss: Literal["grpo", "bnpo", "dr_grpo"] = "bnpo"
+    """Mean of a batch's tokens: of completions one by one (grpo), of all (bnpo; TRL calls it dapo),
+    or their sum by max_new_tokens of each completion (dr_grpo)."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """By whose standard deviation advantages are divided."""
+
+
 class OptimizerSettings(Section):
     """How weights are updated. Every optimizer takes some of these, under torch's names."""
 
     name: Literal["adamw", "adamw-8bit", "adafactor", "lion", "sgd"] = "adamw"
     """adamw, adamw-8bit (moments in 8 bits), adafactor (2 bytes a parameter), lion or sgd."""
     learning_rate: Amount = 2e-5
-    """At the top of the schedule. Default: 2e-5; lion 5e-6, adafactor and sgd 1e-3."""
+    """At the top of the schedule. Default: 2e-5; lion 5e-6, adafactor and sgd 1e-3. Usual with
+    [lora]: 1e-4 to 2e-4."""
     weight_decay: Amount = 0.01
     """Default: 0.01 with adamw, else 0."""
     decay_biases_and_norms: bool = False
@@ -223,6 +332,18 @@ class MemorySettings(Section):
     """Of the device, such as 8GiB. Default: 90% of what is free."""
     host_memory: Annotated[Size | None, SAME_RESULT] = None
     """Of the host, such as 100GiB. Default: 95% of what is free."""
+    disk: Annotated[Folder | None, SAME_RESULT] = None
+    """Folder on a fast drive, where optimizer state goes that host memory has no room for."""
+    disk_size: Annotated[Size | None, SAME_RESULT] = None
+    """The most that is taken of that drive, such as 2TB. Default: what is free."""
+    disk_rates: Annotated[str | None, SAME_RESULT] = None
+    """At which it reads and writes for hours, such as 6.5/1.5GB/s. Default: measured."""
+
+    def make_disk(self) -> Disk | None:
+        """The disk, if there is one."""
+        if self.disk is None:
+            return None
+        return Disk(self.disk, size=self.disk_size, rates=self.disk_rates)
 
 
 class EvaluationSettings(Section):
@@ -234,6 +355,28 @@ class EvaluationSettings(Section):
     """Rows of a batch. Default: as in training."""
     most_batches: Annotated[Positive | None, SAME_RESULT] = None
     """Evaluate only on the first so many batches. Default: on all."""
+    answer_marker: Annotated[str | None, SAME_RESULT] = None
+    """instruct: also answer the prompts, and count answers that are exactly right after this text,
+    such as "####"; "": as a whole."""
+    max_new_tokens: Annotated[Positive | None, SAME_RESULT] = None
+    """Most tokens of such an answer. Default: 256."""
+
+
+class SampleSettings(Section):
+    """What the model says to some prompts, from time to time: in samples.jsonl and shown."""
+
+    prompts: Annotated[tuple[str, ...], Field(strict=False), SAME_RESULT] = ()
+    """Texts to go on with."""
+    every_steps: Annotated[Natural, SAME_RESULT] = 100
+    """Steps between samples; 0: only at both ends of the run."""
+    max_new_tokens: Annotated[Positive, SAME_RESULT] = 64
+    """Most tokens of a sample."""
+    temperature: Annotated[Amount, SAME_RESULT] = 0.0
+    """How freely tokens are drawn; 0: the likeliest is taken."""
+    top_p: Annotated[float, Field(gt=0, le=1), SAME_RESULT] = 1.0
+    """Draw among the likeliest tokens that have this probability together."""
+    chat: Annotated[bool | None, SAME_RESULT] = None
+    """Put prompts into the chat template, as a user's. Default: with instruct."""
 
 
 class CheckpointSettings(Section):
@@ -252,9 +395,10 @@ class OutputSettings(Section):
     """The run folder: settings, metrics, checkpoints, the trained model. A run goes on from its
     checkpoint there. Default: runs/ and the name of the TOML file, or of model and data."""
     export: Annotated[bool, SAME_RESULT] = True
-    """Write the trained model to the run folder's model/, for from_pretrained."""
+    """Write the trained model to the run folder's model/, for from_pretrained; of [lora] the
+    adapter, in peft's format (l2l export --merge writes the whole model)."""
     export_dtype: Annotated[Literal["bfloat16", "float32"] | None, SAME_RESULT] = None
-    """Of the exported weights. Default: bfloat16; float32 if that is the precision."""
+    """Of the exported weights. Default: bfloat16; float32 with that precision, or with [lora]."""
     tensorboard: Annotated[bool, SAME_RESULT] = True
     """Write TensorBoard events too, if tensorboard is installed."""
     every_steps: Annotated[Positive, SAME_RESULT] = 10

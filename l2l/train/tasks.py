@@ -1,0 +1,47 @@
+"""What is known of every task before anything is read: one row of `KINDS` for each.
+
+How its data become examples is in `l2l.train.data`; what `[preference]` it takes in the settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from l2l.train.data import Task
+from l2l.train.grpo import Grpo
+from l2l.train.objective import (
+    Classification,
+    Dpo,
+    Kto,
+    Language,
+    Objective,
+    Orpo,
+    Regression,
+    Reward,
+    Simpo,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is known of a task before anything is read."""
+
+    objective: type[Objective]
+    head: str = "causal"  # what the model ends in, as `empty_model` calls it
+    best: str = "loss"  # the metric that says how good a model is
+    more_is_better: bool = False
+
+
+KINDS: Mapping[Task, Kind] = {
+    "causal": Kind(Language),
+    "instruct": Kind(Language),
+    "classification": Kind(Classification, "classification", "accuracy", more_is_better=True),
+    "regression": Kind(Regression, "regression", "pearson", more_is_better=True),
+    "dpo": Kind(Dpo),
+    "orpo": Kind(Orpo),
+    "simpo": Kind(Simpo),
+    "kto": Kind(Kto),
+    "grpo": Kind(Grpo, best="reward", more_is_better=True),
+    "reward": Kind(Reward, "regression", "rewards/accuracies", more_is_better=True),
+}
