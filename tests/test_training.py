@@ -35,6 +35,8 @@ from l2l.train.progress import read_metrics
 from l2l.train.settings import Settings, SettingsError, to_toml
 from l2l.train.steps import Steps
 
+pytestmark = pytest.mark.usefixtures("no_garbage")  # displays show what any engine says
+
 ROOT = Path(__file__).parent.parent
 TEXTS = {
     "cat": "the cat sat on the mat and looked at the moon",
