@@ -84,7 +84,7 @@ def steps(engine: l2l.Engine, batch: dict[str, torch.Tensor], number: int) -> di
         "written": (after[1] - before[1]) // number,
         "kernel_read": (found[0] - kernel[0]) // number,
         "kernel_written": (found[1] - kernel[1]) // number,
-        "planned": engine.plan.disk_bytes,
+        "planned": engine.plan.disk_read_bytes,
         "expected": engine.plan.predicted_seconds,
         "busy": {
             lane: trace.busy_seconds(lane) / trace.seconds

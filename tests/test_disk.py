@@ -22,7 +22,15 @@ from torch import Tensor, nn
 
 import l2l
 from l2l.cli.report import _lines, summarise
-from l2l.device import CheckingDevice, DiskFolder, UpdateFailedError, Work, disk
+from l2l.device import (
+    CheckingDevice,
+    DiskError,
+    DiskFolder,
+    UpdateFailedError,
+    Work,
+    disk,
+    parse_bytes,
+)
 from l2l.engine import Engine
 from l2l.planner import H200, STATE_ON_HOST, DiskTier, Together
 from l2l.planner.disk_tier import spread
@@ -79,9 +87,13 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
     return found
 
 
-def engine_of(model: nn.Module, folder: Path | None, number: int, **settings: Any) -> Engine:
+def engine_of(
+    model: nn.Module, folder: Path | None, number: int, weights: int = 0, **settings: Any
+) -> Engine:
+    """An engine with state, and weights, of so many layers on disk."""
     if folder is not None:
-        overrides = {**settings.get("overrides", {}), "num_on_disk": number}
+        on_disk = {"num_on_disk": number, "num_weights_on_disk": weights}
+        overrides = {**settings.get("overrides", {}), **on_disk}
         settings = {**settings, "overrides": overrides, "disk": folder}
     return models.make_engine(model, settings.pop("first", None), **settings)
 
@@ -111,8 +123,9 @@ def assert_same(found: Result, expected: Result) -> None:
 def test_any_split_between_memory_and_disk_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     settings = SETTINGS[name]
     expected = trained(None, **settings)
-    for number in (0, 2, 4) if name == "eager" else (3,):
-        assert_same(trained(tmp_path, number, **settings), expected)
+    splits = ((0, 0), (2, 0), (4, 1), (4, 4)) if name == "eager" else ((3, 0), (4, 3), (1, 2))
+    for number, weights in splits:
+        assert_same(trained(tmp_path, number, weights=weights, **settings), expected)
     assert not list(tmp_path.glob("*.l2l")), "nothing but the lock is left"
 
 
@@ -120,7 +133,9 @@ def test_any_split_between_memory_and_disk_gives_the_same_bits(name: str, tmp_pa
 def test_other_models_give_the_same_bits(name: str, tmp_path: Path) -> None:
     build, batch, settings = OTHERS[name]
     expected = trained(None, build=build, batch=batch, **settings)
-    assert_same(trained(tmp_path, 2, build=build, batch=batch, **settings), expected)
+    for number, weights in ((2, 0), (2, 2)):
+        split = {"number": number, "weights": weights}
+        assert_same(trained(tmp_path, **split, build=build, batch=batch, **settings), expected)
 
 
 def test_adapters_give_the_same_bits(tmp_path: Path) -> None:
@@ -131,22 +146,27 @@ def test_adapters_give_the_same_bits(tmp_path: Path) -> None:
         return model
 
     expected = trained(None, build=build, optimizer=ADAMW)
-    assert_same(trained(tmp_path, 3, build=build, optimizer=ADAMW), expected)
+    for number, weights in ((3, 0), (3, 4), (0, 4)):
+        assert_same(
+            trained(tmp_path, number, weights=weights, build=build, optimizer=ADAMW), expected
+        )
 
 
 @pytest.mark.parametrize("first", [lane.value for lane in models.Lane])
 def test_every_order_that_waits_allow_gives_the_same_bits(first: str, tmp_path: Path) -> None:
     settings = {"optimizer": ADAMW, "overrides": {"num_late": 2}}
     expected = trained(None, **settings)
-    found = trained(tmp_path, 4, first=models.Lane(first), **settings)
-    assert_same(found, expected)
+    for weights in (0, 4):
+        found = trained(tmp_path, 4, weights=weights, first=models.Lane(first), **settings)
+        assert_same(found, expected)
 
 
-def test_weights_can_be_read_and_written_between_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", [0, 4])
+def test_weights_can_be_read_and_written_between_steps(weights: int, tmp_path: Path) -> None:
     def result(folder: Path | None) -> list[Any]:
         found: list[Any] = []
         settings = {"optimizer": ADAMW, "precision": "bfloat16", "clip_norm": 0.1}
-        with engine_of(models.build(), folder, 3, **settings) as engine:
+        with engine_of(models.build(), folder, 3, weights, **settings) as engine:
             for seed in range(3):
                 found.append(engine.step(FIRST(seed)).loss)
                 found.append(engine.evaluate(FIRST(9)))
@@ -168,8 +188,8 @@ def test_a_run_resumes_with_any_other_split(tmp_path: Path, clip: float | None) 
     settings = {"optimizer": ADAMW, "precision": "bfloat16", "kernel": "native", "clip_norm": clip}
     expected = trained(None, num_steps=6, **settings)
     losses: list[float] = []
-    for part, number in enumerate((2, 4, 0)):
-        with engine_of(models.build(), tmp_path / "disk", number, **settings) as engine:
+    for part, split in enumerate(((2, 4), (4, 1), (0, 0))):
+        with engine_of(models.build(), tmp_path / "disk", *split, **settings) as engine:
             if part:
                 engine.load(tmp_path / "checkpoint")
             losses += [engine.step(FIRST(seed)).loss for seed in range(2 * part, 2 * part + 2)]
@@ -181,12 +201,13 @@ def test_a_run_resumes_with_any_other_split(tmp_path: Path, clip: float | None) 
         assert_same((losses, state_of(engine)), expected)
 
 
+@pytest.mark.parametrize("weights", [0, 4])
 @pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.05}], ids=["eager", "clipped"])
 def test_saving_beside_training_saves_exactly_one_step(
-    tmp_path: Path, settings: dict[str, Any]
+    tmp_path: Path, settings: dict[str, Any], weights: int
 ) -> None:
     settings = {"optimizer": ADAMW, "precision": "bfloat16", "kernel": "native", **settings}
-    with engine_of(models.build(), tmp_path / "disk", 3, **settings) as engine:
+    with engine_of(models.build(), tmp_path / "disk", 3, weights, **settings) as engine:
         losses = [engine.step(FIRST(seed)).loss for seed in range(2)]
         saving = engine.save(tmp_path / "checkpoint", background=True)
         losses += [engine.step(FIRST(seed)).loss for seed in range(2, 5)]
@@ -205,7 +226,7 @@ def test_a_checkpoint_of_another_precision_is_taken_over_exactly(tmp_path: Path)
         engine.save(tmp_path / "checkpoint")
         expected = state_of(engine)
     settings = {"optimizer": ADAMW, "precision": "bfloat16"}
-    with engine_of(models.build(), tmp_path / "disk", 4, **settings) as engine:
+    with engine_of(models.build(), tmp_path / "disk", 4, 2, **settings) as engine:
         engine.load(tmp_path / "checkpoint")
         found = state_of(engine)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -215,32 +236,41 @@ def test_a_checkpoint_of_another_precision_is_taken_over_exactly(tmp_path: Path)
 # Bytes
 
 
-def test_every_step_reads_and_writes_what_the_plan_says(tmp_path: Path, as_h200: None) -> None:
+@pytest.mark.parametrize(("weights", "clip"), [(0, None), (4, None), (4, 0.05)])
+def test_every_step_reads_and_writes_what_the_plan_says(
+    weights: int, clip: float | None, tmp_path: Path, as_h200: None
+) -> None:
     settings = {
         "optimizer": ADAMW,
         "device_memory": "1GiB",
         "precision": "bfloat16",
         "overrides": STATE_ON_HOST,
+        "clip_norm": clip,
     }
-    with engine_of(models.build(), tmp_path, 3, **settings) as engine:
+    with engine_of(models.build(), tmp_path, 3, weights, **settings) as engine:
         engine.step(FIRST(0))
         inside.finish_step(engine)
-        planned, folder = engine.plan.disk_bytes, inside.server(engine).disk.folder
+        plan, folder = engine.plan, inside.server(engine).disk.folder
         before = folder.num_read_bytes, folder.num_written_bytes
         for seed in range(3):
             engine.step(FIRST(seed))
         inside.finish_step(engine)
-        assert planned == 3 * 3 * 4096, "a page each for two moments and remainders"
-        assert folder.num_read_bytes - before[0] == 3 * planned
-        assert folder.num_written_bytes - before[1] == 3 * planned
+        pages = 3 * 3 + weights
+        assert plan.disk_written_bytes == pages * 4096, "two moments and remainders, a page each"
+        assert plan.disk_read_bytes == pages * 4096, "as many buffers for weights as layers"
+        assert folder.num_read_bytes - before[0] == 3 * plan.disk_read_bytes
+        assert folder.num_written_bytes - before[1] == 3 * plan.disk_written_bytes
         text = str(engine.plan)
-    assert "disk: 36.00 KiB read and 36.00 KiB written a step: 32,552,083,333 steps use up" in text
+    written = plan.disk_written_bytes
+    assert f"{written / 1024:.2f} KiB read and {written / 1024:.2f} KiB written a step" in text
+    assert f"a step: {1_200 * 10**12 // written:,} steps use up" in text
     assert "buffers for the disk" in text
     assert "that of 3 of 4 layers" in text
+    assert ("those of 4 of 4 layers" in text) is bool(weights)
 
 
 def test_a_step_that_is_skipped_writes_nothing(tmp_path: Path) -> None:
-    with engine_of(models.build(), tmp_path, 4, clip_norm=0.05) as engine:
+    with engine_of(models.build(), tmp_path, 4, 4, clip_norm=0.05) as engine:
         engine.step(FIRST(0))
         engine.step(FIRST(1))
         batch = FIRST(2)
@@ -256,9 +286,9 @@ def test_a_step_that_is_skipped_writes_nothing(tmp_path: Path) -> None:
 
 
 class Wide(nn.Module):
-    def __init__(self, width: int = 256) -> None:
+    def __init__(self, width: int = 256, depth: int = 6) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
         self.head = nn.Linear(width, 3)
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -275,21 +305,32 @@ def wide_batch(seed: int) -> dict[str, Tensor]:
 
 
 def test_what_memory_has_no_room_for_goes_to_disk(tmp_path: Path) -> None:
-    """Six layers with half a megabyte of state each, and room for some of them."""
+    """Twelve layers with half a megabyte of state each, and room for some of them."""
     torch.manual_seed(0)
     settings = {"optimizer": ADAMW, "precision": "float32"}
     with pytest.raises(ValueError, match=r"parameter server needs.*disk=FOLDER"):
-        engine_of(Wide(), None, 0, host_memory="4.5MiB", **settings)
-    with models.make_engine(Wide(), None, host_memory="6MiB", disk=tmp_path, **settings) as engine:
-        engine.step(wide_batch(0))
-        units = inside.server(engine).units
-        number = sum(unit.block is not None for unit in units.values())
-        assert 0 < number < 6
-        taken = sum(inside.arena(engine).bytes_by_name.values())
-        assert 5 << 20 < taken <= 6 << 20
-    small = l2l.Disk(tmp_path, size="256KiB")
+        engine_of(Wide(depth=12), None, 0, host_memory="9MiB", **settings)
+
+    def on_disk(host_memory: str, disk: Any = tmp_path) -> dict[str, int]:
+        model, given = Wide(depth=12), {"host_memory": host_memory, "disk": disk, **settings}
+        with models.make_engine(model, None, **given) as engine:
+            engine.step(wide_batch(0))
+            server = inside.arena(engine).bytes_by_name.items()
+            taken = sum(nbytes for name, nbytes in server if not name.startswith("stash"))
+            limit = parse_bytes(host_memory, name="host_memory")
+            assert limit - (1 << 20) < taken <= limit
+            units = inside.server(engine).units.values()
+            parts = [part for unit in units for part in unit.blocks]
+            return {part: parts.count(part) for part in ("state", "weights")}
+
+    found = on_disk("9MiB")
+    assert 0 < found["state"] < 12
+    assert found["weights"] == 0
+    found = on_disk("5MiB")  # of which buffers take two and a half
+    assert found["state"] == 12
+    assert 0 < found["weights"] < 12
     with pytest.raises(ValueError, match=r"must go to disk, where there is room for 256\.00 KiB"):
-        models.make_engine(Wide(), None, host_memory="6MiB", disk=small, **settings)
+        on_disk("9MiB", l2l.Disk(tmp_path, size="256KiB"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -318,6 +359,7 @@ def raising(number: int) -> Callable[[], None]:
     return fault
 
 
+@pytest.mark.parametrize("weights", [0, 4])
 @pytest.mark.parametrize(
     ("way", "number", "said"),
     [
@@ -328,11 +370,16 @@ def raising(number: int) -> Callable[[], None]:
     ],
 )
 def test_a_disk_that_fails_stops_the_run_and_loses_nothing_that_was_saved(
-    way: str, number: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str,
+    number: int,
+    said: str,
+    weights: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = {"optimizer": ADAMW, "precision": "bfloat16", "clip_norm": 0.05}
     expected = trained(None, num_steps=4, **settings)
-    with engine_of(models.build(), tmp_path / "disk", 4, **settings) as engine:
+    with engine_of(models.build(), tmp_path / "disk", 4, weights, **settings) as engine:
         losses = [engine.step(FIRST(seed)).loss for seed in range(2)]
         engine.save(tmp_path / "checkpoint")
         with faulty(monkeypatch, way, raising(number)):
@@ -366,6 +413,24 @@ def test_weights_come_back_rounded_when_the_disk_is_gone(
     assert torch.equal(found["layers.1.linear.weight"], expected["layers.1.linear.weight"].float())
 
 
+def test_weights_that_went_with_the_disk_are_not_lost_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models.build()
+    engine = engine_of(model, tmp_path, 4, 2, optimizer=ADAMW)
+    engine.step(FIRST(0))
+    expected = engine.state_dict()
+    with (
+        faulty(monkeypatch, "read", raising(errno.EIO)),
+        pytest.raises(DiskError, match=r"weights of L1, L2 .* are NaN in the model now"),
+    ):
+        engine.close()
+    assert engine.state == "closed"
+    for name, one in model.state_dict().items():
+        is_lost = name.startswith(("layers.1.", "layers.2."))
+        assert one.isnan().all() if is_lost else torch.equal(one, expected[name]), name
+
+
 def test_requests_that_are_done_in_parts_are_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,7 +450,7 @@ def test_a_slow_disk_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     expected = trained(None, **settings)
     for way in ("read", "write"):
         with faulty(monkeypatch, way, lambda: time.sleep(0.005)):
-            assert_same(trained(tmp_path, 3, **settings), expected)
+            assert_same(trained(tmp_path, 3, weights=4, **settings), expected)
 
 
 def test_without_direct_access_the_page_cache_does(
@@ -396,13 +461,14 @@ def test_without_direct_access_the_page_cache_does(
     assert_same(trained(tmp_path, 4, optimizer=ADAMW), expected)
 
 
+@pytest.mark.parametrize("weights", [0, 4])
 def test_a_step_that_is_interrupted_keeps_what_it_has_settled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forward pass fails after late updates were made in buffers of the disk."""
     settings = {"optimizer": ADAMW, "clip_norm": 0.05}
     expected = trained(None, **settings)
-    with engine_of(models.build(), tmp_path, 4, **settings) as engine:
+    with engine_of(models.build(), tmp_path, 4, weights, **settings) as engine:
         losses = [engine.step(FIRST(0)).loss]
         relay, perform = inside.relay(engine), inside.relay(engine)._perform
         for kind in ("forward U m", "loss m", "fetch U"):
@@ -433,8 +499,11 @@ class Interrupted(CheckingDevice):
         super().submit(lane, text, work)
 
 
+@pytest.mark.parametrize("weights", [0, 4])
 @pytest.mark.parametrize("number", [1, 3])
-def test_state_is_written_and_saved_when_a_step_is_given_up(number: int, tmp_path: Path) -> None:
+def test_state_is_written_and_saved_when_a_step_is_given_up(
+    number: int, weights: int, tmp_path: Path
+) -> None:
     """What the step before has left is done by the step that fails, and saved as it is then."""
     settings = {"optimizer": ADAMW, "clip_norm": 0.05}
     with engine_of(models.build(), None, 0, **settings) as engine:
@@ -442,7 +511,8 @@ def test_state_is_written_and_saved_when_a_step_is_given_up(number: int, tmp_pat
         engine.save(tmp_path / "expected")
     expected = trained(None, num_steps=3, **settings)
     device = Interrupted()
-    with engine_of(models.build(), tmp_path / "disk", 4, device=device, **settings) as engine:
+    disk = tmp_path / "disk"
+    with engine_of(models.build(), disk, 4, weights, device=device, **settings) as engine:
         losses = [engine.step(FIRST(0)).loss]
         saving = engine.save(tmp_path / "saved", background=True)
         device.number = number
@@ -499,8 +569,9 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_step(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"optimizer": l2l.Adafactor(lr=0.1)}, "Adafactor keeps next to none"),
+        ({"optimizer": l2l.Adafactor(lr=0.1)}, "Adafactor updates them on the device"),
         ({"disk": None, "overrides": {"num_on_disk": 2}}, "there is no disk"),
+        ({"disk": None, "overrides": {"num_weights_on_disk": 2}}, "there is no disk"),
     ],
 )
 def test_what_a_disk_is_not_for_is_refused(
@@ -577,19 +648,28 @@ H200_WITHOUT_CONTEXT = dataclasses.replace(H200, context_bytes=0)
 
 
 def test_a_plan_puts_the_fewest_layers_on_disk_and_says_what_binds() -> None:
-    much, little = plan_of("100/100MB/s", "1GiB"), plan_of("100/100MB/s", "6MiB")
-    assert much.disk_bytes == 0 < little.disk_bytes
-    assert little.total_bytes("host") <= 6 << 20
+    much, little = plan_of("100/100MB/s", "1GiB"), plan_of("100/100MB/s", "5MiB")
+    assert much.disk_read_bytes == 0 < little.disk_read_bytes
+    assert little.total_bytes("host") <= 5 << 20
     layer = 257 * 256 * 4  # bytes of a moment
-    assert little.disk_bytes % (2 * (-(-layer // 4096) * 4096)) == 0, "two moments of some layers"
+    block = 2 * (-(-layer // 4096) * 4096)
+    assert little.disk_read_bytes % block == 0, "two moments of some layers"
+    assert little.disk_written_bytes == little.disk_read_bytes
     assert little.bound == "disk"
-    seconds = little.disk_bytes / 50e6  # both ways at once
+    seconds = little.disk_read_bytes / 50e6  # both ways at once
     assert seconds / 2 < little.predicted_seconds < 1.5 * seconds
-    slower = plan_of("100/10MB/s", "6MiB")
+    slower = plan_of("100/10MB/s", "5MiB")
     assert slower.predicted_seconds > 4 * little.predicted_seconds
-    fast = plan_of("100/100GB/s", "6MiB")
-    assert fast.disk_bytes == little.disk_bytes
+    fast = plan_of("100/100GB/s", "5MiB")
+    assert fast.disk_read_bytes == little.disk_read_bytes
     assert fast.bound != "disk"
+    least = plan_of("100/100MB/s", "4MiB")
+    assert least.total_bytes("host") <= 4 << 20
+    choices = dict(least.choices)
+    assert choices["optimizer state on disk"] == choices["weights on disk"].replace("those", "that")
+    written, weights = least.disk_written_bytes, 6 * 257 * 256 * 4
+    assert 6 * block < written <= 6 * block + weights + 6 * 4096
+    assert written < least.disk_read_bytes < written + weights, "some stay at the turn"
 
 
 def test_a_plan_without_room_on_host_or_disk_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import inside
@@ -44,6 +45,15 @@ def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device with little room."""
     monkeypatch.setattr(generation, "_most_staying", lambda *_: 0)
     monkeypatch.setattr("l2l.planner.planning.Planning.room_for_tensors", lambda _: 1 << 30)
+
+
+def test_layers_whose_weights_are_on_disk_give_the_same_tokens(tmp_path: Path) -> None:
+    expected = plain(build_llama(), do_sample=False, max_new_tokens=NEW)
+    settings = {"disk": tmp_path, "overrides": {"num_on_disk": 2, "num_weights_on_disk": 3}}
+    with engine(build_llama(), **settings) as one:
+        for _ in range(2):
+            found = one.generate(**prompts(), do_sample=False, max_new_tokens=NEW)
+            assert torch.equal(found, expected)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

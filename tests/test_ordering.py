@@ -431,6 +431,7 @@ DISK = (
     "write waits update U host",
     "read waits drain U.state",
 )
+WEIGHTS_ON_DISK = {"num_on_disk": 2, "num_weights_on_disk": 3}
 HALVES = ("fetch waits update U host late weights", "drain waits update U host late moments")
 
 LATER = {  # the waits are those of the second step, which settles what the first has left
@@ -592,6 +593,29 @@ LATER = {  # the waits are those of the second step, which settles what the firs
         batch=partial(make_batch, rows=FEW_ROWS),
         settings={**NATIVE, "overrides": {"num_on_disk": 2, "num_cells": 3}, "disk": "."},
         kinds=("update waits fetch U.state", "write waits update U host late"),
+    ),
+    "weights on disk": Case(
+        with_numbers(num_disk_buffers=2, num_weight_buffers=2),
+        build=build_three,
+        batch=partial(make_batch, rows=FEW_ROWS),
+        settings={"overrides": {**WEIGHTS_ON_DISK, "num_cells": 3}, "disk": "."},
+        kinds=(
+            "fetch waits fetch U.weights",
+            "update waits fetch U.weights",
+            "read waits drain U.weights",
+            "write waits update U host",
+        ),
+    ),
+    "weights on disk, clipped": Case(
+        with_numbers(num_weight_buffers=2),
+        build=build_three,
+        batch=partial(make_batch, rows=FEW_ROWS),
+        settings={**NATIVE, "overrides": {**WEIGHTS_ON_DISK, "num_cells": 3}, "disk": "."},
+        kinds=(
+            "update waits fetch U.weights",
+            "write waits fetch U",
+            "fetch waits update U host late",
+        ),
     ),
     "in halves": Case(
         build=build_three,
@@ -940,6 +964,7 @@ EVALUATED = {
     "tied table on the host, in halves": LATER["in halves, tied table on the host, clipped"],
     "tail with state": dataclasses.replace(LATER["tail with state"], num_steps=1),
     "layers called twice": dataclasses.replace(ROUTES["layers called twice"], num_steps=0),
+    "weights on disk": dataclasses.replace(LATER["weights on disk, clipped"], num_steps=1),
     "encoder and decoder, a loss that compares rows": dataclasses.replace(
         ROUTES["encoder and decoder, a loss that compares rows"], num_steps=0
     ),

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -160,6 +161,21 @@ GOLDEN = {
     "state_on_disk_clipped": dataclasses.replace(
         IN_HALVES, halves=False, on_disk=frozenset({"L1", "L2"})
     ),
+    "weights_on_disk": Shape(
+        layers=first_layers(3),
+        num_microbatches=2,
+        on_disk=frozenset({"L0", "L1", "L2"}),
+        num_disk_buffers=2,
+        weights_on_disk=frozenset({"L0", "L1", "L2"}),
+        num_weight_buffers=2,
+    ),
+    "weights_on_disk_clipped": dataclasses.replace(
+        IN_HALVES,
+        halves=False,
+        on_disk=frozenset({"L0", "L1", "L2"}),
+        weights_on_disk=frozenset({"L0", "L1", "L2"}),
+        num_weight_buffers=2,
+    ),
     "shared_updates_at_once": Shape(
         layers=first_layers(3),
         num_microbatches=2,
@@ -205,6 +221,11 @@ def small_shapes(*, training: bool = True) -> Iterator[Shape]:
 
 
 ON_DISK = frozenset({"L0", "L2"})
+WEIGHTS = {
+    "weights_on_disk": frozenset({"L0", "L1", "L2"}),
+    "on_disk": frozenset({"L1"}),
+    "num_weight_buffers": 2,
+}
 
 
 def varied_shapes() -> Iterator[Shape]:
@@ -250,6 +271,16 @@ def varied_shapes() -> Iterator[Shape]:
         {"on_disk": ON_DISK, "pending": ("O", "L0", "L1", "L2"), "num_disk_buffers": 2},
         {"on_disk": ON_DISK, "num_late": 4, "pending": ("L0", "L1", "L2"), "halves": True},
         {"on_disk": ON_DISK, "pending": ("L0", "L2"), "training": False, "num_disk_buffers": 1},
+        {"weights_on_disk": ON_DISK, "num_weight_buffers": 1},
+        {"weights_on_disk": ON_DISK, "num_weight_buffers": 2, "num_slots": 1},
+        {"weights_on_disk": ON_DISK, "on_disk": ON_DISK, "num_disk_buffers": 1},
+        {**WEIGHTS, "num_late": 2, "pending": ("O", "L0", "L1")},
+        {**WEIGHTS, "pending": ("O", "L0", "L1", "L2"), "num_late": 4},
+        {**WEIGHTS, "num_late": 4, "pending": ("L0", "L1", "L2"), "halves": True},
+        {**WEIGHTS, "pending": ("L0", "L2"), "training": False},
+        {**WEIGHTS, "training": False, "num_slots": 1, "num_cells": 3},
+        {**WEIGHTS, "frozen_layers": frozenset({0, 1}), "outer": FROZEN},
+        {**WEIGHTS, "num_tail": 1, "num_late": 1, "pending": ("O",)},
         {"device_updates": True, "num_slots": 1},
         {"device_updates": True, "num_slots": 3, "num_gradient_slots": 1, "num_cells": 4},
     ):
@@ -543,9 +574,9 @@ def test_golden_schedules_use_every_kind_of_line_and_every_lane() -> None:
         ("fly L0 S0", "unknown verb"),
         ("waits release L0 S0", "unknown verb"),
         ("fetch waits", "found 'fetch waits'; expected one of fetch U"),
-        ("fetch L0", "'fetch U' takes 'LTO S>'"),
-        ("fetch L0 S0 S1", "takes 'LTO S>'"),
-        ("fetch S0 L0", "takes 'LTO S>', in this order"),
+        ("fetch L0", "'fetch U' takes 'LTO S> .D<.'"),
+        ("fetch L0 S0 S1", "takes 'LTO S> .D<.'"),
+        ("fetch S0 L0", "takes 'LTO S> .D<.', in this order"),
         ("fetch L0.grad S0", "expected one of fetch U"),
         ("drain loss m0", "found 'drain loss m'"),
         ("backward L0 m0 S0 R0 G0 C0 K0 C1 C2", "takes 'L S< G> R< C< K< C< C>'"),
@@ -560,7 +591,7 @@ def test_golden_schedules_use_every_kind_of_line_and_every_lane() -> None:
         ("forward Int1 m0 SO R0 C0 C1", "takes 'I S< R< R> C< C>'"),
         ("backward Int1 m0 SO GO R0 C0 - C1 C2", "takes 'I S< G> R< C< C< C>'"),
         ("forward Int m0 SO R0 R1 C0 C1", "takes 'I S< R< R> C< C>'"),
-        ("fetch U S0", "takes 'LTO S>'"),
+        ("fetch U S0", "takes 'LTO S> .D<.'"),
         ("drain L0:v0.grad G0 H0", "found 'drain L0:v0.grad'"),
         ("take C0", "takes 'SGW>'"),
         ("fetch T0.all:p0 HT0 W0", "takes 'L H< W>'"),
@@ -939,13 +970,45 @@ def test_state_on_disk_is_read_and_written_once_for_every_update() -> None:
         assert not units_of(schedule, "update U host late weights") & on_disk
         updates = [line for line in lines if line.verb == "update"]
         for verb in ("fetch", "drain"):
-            moved = [(a.unit, a.places[-1]) for a in lines if a.verb == verb]
-            assert moved == [(a.unit, a.places[-1]) for a in updates], "in the order of updates"
-        assert [a.places[-1] for a in updates] == [f"B{i % number}" for i in range(len(updates))]
+            moved = [(a.unit, a.places[0]) for a in lines if a.verb == verb]
+            assert moved == [(a.unit, a.places[1]) for a in updates], "in the order of updates"
+        assert [a.places[1] for a in updates] == [f"B{i % number}" for i in range(len(updates))]
         for before, after in itertools.pairwise(lines):
             assert before.verb != "update" or after.verb == "drain", "written at once"
         found += len(updates)
     assert found > 10
+
+
+def test_weights_on_disk_are_in_a_buffer_when_they_are_needed() -> None:
+    """Read before, changed there, written once; read no more often than they are needed."""
+    found = 0
+    for schedule in varied_schedules():
+        units, reads, writes = schedule.shape.weights_on_disk, Counter[str](), Counter[str]()
+        buffers, changed = dict[str, str](), set[str]()
+        needs = Counter[str]()
+        for line in schedule.actions:
+            if line.unit not in units:
+                continue
+            if line.kind == "fetch U.weights":
+                gone = buffers.get(line.places[0])
+                assert gone not in changed, f"{line}: before {gone} was written"
+                buffers[line.places[0]] = line.unit
+                reads[line.unit] += 1
+            elif line.kind == "drain U.weights":
+                assert buffers.pop(line.places[0]) == line.unit
+                changed.discard(line.unit)
+                writes[line.unit] += 1
+            elif line.kind == "fetch U" or line.verb == "update":
+                assert buffers[line.places[-1]] == line.unit, line
+                needs[line.unit] += 1
+                changed |= {line.unit} if line.verb == "update" else set()
+        assert not changed
+        assert all(reads[unit] <= needs[unit] for unit in units)
+        for unit, number in writes.items():
+            updates = [a for a in schedule.actions if a.unit == unit and a.verb == "update"]
+            assert number <= len(updates)
+        found += sum(writes.values())
+    assert found > 20
 
 
 def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> None:
@@ -955,7 +1018,11 @@ def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> No
         pending, looked_up = set(shape.pending), {u.name for u in shape.outer if u.looked_up}
         renewed, reworked = pending & units_with_state(shape), pending & borrowing_units(shape)
         settled = pending - renewed - reworked
-        halved = settled - shape.on_disk if shape.halves and shape.training else set()
+        halved = (
+            settled - shape.on_disk - shape.weights_on_disk
+            if shape.halves and shape.training
+            else set()
+        )
         for kind in ("update U device late", "drain U"):
             assert units_of(schedule, kind) == renewed, shape
         assert units_of(schedule, "order U late") == renewed | reworked, shape
@@ -1186,6 +1253,8 @@ TOUCHED = {  # kind -> what it reads, what it writes: by name, or by its positio
     "fetch U.all:p": ([0, "piece"], [1]),
     "fetch U.state": (["state"], [0]),
     "drain U.state": ([], [0, "state"]),
+    "fetch U.weights": (["weights on disk"], [0]),
+    "drain U.weights": ([], [0, "weights on disk"]),
     "fetch v m": (["kept"], [0]),
     "drain U": ([0], ["weights"]),
     "drain U free": ([], [0, "weights"]),
@@ -1238,6 +1307,7 @@ def touched(action: Action, shape: Shape) -> tuple[set[str], set[str]]:
         "tables": [f"weights {unit.name}" for unit in shape.outer if unit.looked_up],
         "numbers": [f"numbers {unit}"],
         "state": [f"state {unit}"],
+        "weights on disk": [f"weights on disk {unit}"],
         "kept": [f"kept {action.value}"],
         "rows": [f"kept e m{action.microbatch}"],
         "gradients of rows": [f"kept x m{m}" for m in microbatches if m <= last],
@@ -1252,7 +1322,8 @@ def touched(action: Action, shape: Shape) -> tuple[set[str], set[str]]:
         }
         for names in TOUCHED[action.kind]
     )
-    return reads, writes | {place for place in action.places if place.startswith("B")}
+    buffers = {place for place in action.places if place[0] in "BD"}
+    return (reads | buffers, writes) if action.kind == "fetch U" else (reads, writes | buffers)
 
 
 def assert_conflicts_are_ordered(schedule: Schedule) -> None:
@@ -1269,8 +1340,8 @@ def assert_conflicts_are_ordered(schedule: Schedule) -> None:
         lane_history[lane] = 0
     for name, number in earlier.items():
         if name != "drain":
-            written = name.startswith("B") or name.endswith(".state")
-            lane_history[Lane.WRITE if written else Lane.UPDATE] |= 1 << number
+            lane = Lane.WRITE if name[0] in "BD" or "." in name else Lane.UPDATE
+            lane_history[Lane.FETCH if name == "fetch" else lane] |= 1 << number
     latest: dict[Action, int] = {}
     before: list[int] = [0] * len(earlier)
     reading: dict[str, int] = {}
@@ -1303,17 +1374,22 @@ def assert_conflicts_are_ordered(schedule: Schedule) -> None:
 def earlier_steps(schedule: Schedule) -> list[str]:
     """What of earlier steps may go on, or may be needed, when a step begins."""
     units = [a.unit for a in schedule.actions if a.unit]
-    staging = [p for a in schedule.actions for p in a.places if p[0] in "HB"]
-    states = [f"{unit}.state" for unit in schedule.shape.on_disk]
-    return list(dict.fromkeys([*units, *staging, *states, "drain"]))
+    staging = [p for a in schedule.actions for p in a.places if p[0] in "HBD"]
+    parts = [f"{unit}.state" for unit in schedule.shape.on_disk]
+    parts += [f"{unit}.weights" for unit in schedule.shape.weights_on_disk]
+    return list(dict.fromkeys([*units, *staging, *parts, "fetch", "drain"]))
 
 
 def needed_of_earlier_steps(action: Action, shape: Shape, written: Mapping[str, int]) -> list[str]:
     """What of earlier steps must be done before a line, behind others that have written."""
     if action.kind == "fetch U.state":
         return [action.places[0], f"{action.unit}.state"]
+    if action.kind == "fetch U.weights":
+        own = [] if action.unit in frozen_units(shape) else [f"{action.unit}.weights"]
+        return [action.places[0], *own, "fetch"]
     if action.kind in ("fetch U", "fetch U:p") and not shape.device_updates:
         own = frozen_units(shape) | units_with_state(shape)
+        own |= shape.weights_on_disk  # what has been read was written after the last update
         return [action.unit] if action.unit not in own else []
     if action.kind in ("drain U.grad", "drain U.grad:p"):
         return [action.places[1]]

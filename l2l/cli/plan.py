@@ -231,7 +231,14 @@ def _facts(made: Plan) -> dict[str, Any]:
         "device_bytes": made.total_bytes("device"),
         "device_budget_bytes": made.budget_bytes,
         "host_bytes": made.total_bytes("host"),
-        **({"disk_bytes": made.disk_bytes} if made.disk_bytes else {}),
+        **(_disk_record(made) if made.disk_read_bytes else {}),
+    }
+
+
+def _disk_record(made: Plan) -> dict[str, int]:
+    return {
+        "disk_read_bytes": made.disk_read_bytes,
+        "disk_written_bytes": made.disk_written_bytes,
     }
 
 

@@ -254,10 +254,9 @@ class CheckingDevice(Drawing):
 
     def host_empty(self, nbytes: int, *, registered: bool) -> Tensor:
         """Host memory, as bytes; lanes copy from and to registered memory without the host."""
-        if not registered:
-            return anonymous_pages(nbytes)[0]
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
-        self.poison(buffer)
+        buffer, _ = anonymous_pages(nbytes)
+        if registered:
+            self.poison(buffer)
         return buffer
 
     def poison(self, buffer: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,13 @@ from typing import Any
 from l2l.device import Disk, DiskFolder
 from l2l.distributed import World
 from l2l.parameter_server import (
+    ALL_PARTS,
     Arena,
     HostBudget,
     HostOptimizer,
     Inventory,
-    StateOnDisk,
+    Part,
+    UnitsOnDisk,
     host_bytes,
 )
 from l2l.planner import DiskTier, first_on_disk, layers_on_disk, most_on_disk, refuse_disk
@@ -25,9 +27,11 @@ from l2l.planner import DiskTier, first_on_disk, layers_on_disk, most_on_disk, r
 class Tier:
     """What an engine has of a disk, if any."""
 
-    state: StateOnDisk | None = None
-    first: tuple[str, ...] = ()
-    """Layers whose state is there from the beginning."""
+    units: UnitsOnDisk | None = None
+    first: Mapping[Part, tuple[str, ...]] = field(
+        default_factory=lambda: dict.fromkeys(ALL_PARTS, ())
+    )
+    """Layers of which a part is there from the beginning."""
     measured: Callable[[], DiskTier] | None = None
 
 
@@ -46,8 +50,9 @@ def refuse_without_room(
     if disk is not None:
         refuse_disk(inventory.optimizer, is_parallel=world.is_parallel)
         return
-    if overrides.get("num_on_disk"):
-        raise ValueError("num_on_disk is overridden, but there is no disk. Give disk=FOLDER.")
+    for name in ("num_on_disk", "num_weights_on_disk"):
+        if overrides.get(name):
+            raise ValueError(f"{name} is overridden, but there is no disk. Give disk=FOLDER.")
     forms, others = inventory.forms, dict[str, int]()
     if isinstance(inventory.optimizer, HostOptimizer) and not world.is_parallel:
         needed = host_bytes(forms, inventory.policy)
@@ -62,7 +67,7 @@ def open_tier(
     arena: Arena,
     overrides: Mapping[str, Any],
 ) -> Tier:
-    """Take a disk's folder, and say which layers' state goes there at once.
+    """Take a disk's folder, and say what of layers goes there at once.
 
     Raises:
         ValueError: the folder cannot be used, or neither memory nor disk have room.
@@ -73,16 +78,19 @@ def open_tier(
     forms = inventory.forms
     folder, by_name = DiskFolder(disk), {form.name: form for form in forms}
     try:
-        if "num_on_disk" in overrides:
-            first = layers_on_disk(by_name)[: overrides["num_on_disk"]]
-        else:
+        numbers = [overrides.get(name) for name in ("num_on_disk", "num_weights_on_disk")]
+        if numbers == [None, None]:
             needed = host_bytes(forms, inventory.policy)
             first = first_on_disk(by_name, needed, budget, room_bytes=folder.limit_bytes)
-        layers = [by_name[name] for name in layers_on_disk(by_name)]
-        state = StateOnDisk(folder, arena=arena, forms=layers)
+        else:
+            chosen = zip(ALL_PARTS, numbers, strict=True)
+            first = {part: layers_on_disk(by_name, part)[: number or 0] for part, number in chosen}
+        layers = [form for name, form in by_name.items() if name.startswith("L")]
+        units = UnitsOnDisk(folder, arena=arena, forms=layers)
+        units.reserve(part for part, names in first.items() if names)
     except BaseException:
         folder.close()
         raise
     small = arena.device.torch_device.type == "cpu"
     measured = partial(DiskTier.of_folder, folder, disk.rates, small=small)
-    return Tier(state=state, first=first, measured=measured)
+    return Tier(units=units, first=first, measured=measured)

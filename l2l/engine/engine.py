@@ -435,6 +435,7 @@ def _close(has: Resources, condition: Condition, loop: Loop, *, give_back: bool)
     failure = condition.finish()  # raised once weights are given back, as they are
     if give_back:
         network.give_back()
+        failure = failure or has.server.lost_weights()
     loop.detach()
     condition.close()
     has.server.reader.close("they were let go when their engine was closed")
@@ -463,7 +464,8 @@ def _moved_in(
             if incoming is not None:
                 incoming.fill_buffers()
             for form, (name, tensors) in zip(forms, units_of(partition), strict=True):
-                has.server.add(form, tensors, on_disk=form.name in has.first_on_disk)
+                parts = [part for part, names in has.first_on_disk.items() if form.name in names]
+                has.server.add(form, tensors, on_disk=parts)
                 moved.append((tensors.parameters, name))
             if incoming is not None:
                 incoming.deliver(has.server.set_weight, has.device.torch_device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 from l2l.device import format_bytes
 from l2l.engine.condition import Condition
 from l2l.run import Decoding
-from l2l.schedule import OuterUnit, Shape
+from l2l.schedule import Lane, OuterUnit, Shape
 
 NUM_SLOTS = 2
 MAX_TOKENS = 8192  # of prompts, that pass a layer at once
@@ -86,7 +87,14 @@ class Generation:
         device.begin()
         try:
             for name in (*shape.units_of(shape.tail), *(unit.name for unit in shape.outer)):
-                has.transfer.fetch(name, f"S{name}")
+                fetch = partial(has.transfer.fetch, name, f"S{name}")
+                if has.server.whole(name).blocks:  # the next one comes into the same buffer
+                    device.submit(Lane.FETCH, f"fetch {name} S{name}", fetch)
+                    device.record(Lane.FETCH).synchronize()
+                else:
+                    fetch()
+            if has.server.disk is not None:
+                has.server.disk.put_away()
             network.outer.bind(",".join(f"S{unit.name}" for unit in shape.outer))
             with network.partition.called_by(decoding.call):
                 yield decoding

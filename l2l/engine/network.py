@@ -18,7 +18,7 @@ from l2l.engine.depth import Choice
 from l2l.engine.resources import Resources
 from l2l.hugging_face import export_model
 from l2l.model import Partition, Route, format_of, like, plain_values
-from l2l.parameter_server import formats_in, units_of, values_of
+from l2l.parameter_server import Part, formats_in, units_of, values_of
 from l2l.planner import KeptPlans, Plan
 from l2l.proof import Proof, ProofMemory
 from l2l.run import Facts, OuterPass, Parts, Program, Relay, TableLookup
@@ -156,7 +156,11 @@ class Network:
         shape, device = self.shape(1, training=True), self._has.device
         if self._server.disk is not None:
             units, before = self._server.units, self._server.before_change
-            self._server.disk.place(units, shape.on_disk, before)
+            wanted: dict[Part, frozenset[str]] = {
+                "state": shape.on_disk,
+                "weights": shape.weights_on_disk,
+            }
+            self._server.disk.place(units, wanted, before)
         for unit in shape.units_of(shape.shared):
             self._server.register(unit, device)
         for name in shape.on_device:

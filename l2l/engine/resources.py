@@ -27,6 +27,7 @@ from l2l.parameter_server import (
     Members,
     Optimizer,
     ParameterServer,
+    Part,
     PrecisionPolicy,
     ServerOptimizer,
     UnitForm,
@@ -123,7 +124,7 @@ class Resources:
     planning: Planning
     timeline: Timeline = field(default_factory=Timeline)
     gradients: HostGradients | None  # that wait for the user's own code
-    first_on_disk: tuple[str, ...] = ()  # layers whose state is there from the beginning
+    first_on_disk: Mapping[Part, tuple[str, ...]]  # layers of which a part is there at first
 
     @classmethod
     def of(
@@ -155,7 +156,7 @@ class Resources:
             kernel=kernel,
             seed=seed,
             world=world,
-            disk=tier.state,
+            disk=tier.units,
         )
         return cls(
             model=model,
@@ -189,7 +190,7 @@ class Resources:
                 needs_slices=isinstance(loss, TokenLoss),
                 kept=plans,
                 disk=tier.measured,
-                least_on_disk=len(tier.first),
+                least_on_disk=(len(tier.first["state"]), len(tier.first["weights"])),
             ),
             first_on_disk=tier.first,
             gradients=HostGradients(arena, server) if inventory.drains_sums else None,

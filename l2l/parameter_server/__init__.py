@@ -38,7 +38,6 @@ from l2l.parameter_server.optimizers import OPTIMIZERS, SGD, AdamW, Lion, Record
 from l2l.parameter_server.policy import UpdatePolicy
 from l2l.parameter_server.precision import DTYPES, LossScale, PrecisionPolicy, join_master
 from l2l.parameter_server.snapshot import NUM_WRITERS, Image, Snapshot
-from l2l.parameter_server.state_on_disk import BUFFERS, NUM_BUFFERS, StateOnDisk, block_bytes
 from l2l.parameter_server.store import ParameterServer, check_settings, exchange_averages, values_of
 from l2l.parameter_server.table_rows import TableRows
 from l2l.parameter_server.torch_optimizer import Members, ServerOptimizer, groups_of
@@ -49,5 +48,15 @@ from l2l.parameter_server.unit import (
     kinds_in,
     nothing_like,
     refuse_without_weights,
+)
+from l2l.parameter_server.units_on_disk import (
+    ALL_PARTS,
+    BUFFERS,
+    PLACES,
+    Part,
+    UnitsOnDisk,
+    block_bytes,
+    buffer_bytes,
+    written_bytes,
 )
 from l2l.parameter_server.waiting import Progress, WaitingUpdate

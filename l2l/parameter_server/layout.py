@@ -178,6 +178,11 @@ class FlatLayout:
         """A field's dtype; None if there is no such field."""
         return self._find(name)[1].dtype if name in self.names else None
 
+    def start_of(self, name: str) -> int:
+        """Where a tensor begins, in bytes."""
+        _, segment, field = self._find(name)
+        return segment.offset_bytes + field.offset * segment.dtype.itemsize
+
     def view(self, buffer: Tensor, name: str) -> Tensor:
         """One field of a byte buffer, shaped."""
         _, segment, field = self._find(name)

@@ -24,6 +24,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -37,13 +38,14 @@ from l2l.parameter_server.host_kernel import HostKernel, PreparedUpdates, workin
 from l2l.parameter_server.host_memory import Arena, SparePages, copy_bytes
 from l2l.parameter_server.optimizer import Half, HostOptimizer, Optimizer, Settings, UpdateOrder
 from l2l.parameter_server.snapshot import WRITING_CORES, Image, Snapshot
-from l2l.parameter_server.state_on_disk import StateOnDisk
 from l2l.parameter_server.unit import Move, Unit, exchange, nothing_like, rearranged
+from l2l.parameter_server.units_on_disk import Part, UnitsOnDisk
 from l2l.parameter_server.waiting import WaitingUpdate
 
 logger = logging.getLogger("l2l")
 
 MAX_PREPARED = 64  # ways to update a unit that are remembered
+NAN_BYTE = 0xFF  # many of which are NaN in every type
 
 
 @final
@@ -58,7 +60,7 @@ class ParameterServer:
         kernel: HostKernel | None,
         seed: int,
         world: World | None = None,
-        disk: StateOnDisk | None = None,
+        disk: UnitsOnDisk | None = None,
     ) -> None:
         self.disk = disk
         self.world = world or World()
@@ -70,6 +72,7 @@ class ParameterServer:
         self.waiting: dict[str, WaitingUpdate] = {}  # by unit
         self.snapshot: Snapshot | None = None  # one that is being written
         self.spare = SparePages()  # for its copies
+        self.lost: list[str] = []  # units whose weights went with the disk
         # Units of which a part may be updated, by a thread that can be interrupted.
         self.unfinished: set[str] = set()
         self._unit_of: dict[str, Unit] = {}
@@ -100,18 +103,18 @@ class ParameterServer:
         """Round by the random numbers of another seed."""
         self.seed = seed & 0xFFFFFFFF
 
-    def add(self, form: UnitForm, tensors: UnitTensors, *, on_disk: bool = False) -> None:
-        """Move a unit in, its state perhaps to disk: copy its tensors, hollow out the parameters.
+    def add(self, form: UnitForm, tensors: UnitTensors, *, on_disk: Collection[Part] = ()) -> None:
+        """Move a unit in, parts of it perhaps to disk: copy its tensors, hollow out the parameters.
 
         A hollow parameter keeps its shape and holds NaN without memory, until `give_back`. One that
         is on the meta device has nothing to copy: `set_weight` follows, and `give_back` leaves it
         on the CPU.
         """
-        at_once = self.disk if on_disk else None
-        take = self._arena.take if at_once is None else at_once.take
-        unit = Unit.empty(form, self.world.share, take)
-        if at_once is not None:
-            at_once.make(unit)
+        empty = partial(Unit.empty, form, self.world.share)
+        if on_disk and self.disk is not None:
+            unit = self.disk.make(form, on_disk, empty)
+        else:
+            unit = empty(self._arena.take)
         # Nothing of the model has been touched so far; from here on nothing can fail for memory.
         self.units[form.name] = unit
         self._unit_of.update(dict.fromkeys(tensors.parameters, unit))
@@ -159,8 +162,13 @@ class ParameterServer:
         try:
             unit = self.with_masters(name)
         except DiskError as error:
-            logger.warning("weights of %s come back rounded: %s", name, error)
-            unit = self.whole(name)
+            unit = self.units[name]
+            if "weights" in unit.blocks:
+                self.lost.append(name)
+                nbytes = unit.held.weight_layout.nbytes
+                unit.weights = torch.full((nbytes,), NAN_BYTE, dtype=torch.uint8)
+            else:
+                logger.warning("weights of %s come back rounded: %s", name, error)
         for owner, parameter in parameters.items():
             weight, known = unit.value(owner), unit.form.formats.get(owner)
             if known is not None:
@@ -176,17 +184,31 @@ class ParameterServer:
             self.disk.let_go(gone)
         gone.let_go()
 
+    def lost_weights(self) -> DiskError | None:
+        """What went with the disk, once all weights were given back."""
+        if not self.lost:
+            return None
+        return DiskError(
+            f"weights of {', '.join(self.lost)} were on a disk that cannot be read: they are NaN "
+            "in the model now. Make a new engine and load the last checkpoint."
+        )
+
     def whole(self, name: str) -> Unit:
-        """A unit with all of its weights, without its state; its ranks must ask together."""
+        """A unit with all of its weights, without its state; its ranks must ask together.
+
+        Weights that are on disk are at hand until another unit is asked for.
+        """
+        if self.disk is not None:
+            self.disk.bring(self.units[name], parts=["weights"])
         return self.units[name].whole(self.world)
 
     def with_masters(self, name: str) -> Unit:
-        """The same, for its values: what completes its weights is at hand."""
+        """The same, for its values: what completes its weights is at hand, too."""
         self.bring(name)
         return self.whole(name)
 
     def bring(self, name: str, *, changes: bool = False) -> None:
-        """Let companion and state of a unit be at hand, if they are on disk."""
+        """Let all of a unit be at hand, if anything of it is on disk."""
         if self.disk is not None:
             self.disk.bring(self.units[name], changes=changes)
 
@@ -240,7 +262,7 @@ class ParameterServer:
         self.settle_all()
         unit = self._brought(owner)
         found = unit.shown_state(owner).items()
-        return {k: one if unit.block is None else one.clone() for k, one in found}
+        return {k: one.clone() if unit.blocks else one for k, one in found}
 
     def set_state(self, owner: str, state: Mapping[str, Any]) -> None:
         """Overwrite a parameter's optimizer state with what `state_of` has given."""
@@ -273,7 +295,7 @@ class ParameterServer:
         self.before_change(name)
         unit, optimizer = self.units[name], self.optimizer
         assert isinstance(optimizer, HostOptimizer)
-        unit.is_changed = True
+        unit.changed |= unit.blocks.keys()
         if count_step:
             for owner in order.received:
                 unit.steps[owner] += 1
@@ -337,11 +359,11 @@ class ParameterServer:
     def image(self, name: str) -> Image:
         """All that a unit holds, without copying: weights by name, the rest as `owner|what`."""
         unit = self.units[name]
-        if unit.block is None or self.disk is None:
+        if not unit.blocks or self.disk is None:
             return Image(unit=name, tensors=unit.tensors(), steps=unit.steps)
-        weights = {owner: unit.weight_of(owner) for owner in unit.held.weight_layout.names}
-        kept, read = self.disk.tensors(unit)
-        return Image(unit=name, tensors={**weights, **kept}, steps=unit.steps, read=read)
+        here = unit.tensors(but=unit.blocks)
+        there, read = self.disk.tensors(unit)
+        return Image(unit=name, tensors={**here, **there}, steps=unit.steps, read=read)
 
     def at_hand(self, name: str) -> dict[str, Tensor]:
         """The same to be overwritten, all of it in memory until that of another unit is asked for.
@@ -389,7 +411,7 @@ class ParameterServer:
     def _may_copy(self, name: str) -> bool:
         """Whether a unit changes, and may be copied before: one on disk waits until it is saved."""
         unit = self.units[name]
-        return bool(unit.form.trained.names) and unit.block is None
+        return bool(unit.form.trained.names) and not unit.blocks
 
     def units_on_device(self) -> list[str]:
         """Units whose optimizer state is on the device."""
@@ -433,7 +455,7 @@ class ParameterServer:
         self.bring(name)
         self.unfinished.add(name)  # and it stays there if this is interrupted
         waiting.perform(self)
-        if self.disk is not None and self.units[name].block is not None:
+        if self.disk is not None and self.units[name].blocks:
             self.disk.put_away()
             self.after_update(name)
         self.unfinished.discard(name)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from l2l.parameter_server.layout import ALIGNMENT_BYTES, FlatLayout, round_up
 from l2l.parameter_server.optimizer import FlatUnit, Half, Update, UpdateOrder
 from l2l.parameter_server.precision import COMPANION, master_of, store_master
 
+Part = Literal["state", "weights"]
+"""Of a unit: weights, or what an update needs besides."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Unit:
@@ -33,8 +36,8 @@ class Unit:
     companion: Tensor | None
     state: dict[str, Tensor]
     steps: dict[str, int]  # trained parameter -> updates so far
-    block: Block | None = None  # of companion and state on disk: see state_on_disk.py
-    is_changed: bool = False  # whether these are at hand, and not on disk as they are here
+    blocks: dict[Part, Block] = field(default_factory=dict)  # parts on disk: see units_on_disk.py
+    changed: set[Part] = field(default_factory=set)  # of these, what is not there as it is here
     pending: Event | None = None
     prepared: dict[Any, PreparedUpdates] = field(default_factory=dict)  # see `addresses`
 
@@ -88,9 +91,9 @@ class Unit:
         """What completes a parameter's link weight, shaped; None if nothing does."""
         if owner not in self.held.trained.names:
             return None
-        weight = self.weight_of(owner)
-        found = self._companion(self.held.trained.span(owner), weight)
-        return None if found is None else found.view(weight.shape)
+        layout = self.held.weight_layout
+        found = self._companion(self.held.trained.span(owner), layout.dtype_of(owner))
+        return None if found is None else found.view(layout.shapes()[owner])
 
     def value(self, owner: str) -> Tensor:
         """The float32 master if there is one, else the link weight."""
@@ -143,10 +146,15 @@ class Unit:
             if key in self.held.weight_layout.names:
                 self.weight_of(key).copy_(self.piece_of(key, value))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All that is here, without copying: weights by name, the rest as `owner|what`."""
-        found = {owner: self.weight_of(owner) for owner in self.held.weight_layout.names}
-        for owner in self.held.trained.names:
+    def tensors(self, *, but: Collection[Part] = ()) -> dict[str, Tensor]:
+        """All that is here, without copying: weights by name, the rest as `owner|what`.
+
+        `but`: parts that are on disk, and left out.
+        """
+        found = dict[str, Tensor]()
+        if "weights" not in but:
+            found = {owner: self.weight_of(owner) for owner in self.held.weight_layout.names}
+        for owner in self.held.trained.names if "state" not in but else ():
             companion = self.companion_of(owner)
             if companion is not None:
                 found[state_name(owner, self.form.companion_name)] = companion
@@ -170,7 +178,7 @@ class Unit:
                 name=owner,
                 shape=tuple(weight.shape),
                 weight=weight.view(-1),
-                companion=self._companion(span, weight),
+                companion=self._companion(span, weight.dtype),
                 gradient=self.held.staging_layout.view(gradient, owner).view(-1),
                 state=cut(self.state, span),
                 position=whole.span(owner).start + whole.piece(owner, self.share).start,
@@ -212,7 +220,7 @@ class Unit:
     def _run(self, span: slice, weight: Tensor, gradient: Tensor) -> FlatUnit:
         return FlatUnit(
             weight=weight,
-            companion=self._companion(span, weight),
+            companion=self._companion(span, weight.dtype),
             gradient=gradient,
             state=cut(self.state, span),
             position=span.start,
@@ -253,8 +261,8 @@ class Unit:
             else:
                 flat.zero_()
 
-    def _companion(self, span: slice, weight: Tensor) -> Tensor | None:
-        if self.companion is None or weight.dtype not in COMPANION:
+    def _companion(self, span: slice, dtype: torch.dtype | None) -> Tensor | None:
+        if self.companion is None or dtype not in COMPANION:
             return None
         return self.companion[span]
 

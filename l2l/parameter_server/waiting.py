@@ -135,7 +135,7 @@ class WaitingUpdate:
         if self.finish is not None:
             self.finish(self)
         self.become(Progress.DONE)
-        if server.units[self.unit].block is None:  # else once it is written
+        if not server.units[self.unit].blocks:  # else once it is written
             server.after_update(self.unit)
 
     def _do(self, server: ParameterServer, rows: TableRows | None, half: Half | None) -> None:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Final, Literal, final
 
 from l2l.model import EVEN_ROWS, SLICE_PIECE_BYTES
-from l2l.parameter_server import UpdatePolicy
+from l2l.parameter_server import ALL_PARTS, UpdatePolicy
 from l2l.planner.bounds import Work
 from l2l.planner.decisions import Decisions
 from l2l.planner.hardware import Hardware
@@ -244,21 +244,28 @@ class CostModel:
             if cut.streamed:
                 first = self.update_seconds(cut.streamed[0].num_trained, half=half)
             backward = max(backward, later - middle)
-            disk = self._disk_seconds(decisions)
-            return middle + backward + ends + rows_first + max(forward + first, host, disk)
+            before, disk = self._disk_seconds(decisions, 1.0)
+            device = middle + backward + ends + max(0.0, disk - middle - backward)
+            return device + rows_first + max(forward + first, host, before)
         layer = backward / max(1, len(cut.streamed))
         device = forward + middle + backward + ends
         late = min(1.0, decisions.num_late / max(1, len(cut.streamed)))
-        disk = self._disk_seconds(decisions)
-        device += max(0.0, late * disk - forward) + max(0.0, (1 - late) * disk - backward - middle)
+        before, disk = self._disk_seconds(decisions, late)
+        device += max(0.0, before - forward) + max(0.0, disk - backward - middle)
         return rows_first + max(device, host + middle + layer)
 
-    def _disk_seconds(self, decisions: Decisions) -> float:
-        """Of reading and writing all that is on disk, once and at the same time."""
-        disk, nbytes = self.problem.disk, self.memory.disk_bytes(decisions)
-        if disk is None or not nbytes:
-            return 0.0
-        return max(nbytes / disk.both_read_rate, nbytes / disk.both_write_rate)
+    def _disk_seconds(self, decisions: Decisions, late: float) -> tuple[float, float]:
+        """Of what is read and written under the forward pass, and after it; `late`: a share.
+
+        What updates need is read and written at the same time, once; weights are read once more.
+        """
+        disk = self.problem.disk
+        if disk is None or not (decisions.num_on_disk or decisions.num_weights_on_disk):
+            return 0.0, 0.0
+        state, weights = (self.memory.disk_bytes(decisions, part) for part in ALL_PARTS)
+        both = (state + weights) * max(1 / disk.both_read_rate, 1 / disk.both_write_rate)
+        again = weights / disk.read_rate
+        return late * both + (1 - late) * again, (1 - late) * both + late * again
 
     def _host_seconds(self, decisions: Decisions) -> tuple[float, float]:
         """Of updates: those that passes wait for, and those that are done under the rest."""
@@ -424,7 +431,7 @@ class LineCosts:
         size = self._sizes.get(action.unit)
         if action.lane in (Lane.READ, Lane.WRITE) and size is not None:
             way: Direction = "read" if action.lane is Lane.READ else "write"
-            return Cost(link=way, nbytes=size.disk_bytes)
+            return Cost(link=way, nbytes=_bytes_on_disk(action, size))
         slices, pieces = self._decisions.num_head_slices, self._decisions.num_pieces
         num_pieces = 1 if action.piece is None else slices if action.unit[0] == "T" else pieces
         if size is not None and action.kind in COPIED:
@@ -470,3 +477,11 @@ class LineCosts:
         is_before_forward = "late" in action.kind and half != "moments"
         beside = self._beside if is_before_forward and action.unit in self._streamed else 0.0
         return model.update_seconds(size.num_trained, half=half, beside=beside)
+
+
+def _bytes_on_disk(action: Action, size: UnitSize) -> int:
+    """What a line reads from disk, or writes there."""
+    if not action.kind.endswith("weights"):
+        return size.state_block_bytes
+    is_read = action.lane is Lane.READ
+    return size.weights_block_bytes if is_read else size.weights_written_bytes

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from l2l.device import describe_wear, format_bytes
 from l2l.model import Route
-from l2l.parameter_server import NUM_STAGING, UpdatePolicy
+from l2l.parameter_server import NUM_STAGING, PLACES, Part, UpdatePolicy
 from l2l.planner.bounds import Bounds
 from l2l.planner.problem import Problem, UnitSize, disk_order
 from l2l.schedule import OuterUnit, Shape
@@ -49,6 +49,7 @@ class Decisions:
     outer_state: bool = False
     num_head_slices: int = 0  # in which a head comes like a layer; 0: it comes whole
     num_on_disk: int = 0  # layers whose optimizer state is on disk
+    num_weights_on_disk: int = 0  # layers whose weights are on disk
 
     def rows(self, problem: Problem) -> int:
         """Of a microbatch."""
@@ -175,9 +176,29 @@ class Decisions:
         )
         held, pending = before or (frozenset(shape.on_device), shape.late_units)
         elsewhere = {*shape.device_state, *shape.shared}
-        able = disk_order(route, layers, but=elsewhere)
-        on_disk = frozenset(map(shape.unit, able[: self.num_on_disk]))
-        return replace(shape, held=held, pending=pending, on_disk=on_disk)
+
+        def on_disk(part: Part) -> frozenset[str]:
+            able = disk_order(route, layers, part, but=elsewhere)
+            return frozenset(map(shape.unit, able[: self.num_parts(part)]))
+
+        return replace(
+            shape,
+            held=held,
+            pending=pending,
+            on_disk=on_disk("state"),
+            num_disk_buffers=len(PLACES["state"]),
+            weights_on_disk=on_disk("weights"),
+            num_weight_buffers=len(PLACES["weights"]),
+        )
+
+    def num_parts(self, part: Part) -> int:
+        """How many layers have a part on disk."""
+        return self.num_weights_on_disk if part == "weights" else self.num_on_disk
+
+    def with_parts(self, numbers: Mapping[Part, int]) -> Decisions:
+        """The same with parts of so many layers on disk."""
+        state, weights = numbers["state"], numbers["weights"]
+        return replace(self, num_on_disk=state, num_weights_on_disk=weights)
 
     def override(self, choices: Mapping[str, Any]) -> Decisions:
         """The same with some choices made otherwise.
@@ -219,12 +240,14 @@ class Decisions:
             number = "layer" if self.num_whole == 1 else f"{self.num_whole} layers"
             updates += f" but for the last {number}" if self.num_whole else ""
         on_disk = f"that of {self.num_on_disk} of {num_layers} layers"
+        weights = f"those of {self.num_weights_on_disk} of {num_layers} layers"
         around = "stays on the device with its state" if self.outer_state else "comes when needed"
         return (
             ("tail", tail),
             ("epilogue", piece or "a microbatch at once"),
             *((("pointwise in layers", tiles),) if self.tile_tokens else ()),
             *((("optimizer state on disk", on_disk),) if self.num_on_disk else ()),
+            *((("weights on disk", weights),) if self.num_weights_on_disk else ()),
             ("kept, not recomputed", kept),
             ("updates left", late),
             ("late updates", updates),
@@ -269,7 +292,8 @@ class Plan:
     bound: str | None = None  # "compute", "link", "host" or "disk"
     bounds: Bounds | None = None  # what a step takes at best
     num_tokens: int | None = None  # of a step
-    disk_bytes: int = 0  # read in every step, and written
+    disk_read_bytes: int = 0  # in every step
+    disk_written_bytes: int = 0
     first_step: tuple[tuple[str, float], ...] = ()  # seconds by phase, until it was handed over
     measured: tuple[str, ...] = ()  # lines about the first steps
     scaling: tuple[ScalingPoint, ...] = ()  # one device first
@@ -316,9 +340,11 @@ class Plan:
         if self.first_step:
             phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.first_step)
             rows.append(f"until the first step was handed over, in seconds: {phases}")
-        if self.disk_bytes:
-            read = format_bytes(self.disk_bytes)
-            rows.append(f"disk: {read} read and {describe_wear(self.disk_bytes)}")
+        if self.disk_read_bytes:
+            wear = "nothing written"
+            if self.disk_written_bytes:
+                wear = describe_wear(self.disk_written_bytes)
+            rows.append(f"disk: {format_bytes(self.disk_read_bytes)} read and {wear}")
         rows += self.measured
         if self.scaling:
             rows += [

@@ -22,12 +22,14 @@ import torch
 from l2l.device import PAGE_BYTES, DiskFolder, format_bytes, parse_bytes
 from l2l.files import write_file
 from l2l.parameter_server import (
-    NUM_BUFFERS,
+    ALL_PARTS,
     HostBudget,
     HostOptimizer,
     Optimizer,
+    Part,
     UnitForm,
     block_bytes,
+    buffer_bytes,
 )
 
 LARGE_BYTES, SMALL_BYTES = 512 << 20, 4 << 20  # of a measurement
@@ -119,8 +121,10 @@ def spread(layers: Iterable[int]) -> list[int]:
 
 def first_on_disk(
     forms: Mapping[str, UnitForm], needed_bytes: int, host: HostBudget, *, room_bytes: int
-) -> tuple[str, ...]:
-    """Layers whose optimizer state the parameter server has no room for, before any is taken.
+) -> dict[Part, tuple[str, ...]]:
+    """Layers for which the parameter server has no room, before any is taken.
+
+    Their optimizer state goes first, which is read once a step; then their weights.
 
     Args:
         forms: of all units.
@@ -131,57 +135,68 @@ def first_on_disk(
     Raises:
         ValueError: neither host nor disk have room.
     """
-    able = layers_on_disk(forms)
-    needed_bytes += _buffer_bytes(forms, able)
-    number = total = 0
-    while needed_bytes > host.limit_bytes and number < len(able):
-        needed_bytes -= _kept_bytes(forms[able[number]])
-        total += block_bytes(forms[able[number]])
-        number += 1
+    found: dict[Part, tuple[str, ...]] = {}
+    total = 0
+    for part in ALL_PARTS:
+        able, number = layers_on_disk(forms, part), 0
+        if needed_bytes > host.limit_bytes:
+            needed_bytes += _buffers_for(forms, part)
+        while needed_bytes > host.limit_bytes and number < len(able):
+            needed_bytes -= _part_bytes(forms[able[number]], part)
+            total += block_bytes(forms[able[number]], part)
+            number += 1
+        found[part] = able[:number]
     host.check(needed_bytes, alternatives={})
     if total > room_bytes:
-        raise ValueError(
-            f"optimizer state of {format_bytes(total)} must go to disk, where there is room for "
-            f"{format_bytes(room_bytes)}. Give a larger disk, or more host_memory."
-        )
-    return able[:number]
+        raise ValueError(no_room(total, room_bytes))
+    return found
+
+
+def no_room(needed_bytes: int, room_bytes: int) -> str:
+    """What is said of a disk that is too small."""
+    return (
+        f"{format_bytes(needed_bytes)} of layers must go to disk, where there is room for "
+        f"{format_bytes(room_bytes)}. Give a larger disk, or more host_memory."
+    )
 
 
 def most_on_disk(forms: Mapping[str, UnitForm], needed_bytes: int) -> int:
     """What the parameter server takes of host memory where all that may be is on disk."""
-    able = layers_on_disk(forms)
-    kept = sum(_kept_bytes(forms[name]) for name in able)
-    return needed_bytes - kept + _buffer_bytes(forms, able)
+    for part in ALL_PARTS:
+        needed_bytes += _buffers_for(forms, part)
+        needed_bytes -= sum(_part_bytes(forms[name], part) for name in layers_on_disk(forms, part))
+    return needed_bytes
 
 
-def _buffer_bytes(forms: Mapping[str, UnitForm], able: Iterable[str]) -> int:
-    return NUM_BUFFERS * max((block_bytes(forms[name]) for name in able), default=0)
+def _buffers_for(forms: Mapping[str, UnitForm], part: Part) -> int:
+    return buffer_bytes((forms[name] for name in layers_on_disk(forms, part)), [part])
 
 
-def _kept_bytes(form: UnitForm) -> int:
-    """What a unit takes besides its weights."""
+def _part_bytes(form: UnitForm, part: Part) -> int:
+    """What a part of a unit takes of host memory."""
     kinds = form.bytes_by_kind()
-    return sum(kinds.values()) - kinds["weights"]
+    return kinds["weights"] if part == "weights" else sum(kinds.values()) - kinds["weights"]
 
 
 def refuse_disk(optimizer: Optimizer, *, is_parallel: bool) -> None:
     """Refuse a disk where nothing may go there.
 
     Raises:
-        ValueError: several ranks share the model, or the optimizer keeps next to nothing.
+        ValueError: several ranks share the model, or the device updates all layers.
     """
     if is_parallel:
         raise ValueError("disk= is for a single process; here several ranks train together.")
     if not isinstance(optimizer, HostOptimizer):
         raise ValueError(
-            f"disk= is for optimizer state, and {type(optimizer).__name__} keeps next to none."
+            f"disk= is for layers that the host updates; {type(optimizer).__name__} updates them "
+            "on the device, and keeps next to no state."
         )
 
 
-def layers_on_disk(forms: Mapping[str, UnitForm]) -> tuple[str, ...]:
-    """Layers that have state to go to disk, in the order in which it goes there."""
+def layers_on_disk(forms: Mapping[str, UnitForm], part: Part) -> tuple[str, ...]:
+    """Layers that have such a part to go to disk, in the order in which it goes there."""
     layers = spread(int(name[1:]) for name in forms if name.startswith("L"))
-    return tuple(name for name in map("L{}".format, layers) if block_bytes(forms[name]))
+    return tuple(name for name in map("L{}".format, layers) if block_bytes(forms[name], part))
 
 
 def _path_of(folder: Path) -> Path | None:

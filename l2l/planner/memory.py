@@ -10,11 +10,13 @@ from itertools import accumulate
 
 from l2l.model import EVEN_ROWS, SLICE_PIECE_BYTES
 from l2l.parameter_server import (
+    ALL_PARTS,
     BUFFERS,
-    NUM_BUFFERS,
+    PLACES,
     REVISED_BYTES,
     REVISED_PIECE,
     ROUNDING_BYTES,
+    Part,
     UpdatePolicy,
 )
 from l2l.planner.decisions import ALWAYS, Decisions, LedgerLine
@@ -219,9 +221,14 @@ class Memory:
     def _host_lines(self, decisions: Decisions) -> Iterator[tuple[str, int]]:
         problem, rows = self._problem, decisions.rows(self._problem)
         num_streamed = len(problem.layers) - decisions.num_tail
-        on_disk = sum(problem.layers[call].state_bytes for call in self.on_disk(decisions))
-        yield "parameter server", problem.server_bytes - self._state_bytes(decisions) - on_disk
-        yield BUFFERS, self.buffer_bytes
+        elsewhere = self._state_bytes(decisions)
+        for part in ALL_PARTS:
+            elsewhere += sum(
+                problem.layers[i].part_bytes(part) for i in self.on_disk(decisions, part)
+            )
+        yield "parameter server", problem.server_bytes - elsewhere
+        if problem.disk is not None:
+            yield BUFFERS, sum(self._buffer_bytes(p) for p in ALL_PARTS if decisions.num_parts(p))
         number = decisions.num_microbatches(problem)
         values = num_streamed + 1 if num_streamed else 0
         sliced = self._slice(decisions).num_rows > 0  # with what it is given, and its gradient
@@ -234,46 +241,57 @@ class Memory:
             late = max(0, decisions.num_late - self.num_before)  # of layers: the first
             yield "gradients of late updates", self._staged[min(late, num_streamed)]
 
-    def on_disk(self, decisions: Decisions) -> list[int]:
-        """Calls whose layers' optimizer state is on disk."""
+    def on_disk(self, decisions: Decisions, part: Part) -> list[int]:
+        """Calls whose layers' optimizer state, or weights, are on disk."""
+        return self._able(decisions, part)[: decisions.num_parts(part)]
+
+    def _able(self, decisions: Decisions, part: Part) -> list[int]:
+        """Those of which it may be, in the order in which it goes there."""
         number = len(self._problem.layers)
         tail = number - min(decisions.num_device_states, decisions.num_tail)
         shared = decisions.shared_layers(number) if decisions.num_shared else frozenset[int]()
-        return self._disk_order(tail, shared)[: decisions.num_on_disk]
+        return self._disk_order(tail, shared, part)
 
-    def _find_disk_order(self, tail: int, shared: frozenset[int]) -> list[int]:
+    def _find_disk_order(self, tail: int, shared: frozenset[int], part: Part) -> list[int]:
         problem = self._problem
         elsewhere = {*shared, *range(tail, len(problem.layers))}
-        return disk_order(problem.route, problem.layers, but=elsewhere)
+        return disk_order(problem.route, problem.layers, part, but=elsewhere)
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Host memory through which state comes from disk."""
-        if self._problem.disk is None:
-            return 0
-        return NUM_BUFFERS * max((one.disk_bytes for one in self._problem.layers), default=0)
+    def _buffer_bytes(self, part: Part) -> int:
+        """Host memory through which a part comes from disk."""
+        blocks = (one.block_bytes(part) for one in self._problem.layers)
+        return len(PLACES[part]) * max(blocks, default=0)
 
-    def disk_bytes(self, decisions: Decisions) -> int:
-        """Bytes that every step reads from disk, and writes there."""
-        return sum(self._problem.layers[call].disk_bytes for call in self.on_disk(decisions))
+    def disk_bytes(self, decisions: Decisions, part: Part) -> int:
+        """What the disk has of all layers."""
+        layers = self._problem.layers
+        return sum(layers[call].block_bytes(part) for call in self.on_disk(decisions, part))
+
+    def all_disk_bytes(self, decisions: Decisions) -> int:
+        """The same of both parts."""
+        return sum(self.disk_bytes(decisions, part) for part in ALL_PARTS)
 
     def with_disk(self, decisions: Decisions) -> Decisions:
         """The same with the fewest layers on disk for which the host has room, if that may be.
 
-        Only layers that were not on disk when the engine was made may come to memory: there is no
-        room for the others.
+        State goes first, which is read once a step, then weights. Only layers that were not on disk
+        when the engine was made may come to memory: there is no room for the others.
         """
         problem = self._problem
         if problem.disk is None:
             return decisions
-        every = self.on_disk(replace(decisions, num_on_disk=len(problem.layers)))
-        found = replace(decisions, num_on_disk=problem.least_on_disk)
-        missing, sizes = self.host_bytes(found) - problem.host_limit_bytes, problem.layers
-        total, number = 0, problem.least_on_disk
-        while total < missing and number < len(every):
-            total += sizes[every[number]].state_bytes
-            number += 1
-        return replace(found, num_on_disk=number)
+        numbers = dict(zip(ALL_PARTS, problem.least_on_disk, strict=True))
+        found = decisions.with_parts(numbers)
+        missing = self.host_bytes(found) - problem.host_limit_bytes
+        for part, number in numbers.items():
+            able = self._able(found, part)
+            if missing > 0 and not number and able:
+                missing += self._buffer_bytes(part)
+            for call in able[number:]:
+                if missing > 0:
+                    missing -= problem.layers[call].part_bytes(part)
+                    numbers[part] += 1
+        return decisions.with_parts(numbers)
 
     def host_bytes(self, decisions: Decisions) -> int:
         """What choices take of the host's memory."""
@@ -282,7 +300,7 @@ class Memory:
     def fits_host(self, decisions: Decisions) -> bool:
         """Whether the host has room for choices, and the disk."""
         disk = self._problem.disk
-        if disk is not None and self.disk_bytes(decisions) > disk.size_bytes:
+        if disk is not None and self.all_disk_bytes(decisions) > disk.size_bytes:
             return False
         return self.host_bytes(decisions) <= self._problem.host_limit_bytes
 

@@ -57,7 +57,7 @@ class Planning:
     where rows of tables are looked up: on the "host", the "device", or, with None, where it pays.
     `needs_slices` says that the head must come in slices, or in one: a loss asks for
     log-probabilities. `disk` is where optimizer state may go, perhaps yet to be measured, and
-    `least_on_disk` the number of layers whose state is there from the beginning.
+    `least_on_disk` the number of layers whose state, and weights, are there from the beginning.
     """
 
     partition: Partition
@@ -76,12 +76,13 @@ class Planning:
     hardware: Hardware | None = None
     kept: KeptPlans = field(default_factory=partial(KeptPlans, None))
     disk: DiskTier | Callable[[], DiskTier] | None = None
-    least_on_disk: int = 0
+    least_on_disk: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         self.budget = self.given_budget  # what is free, once that is known, if none was given
         slices = int(self.needs_slices)
-        least = Decisions(num_head_slices=slices, num_on_disk=self.least_on_disk)
+        state, weights = self.least_on_disk
+        least = Decisions(num_head_slices=slices, num_on_disk=state, num_weights_on_disk=weights)
         self.decisions = least.override(self.overrides)
         self._adopted: dict[str, Any] = {}  # choices of a checkpoint
         self._kept_back = 0  # bytes of the budget that plans leave alone, because one has failed
@@ -97,6 +98,7 @@ class Planning:
         """Let choices be made anew, as more is known of the model."""
         self._candidate: Candidate | None = None
         self._bounds: Bounds | None = None
+        self._on_disk: dict[str, int] = {}  # bytes read in a step, and written
         self._fits_plain = True  # whether there is room for passes that are not compiled
         self._most_tokens = 0  # of a microbatch, that the plan is for
 
@@ -329,6 +331,10 @@ class Planning:
         model = CostModel(problem, self.hardware)
         self._fits_plain = model.memory.plain_bytes(found.decisions) <= left * (1 - SLACK)
         work, disk = model.work(found.decisions), problem.disk
+        self._on_disk = {
+            "disk_read_bytes": int(work.bytes_read),
+            "disk_written_bytes": int(work.bytes_written),
+        }
         self._bounds = Bounds.of(work, model.hardware, lane=found.bound, disk=disk)
         return found
 
@@ -439,7 +445,7 @@ class Planning:
                 "predicted_seconds": found.seconds,
                 "bound": found.bound,
                 "bounds": self.bounds,
-                "disk_bytes": found.disk_bytes,
+                **self._on_disk,
                 "num_tokens": self._num_tokens,
             }
         described = self.decisions.describe(self.partition.num_layers, self.policy)

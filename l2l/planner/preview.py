@@ -117,7 +117,7 @@ def plan(
     if host_memory is not None or (hardware is None and num_devices()):
         host = HostBudget.of(host_memory, model_bytes=bytes_of(model.parameters()))
     by_name = {form.name: form for form in forms}
-    tier, least = None if disk is None else _tier(disk), 0
+    tier, least = None if disk is None else _tier(disk), (0, 0)
     if tier is not None:
         refuse_disk(inventory.optimizer, is_parallel=world is not None)
     try:
@@ -125,7 +125,8 @@ def plan(
             inventory.check(host, Share())
         else:
             needed = host_bytes(forms, inventory.policy)
-            least = len(first_on_disk(by_name, needed, host, room_bytes=tier.size_bytes))
+            first = first_on_disk(by_name, needed, host, room_bytes=tier.size_bytes)
+            least = len(first["state"]), len(first["weights"])
     except ValueError as error:
         raise DoesNotFitError(str(error)) from None
     hardware = hardware or measured_hardware() or H200

@@ -18,10 +18,12 @@ from l2l.model import LayerInputs, Partition, Recording, Route, Tiles
 from l2l.parameter_server import (
     HostOptimizer,
     Optimizer,
+    Part,
     UnitForm,
     UpdatePolicy,
     block_bytes,
     rows_of_slice,
+    written_bytes,
 )
 from l2l.planner.disk_tier import DiskTier, spread
 from l2l.planner.layer_cost import PassCost, count_kept_pass, count_pass
@@ -49,7 +51,9 @@ class UnitSize:
     staging_bytes: int  # as gradients cross the link
     state_bytes: int  # optimizer state, and what completes the master
     num_trained: int  # parameters
-    disk_bytes: int = 0  # of the same on disk
+    state_block_bytes: int = 0  # of the same on disk
+    weights_block_bytes: int = 0
+    weights_written_bytes: int = 0  # of these, what a step changes
     is_one_run: bool = True  # whether these lie in one row, so that their state can be lent
     num_rows: int = 0  # of a table, which is all there is; 0: it is something else
 
@@ -57,6 +61,14 @@ class UnitSize:
     def lent_bytes(self) -> int:
         """What is copied to the device for an update there."""
         return self.state_bytes + self.staging_bytes + self.weight_bytes
+
+    def block_bytes(self, part: Part) -> int:
+        """What a part takes on disk."""
+        return self.weights_block_bytes if part == "weights" else self.state_block_bytes
+
+    def part_bytes(self, part: Part) -> int:
+        """What a part takes of host memory."""
+        return self.weight_bytes if part == "weights" else self.state_bytes
 
     def slice(self, num_slices: int) -> UnitSize:
         """The largest of so many slices of a table."""
@@ -205,7 +217,7 @@ class Problem:
     context_bytes: int = 0  # on the device, beside tensors
     server_bytes: int  # of the parameter server, on the host
     disk: DiskTier | None = None  # to which optimizer state may go
-    least_on_disk: int = 0  # layers, whose state the server has no room for
+    least_on_disk: tuple[int, int] = (0, 0)  # layers for whose state, and weights, is no room
     host_limit_bytes: int
     together: Together = Together()
     parallel: bool = False  # whether ranks talk to each other, whatever joins them
@@ -224,17 +236,20 @@ class Problem:
         return next((size for unit, size in self.outer if unit.may_be_sliced), None)
 
 
-def disk_order(route: Route, layers: Sequence[UnitSize], *, but: Collection[int]) -> list[int]:
-    """Calls whose layers' state may be on disk, in the order in which it goes there.
+def disk_order(
+    route: Route, layers: Sequence[UnitSize], part: Part, *, but: Collection[int]
+) -> list[int]:
+    """Calls whose layers may have this part on disk, in the order in which it goes there.
 
     Args:
         route: which layers they are of.
         layers: of every call.
+        part: state or weights.
         but: calls whose layers' state is elsewhere.
     """
     first = {layer: call for call, layer in reversed([*enumerate(route.layers)])}
     calls = (first[layer] for layer in spread(first))
-    return [call for call in calls if layers[call].disk_bytes and call not in but]
+    return [call for call in calls if layers[call].block_bytes(part) and call not in but]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -251,7 +266,9 @@ def unit_size(form: UnitForm) -> UnitSize:
         gradient_bytes=form.gradient_layout.nbytes,
         staging_bytes=form.staging_layout.nbytes,
         state_bytes=sum(form.bytes_by_kind().values()) - weight_bytes,
-        disk_bytes=block_bytes(form),
+        state_block_bytes=block_bytes(form, "state"),
+        weights_block_bytes=block_bytes(form, "weights"),
+        weights_written_bytes=written_bytes(form, "weights"),
         num_trained=form.trained.numel,
         is_one_run=form.is_one_run,
         num_rows=0 if form.name.startswith("L") or len(shapes) != 1 else shapes[0][0],

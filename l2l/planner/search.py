@@ -22,6 +22,7 @@ from l2l.device import format_bytes
 from l2l.parameter_server import UpdatePolicy
 from l2l.planner.cost_model import CostModel
 from l2l.planner.decisions import Decisions, LedgerLine
+from l2l.planner.disk_tier import no_room
 from l2l.planner.hardware import Hardware
 from l2l.planner.problem import Problem
 from l2l.schedule import NUM_LENT
@@ -54,6 +55,7 @@ MAX_CLIMBED = 40  # simulations
 STEPS = (1, -1, 3, -3)
 MIN_GAIN = 0.002
 EVEN = 1 + 1e-9  # of the seconds of another: as good
+ON_DISK = {"num_on_disk", "num_weights_on_disk"}  # choices
 SHARES = (0.2, 0.35, 0.5)  # of streamed layers that the device updates
 
 
@@ -70,7 +72,6 @@ class Candidate:
     ledger: tuple[LedgerLine, ...]
     seconds: float
     bound: str
-    disk_bytes: int = 0  # read from disk in a step, and written there
 
 
 def find_plan(
@@ -136,7 +137,6 @@ class _Search:
             ledger=self._memory.ledger(decisions),
             seconds=simulation.seconds,
             bound=simulation.bound,
-            disk_bytes=self._memory.disk_bytes(decisions),
         )
 
     def _better(
@@ -180,7 +180,7 @@ class _Search:
     def _placed(self, decisions: Decisions) -> Decisions:
         """The same with what is chosen, and with as much on disk as is needed for that."""
         chosen = replace(decisions, **self._chosen)
-        return chosen if "num_on_disk" in self._chosen else self._memory.with_disk(chosen)
+        return chosen if ON_DISK & {*self._chosen} else self._memory.with_disk(chosen)
 
     def _candidates(self, rows: int | None) -> Iterator[Decisions]:
         problem, default = self._problem, Decisions().num_cells
@@ -380,12 +380,9 @@ class _Search:
         """Refuse a disk that is too small for what the host has no room for."""
         disk, memory = self._problem.disk, self._memory
         least = min(overfull, key=memory.host_bytes, default=None)
-        needed = 0 if least is None else memory.disk_bytes(least)
+        needed = 0 if least is None else memory.all_disk_bytes(least)
         if disk is not None and needed > disk.size_bytes:
-            raise DoesNotFitError(
-                f"optimizer state of {format_bytes(needed)} must go to disk, where there is room "
-                f"for {format_bytes(disk.size_bytes)}. Give a larger disk, or more host_memory."
-            )
+            raise DoesNotFitError(no_room(needed, disk.size_bytes))
 
     def _refusal(self, taken: int, least: Decisions) -> str:
         lines = [line for line in self._memory.ledger(least) if line.place == "device"]

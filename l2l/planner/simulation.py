@@ -360,8 +360,10 @@ def _carried(action: Action) -> list[str]:
     """What the next step may have to wait for, if it comes to that ([Note: steps])."""
     if action.kind in ("drain U.grad", "drain U.norm", "drain loss"):
         return ["drain"]
-    if action.kind == "drain U.state":
-        return [action.places[0], f"{action.unit}.state"]
+    if action.lane is Lane.WRITE:
+        return [action.places[0], action.text.split()[1]]
+    if action.kind == "fetch U" and len(action.places) > 1:
+        return ["fetch"]
     if action.lane is not Lane.UPDATE or not action.kind.startswith("update"):
         return []
     changes_weights = "moments" not in action.kind

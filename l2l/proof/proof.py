@@ -248,8 +248,13 @@ class Reference:
         for part in self._layers:
             for owner in part.tensors.buffers.keys() & self._left.keys():
                 left[owner], start = self._left[owner], self.buffers.get(owner)
-                starts[owner] = self._units[owner].weight_of(owner) if start is None else start
+                starts[owner] = self._first(owner) if start is None else start
         return {owner: one.cpu() for owner, one in left.items() if not same(one, starts[owner])}
+
+    def _first(self, owner: str) -> Tensor:
+        """A buffer of a layer as the server has it."""
+        unit = self.of.server.whole(self._units[owner].form.name)
+        return unit.weight_of(owner).clone()
 
     # ----------------------------------------------------------------------------------------------
     # What autograd saves and gives
@@ -284,9 +289,9 @@ class Reference:
         return any(not one.is_wrapper for one in formats)
 
     def _brought(self, name: str) -> Tensor:
-        # Nobody waits: the host's weights stay as they are meanwhile.
-        weights = self.of.server.whole(name).weights
-        return weights.to(self._place, copy=True, non_blocking=True)
+        # Nobody waits: the host's weights stay as they are meanwhile, but for those on disk.
+        unit = self.of.server.whole(name)
+        return unit.weights.to(self._place, copy=True, non_blocking=not unit.blocks)
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """What brings a saved tensor again."""

@@ -25,6 +25,7 @@ from typing import Any, final
 
 from l2l.device import Event
 from l2l.model import emit, leaves_more, open_lists, run_layer
+from l2l.parameter_server import PLACES
 from l2l.run.parts import Parts
 from l2l.schedule import Lane
 
@@ -37,6 +38,8 @@ class Decoding:
         """The layers that stay are in their own slots; all others share `slots`."""
         self._partition, self._device = parts.partition, parts.device
         self._transfer, self._staying = parts.transfer, frozenset(staying)
+        self._server = parts.server
+        self._copies: dict[str, Event] = {}  # the last one from each buffer of the disk
         self._slots: dict[str, int | None] = dict.fromkeys(slots)  # the one used last at the end
         self._arrivals: dict[int, Event] = {}  # of layers that no pass has waited for yet
         self._passes: dict[str, Event] = {}  # the last one that has read a slot
@@ -80,6 +83,19 @@ class Decoding:
                 self._bring(following, keep=keep)
                 keep.add(following)
 
+    def _read(self, index: int) -> str | None:
+        """The buffer into which a layer's weights are read, if they are on disk."""
+        unit, disk = self._server.units[f"L{index}"], self._server.disk
+        if disk is None or "weights" not in unit.blocks:
+            return None
+        buffer = PLACES["weights"][self.num_fetched % len(PLACES["weights"])]
+        if buffer in self._copies:
+            self._device.wait(Lane.READ, self._copies.pop(buffer))
+        read = partial(disk.fetch, unit, buffer)
+        self._device.submit(Lane.READ, f"fetch L{index}.weights {buffer}", read)
+        self._device.wait(Lane.FETCH, self._device.record(Lane.READ))
+        return buffer
+
     def _bring(self, index: int, *, keep: Collection[int]) -> str:
         """The slot of a layer, to which it comes if it is not there; those to be kept stay."""
         if index in self._staying:
@@ -91,8 +107,11 @@ class Decoding:
                 self._arrivals.pop(gone, None)
             if slot in self._passes:
                 self._device.wait(Lane.FETCH, self._passes.pop(slot))
-            fetch = partial(self._transfer.fetch, f"L{index}", slot)
+            buffer = self._read(index)
+            fetch = partial(self._transfer.fetch, f"L{index}", slot, buffer)
             self._device.submit(Lane.FETCH, f"fetch L{index} {slot}", fetch)
+            if buffer is not None:
+                self._copies[buffer] = self._device.record(Lane.FETCH)
             self._arrivals[index] = self._device.record(Lane.FETCH)
             self.num_fetched += 1
         del self._slots[slot]

@@ -15,6 +15,7 @@ from functools import partial
 from typing import final
 
 from l2l.device import Event, Work
+from l2l.parameter_server import UnitsOnDisk
 from l2l.run.around_layers import AroundLayers
 from l2l.run.buffers import ChangingBuffers
 from l2l.run.head import HeadPasses
@@ -58,8 +59,10 @@ class Relay:
             "drain U free": self._drain_and_free,
             "drain v m": lambda s, a: stash.stash(a.value, *a.places, apart=_is_first(s)),
             "drain loss": self._drain_losses,
-            "fetch U.state": self._read_state,
-            "drain U.state": self._write_state,
+            "fetch U.state": self._read,
+            "fetch U.weights": self._read,
+            "drain U.state": self._write,
+            "drain U.weights": self._write,
             "gather U": lambda _, a: transfer.gather(a.unit, *a.places),
             "forward Pro m": self._around.prologue,
             "forward U m": layers.forward,
@@ -152,7 +155,7 @@ class Relay:
         """What lines of a step may wait for that earlier steps did ([Note: steps])."""
         found = {n: u.pending for n, u in self._server.units.items() if u.pending is not None}
         found |= self._readers
-        found |= {} if self._server.disk is None else self._server.disk.written
+        found |= {} if self._server.disk is None else self._server.disk.last
         return found if self._drained is None else {**found, "drain": self._drained}
 
     def _adopt_rows(self, step: Step) -> None:
@@ -207,11 +210,10 @@ class Relay:
                 step.collected = event
             elif action.verb in ("update", "collect"):
                 self._readers[action.places[0]] = event
-        elif kind == "drain U.state":
-            written = self._server.disk
-            assert written is not None
-            event = device.record(Lane.WRITE)
-            written.written |= {action.places[0]: event, f"{action.unit}.state": event}
+        elif action.lane is Lane.WRITE:
+            self._on_disk.note(device.record(Lane.WRITE), action.places[0], action.text.split()[1])
+        elif kind == "fetch U" and len(action.places) > 1:
+            self._on_disk.note(device.record(Lane.FETCH), "fetch")
         elif kind == "drain loss":
             step.reported = device.record(Lane.DRAIN)
         elif kind in ("drain U.grad", "drain U.grad:p", "drain U.norm"):
@@ -231,14 +233,19 @@ class Relay:
         self._transfer.drain_weights(action.unit, *action.places)
         self._transfer.release(*action.places)
 
-    def _read_state(self, _: Step, action: Action) -> None:
+    @property
+    def _on_disk(self) -> UnitsOnDisk:
         assert self._server.disk is not None
-        self._server.disk.fetch(self._server.units[action.unit], *action.places)
+        return self._server.disk
 
-    def _write_state(self, _: Step, action: Action) -> None:
-        assert self._server.disk is not None
-        self._server.disk.drain(self._server.units[action.unit], *action.places)
-        self._server.after_update(action.unit)
+    def _read(self, _: Step, action: Action) -> None:
+        self._on_disk.fetch(self._server.units[action.unit], *action.places)
+
+    def _write(self, _: Step, action: Action) -> None:
+        unit = self._server.units[action.unit]
+        self._on_disk.drain(unit, *action.places)
+        if not unit.changed:
+            self._server.after_update(action.unit)
 
     def _drain_losses(self, step: Step, _: Action) -> None:
         step.losses.copy_(step.device_losses, non_blocking=True)

@@ -168,10 +168,18 @@ class Transfer:
         if found is not None:
             self._device.poison(found)
 
-    def fetch(self, unit: str, slot: str) -> None:
-        """Copy a unit's weights into a slot; the fetch lane does this."""
-        for source, target in self._host_and_slot(unit, slot):
-            target.copy_(source, non_blocking=True)
+    def fetch(self, unit: str, slot: str, buffer: str | None = None) -> None:
+        """Copy a unit's weights into a slot; the fetch lane does this.
+
+        Those of a unit on disk will be in a buffer when the copy begins.
+        """
+        if buffer is not None:
+            assert self._server.disk is not None
+            source = self._server.disk.weights_in(buffer, self._server.units[unit])
+            self._slots[slot][: source.numel()].copy_(source, non_blocking=True)
+        else:
+            for source, target in self._host_and_slot(unit, slot):
+                target.copy_(source, non_blocking=True)
         self._held[slot] = unit
 
     def fetch_rows(self, name: str, owner: str, rows: slice, slot: str) -> None:

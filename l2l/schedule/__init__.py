@@ -69,6 +69,9 @@ further from the device than the host, so it is fetched from there and drained t
 lanes of their own. `fetch L3.state B0` reads it into a buffer of the host ahead of the update,
 `update L3 host H0 B0` works there, `drain L3.state B0` writes it behind. Buffers are used in turns.
 Such layers are updated at once, never in halves: each byte is read and written once a step.
+Weights may be on disk, too (`weights_on_disk`): `fetch L3.weights D0`, and from there to the device
+with `fetch L3 S0 D0`; the update changes them in their buffer, `update L3 host H0 B0 D0`, and
+`drain L3.weights D0` writes them. They stay in a buffer until others need it.
 
 [Note: sharing] With `shares_memory` the loss's units and the layers' gradient slots take turns in
 the same device memory: `take` and `release` lines say from when to when a place has any.
@@ -87,7 +90,8 @@ last L0` ([Note: steps] in ordering.py).
 [Note: places] Every line reads and writes named places: slots `S`, gradient slots `G`, host staging
 `H`, cells `C` (one boundary tensor each), recorded cells `R`, cells `K` for what a forward pass
 keeps for its backward pass, places `W` for lent optimizer state, host buffers `B` for such state of
-the disk, that itself (`L3.state`), and boundary tensors on the host
+the disk, `D` for weights of the disk, what lies there itself (`L3.state`, `L3.weights`), and
+boundary tensors on the host
 (`h1 m0`: the hidden state entering layer 1 of microbatch 0; `g1 m0` its gradient; `r m0` the
 recorded arguments; `k1 m0` what was kept; `e m0` looked-up rows, `x m0` their gradients). Two lines
 on different lanes that touch one place, at least one writing, must be ordered. `add_waits` inserts

@@ -12,12 +12,13 @@ There are only copies, passes, collectives, work on rows and updates:
     lookup m0               collect T0 m0 H         rows of tables on the host, and their gradients
                             collect L3 H            gradients, which the user's own code is to see
     order L3 [late]                                 the coefficients of an update on the device
-    update L3 host H [B] | device ..  [late] [weights | moments]
+    update L3 host H [B] [D] | device ..  [late] [weights | moments]
 
 What is copied (X) is a unit's weights `L0`, its gradient `L0.grad`, the norm of that `L0.norm`, its
-optimizer state `L0.state`, or all of it `L0.all`, perhaps a piece `:p3`; a boundary tensor `h1 m0`;
-or the losses, `loss`. `-` is no place. What a line does follows from its *kind*, which is the line
-without numbers and places; `KINDS` says for each on which lane it runs, what it reads and writes.
+optimizer state `L0.state`, or all of it `L0.all`, perhaps a piece `:p3`; its weights on their way
+from a disk or to it, `L0.weights`; a boundary tensor `h1 m0`; or the losses, `loss`. `-` is no
+place. What a line does follows from its *kind*, which is the line without numbers and places;
+`KINDS` says for each on which lane it runs, what it reads and writes.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class Lane(enum.Enum):
     REDUCE = "reduce"
     """Gradients and losses, summed over ranks."""
     READ = "read"
-    """Optimizer state, disk to host; goes on from step to step, as the update lane does."""
+    """Disk to host; goes on from step to step, as the update lane does."""
     WRITE = "write"
-    """The same, host to disk."""
+    """Host to disk, likewise."""
 
     def __init__(self, _: object) -> None:
         self.number: Final[int] = len(type(self).__members__)  # from 0, as listed here
@@ -107,10 +108,11 @@ KINDS: Final[Mapping[str, Kind]] = {
     "release U": _kind(Lane.COMPUTE, ANY, "S!unit"),
     "release U:p": _kind(Lane.COMPUTE, "T", "S!unit"),
     # copies to the device
-    "fetch U": _kind(Lane.FETCH, ANY, "S>unit", f"{WEIGHTS}<"),
+    "fetch U": _kind(Lane.FETCH, ANY, "S>unit [D<weights]", f"{WEIGHTS}<"),
     "fetch U:p": _kind(Lane.FETCH, "T", "S>unit", f"{WEIGHTS}<"),
     "fetch U.state:p": _kind(Lane.FETCH, "L", "W>state"),
     "fetch U.state": _kind(Lane.READ, "L", "B>state", "{unit}.state<"),
+    "fetch U.weights": _kind(Lane.READ, "L", "D>weights", "{unit}.weights<"),
     "fetch U.all:p": _kind(Lane.LEND, "L", "H< W>state"),
     "fetch v m": _kind(Lane.UNSTASH, "", "CRKP>value", "{value}<itself"),
     # copies to the host
@@ -120,6 +122,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "drain U.grad:p": _kind(Lane.DRAIN, "T", "G<gradient H>table"),
     "drain U.norm": _kind(Lane.DRAIN, ANY, "G<gradient"),
     "drain U.state": _kind(Lane.WRITE, "L", "B!state", "{unit}.state>"),
+    "drain U.weights": _kind(Lane.WRITE, "L", "D!weights", "{unit}.weights>"),
     "drain U.all:p": _kind(Lane.DRAIN, "L", "W<state", f"{WEIGHTS}>"),
     "drain v m": _kind(Lane.STASH, "", "CRKP<value", "{value}>itself"),
     "drain loss": _kind(Lane.DRAIN, also="loss<, host loss>"),
@@ -146,8 +149,10 @@ KINDS: Final[Mapping[str, Kind]] = {
     # gradients that wait on the host for the user's own code
     "collect U": _kind(Lane.UPDATE, ANY, "H<"),
     # updates on the host; late ones were left by the step before
-    "update U host": _kind(Lane.UPDATE, ANY, "H<gradient [B=state]", f"host loss<, {WEIGHTS}>"),
-    "update U host late": _kind(Lane.UPDATE, ANY, "H< [B=state]", f"{WEIGHTS}>"),
+    "update U host": _kind(
+        Lane.UPDATE, ANY, "H<gradient [B=state] [D=weights]", f"host loss<, {WEIGHTS}>"
+    ),
+    "update U host late": _kind(Lane.UPDATE, ANY, "H< [B=state] [D=weights]", f"{WEIGHTS}>"),
     "update U host late weights": _kind(Lane.UPDATE, ANY, "H<", f"{WEIGHTS}>"),
     "update U host late moments": _kind(Lane.UPDATE, ANY, "H<"),
     "update U:m host late": _kind(Lane.UPDATE, "T", "H<"),
@@ -167,7 +172,7 @@ FLAGS: Final = ("late", "weights", "moments", "free")
 UNIT: Final = re.compile(r"(Pro|Epi|Int\d+|O|[LT]\d+)(\.[a-z]+)?(?::([pmv]\d+))?$")
 VALUE: Final = re.compile(r"[hgk](?:\d+|E|I\d+)$|r\d*$|[sd]\d+$|[exyc]$")
 MICROBATCH: Final = re.compile(r"m\d+$")
-PLACE: Final = re.compile(r"(?:[SGHWCRK]\w+|[PB]\d+)(?:,(?:[SGHWCRK]\w+|P\d+))*$|-$")
+PLACE: Final = re.compile(r"(?:[SGHWCRK]\w+|[PBD]\d+)(?:,(?:[SGHWCRK]\w+|P\d+))*$|-$")
 LASTING: Final = (Lane.UPDATE, Lane.READ, Lane.WRITE)
 """Lanes that go on when a step ends: those of host threads."""
 
@@ -321,7 +326,10 @@ def action(text: str) -> Action:
         kinds = [other for other in KINDS if other.split()[0] == verb]
         raise ValueError(f"{text!r}: found {name!r}; expected one of {', '.join(kinds)}")
     if not words.fit(kind) or _in_order(rest, words.places) != rest:
-        wanted = " ".join((kind.units, *(one + does for one, does, _ in kind.places))).strip()
+        named = [one + does for one, does, _ in kind.places]
+        needed = len(named) - kind.num_optional
+        takes = (kind.units, *named[:needed], *(f"[{one}]" for one in named[needed:]))
+        wanted = " ".join(takes).strip()
         raise ValueError(f"{text!r}: {name!r} takes {wanted!r}, in this order")
     touches = tuple(words.touches(kind))
     return Action(

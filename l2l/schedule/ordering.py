@@ -9,6 +9,7 @@ few things need a wait, and these are lines as well:
     update waits last drain   gradients, and their norms, that late updates are made of
     read waits last B0        a buffer that may still be written to the disk
     read waits last L0.state  a unit's state that may still be written there, from another buffer
+    read waits last fetch     weights may still be copied from the buffer that is to be read into
 
 An earlier step may have had other layers or another number of microbatches. So nothing is assumed
 of it: a lane knows what the host did in earlier steps once it knows of any line of that lane.
@@ -84,12 +85,16 @@ class Orders:
             what = ("drain",)
             is_known = any(known[lane.number] for lane in Lane if lane not in LASTING)
         elif action.kind in ("fetch U", "fetch U:p") and action.unit in self.updated:
-            what = (action.unit,)
+            # Weights from a buffer were read in this step, once the host had written them.
+            what = (action.unit,) if len(action.places) == 1 else ()
         elif action.kind in ("drain U.grad", "drain U.grad:p"):
             what = (action.places[1],)
-        elif action.kind == "fetch U.state":
-            what = (action.places[0], f"{action.unit}.state")
-            is_known = known[Lane.WRITE.number] > 0
+        elif action.lane is Lane.READ:
+            part, (buffer,), is_known = action.text.split()[1], action.places, False
+            if known[Lane.WRITE.number] == 0:
+                what = (buffer, part) if action.unit in self.updated else (buffer,)
+            if part.endswith(".weights") and known[Lane.FETCH.number] == 0:
+                what += ("fetch",)
         return [] if is_known else [one for one in what if one not in self.earlier[number]]
 
     def wait(self, wait: Wait | WaitLast) -> None:

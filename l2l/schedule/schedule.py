@@ -134,6 +134,7 @@ def _meaning(action: Action, shape: Shape, following: Mapping[int, str]) -> dict
         "table": f"gradient {action.unit}",
         "gradient": f"gradient {action.name}",
         "state": f"state {action.unit}" + ("" if action.piece is None else f" {action.piece}"),
+        "weights": f"weights {action.unit}",
         "value": action.value,
         "itself": "{place}",
         "own": "{unit}",

@@ -139,6 +139,10 @@ class Shape:
     """Units whose optimizer state is on disk ([Note: disk])."""
     num_disk_buffers: int = 3
     """Of host memory, for such state: one is read, one updated, one written."""
+    weights_on_disk: frozenset[str] = frozenset()
+    """Units whose weights are on disk, too."""
+    num_weight_buffers: int = 4
+    """Of host memory, for such weights."""
     joint: bool = False
     """Whether one loss is taken over all microbatches ([Note: joint])."""
     parallel: bool = False
@@ -164,6 +168,7 @@ class Shape:
             ("num_tail", 0),
             ("num_pieces", 1),
             ("num_disk_buffers", 1),
+            ("num_weight_buffers", 1),
             ("num_whole", 0),
         ):
             if getattr(self, name) < least:
@@ -220,10 +225,11 @@ class Shape:
                 or (self.fused and any(unit.stays and unit.trained for unit in self.outer))
             ),
         )
+        on_disk = self.on_disk | self.weights_on_disk
         yield (
-            "the host updates layers whose state is on disk, in one process",
-            bool(self.on_disk & {*self.on_device, *self.units_of(self.shared)})
-            or (bool(self.on_disk) and (self.parallel or self.device_updates)),
+            "the host updates layers that are on disk, in one process",
+            bool(on_disk & {*self.on_device, *self.units_of(self.shared)})
+            or (bool(on_disk) and (self.parallel or self.device_updates)),
         )
         sliced = [unit for unit in self.outer if unit.num_slices]
         ranks = (self.device_updates, self.parallel)

@@ -49,7 +49,7 @@ def add_transfers(passes: Sequence[Pass], shape: Shape) -> Draft:
     draft = _Transfers(shape, passes).draft
     if shape.parallel:
         draft = list(_with_collectives(draft))
-    return [*_host_lines(draft, shape), *draft]
+    return _behind_updates(draft, _host_lines(draft, shape), shape)
 
 
 def _part(run: list[Pass]) -> tuple[str, str]:
@@ -399,6 +399,28 @@ def _host_lines(draft: Draft, shape: Shape) -> list[Action]:
     return lines + settled + completed
 
 
+def _behind_updates(draft: Draft, lines: Sequence[Action], shape: Shape) -> Draft:
+    """What the host does first, then the rest.
+
+    Lanes run apart, so it is all the same where in the text an update stands, as long as it is
+    before the fetch that needs it. But weights on disk pass through few buffers, in the order of
+    the text: there an update stands just before that fetch, in the same order as the others.
+    """
+    if not shape.weights_on_disk:
+        return [*lines, *draft]
+    fetched: dict[str, int] = {}
+    for position, item in enumerate(draft):
+        if isinstance(item, Action) and item.kind in ("fetch U", "fetch U:p"):
+            fetched.setdefault(item.unit, position)
+    before: dict[int, list[Action]] = {}
+    latest = max(fetched.values(), default=0)
+    for line in reversed(lines):
+        own = fetched.get(line.unit, latest) if line.verb == "update" else 0
+        latest = min(latest, own)
+        before.setdefault(latest, []).append(line)
+    return [one for i, item in enumerate(draft) for one in (*before.get(i, ())[::-1], item)]
+
+
 def _late(unit: str, half: str) -> str:
     """A host update that the step before has left: all of it, its weights or its moments."""
     return f"update {unit} host {late_staging(unit)} late {half}".rstrip()
@@ -408,7 +430,8 @@ def _halved(needed: Sequence[str], shape: Shape) -> frozenset[str]:
     """Units, in the order of need, whose late update is done in two."""
     layers = [unit for unit in needed if unit.startswith("L")]
     whole = layers[max(0, len(layers) - shape.num_whole) :]
-    return frozenset(needed) - frozenset(whole) - shape.on_disk  # it would be read twice
+    on_disk = shape.on_disk | shape.weights_on_disk  # which would be read twice
+    return frozenset(needed) - frozenset(whole) - on_disk
 
 
 def _actions(draft: Draft) -> Iterator[Action]:
