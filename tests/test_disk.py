@@ -129,12 +129,41 @@ def test_any_split_between_memory_and_disk_gives_the_same_bits(name: str, tmp_pa
     assert not list(tmp_path.glob("*.l2l")), "nothing but the lock is left"
 
 
+@pytest.mark.parametrize("values", [1, 2, 4, 9])
+@pytest.mark.parametrize("name", ["eager", "clipped", "bfloat16", "tail", "random depth"])
+def test_a_stash_on_disk_gives_the_same_bits(name: str, values: int, tmp_path: Path) -> None:
+    settings = {**SETTINGS[name], "microbatch_size": 1}
+    expected = trained(None, **settings)
+    chosen = {"num_cells": 3, **settings.pop("overrides", {}), "stash_values": values}
+    split = {"number": 2, "weights": 2, "overrides": chosen}
+    assert_same(trained(tmp_path, **split, **settings), expected)
+
+
+def test_a_stash_on_disk_takes_the_memory_of_few_layers(tmp_path: Path) -> None:
+    taken = []
+    for values in (None, 2, 1):
+        overrides = {"num_cells": 3, "stash_values": values}
+        settings = {"microbatch_size": 1, "overrides": overrides, "optimizer": ADAMW}
+        with engine_of(models.build(), tmp_path, 0, **settings) as engine:
+            for seed in range(2):
+                engine.step(FIRST(seed))
+            inside.finish_step(engine)
+            folder = inside.server(engine).disk.folder
+            assert (folder.num_written_bytes > 0) is (values is not None)
+            assert (folder.num_read_bytes > 0) is (values is not None)
+            taken.append(inside.arena(engine).bytes_by_name["stash"])
+            engine.evaluate(FIRST(0))
+            assert inside.arena(engine).bytes_by_name["stash"] == taken[-1]
+    assert taken[1] < 0.6 * taken[0]
+    assert taken[2] < 0.7 * taken[1], "recorded arguments stay in memory"
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_give_the_same_bits(name: str, tmp_path: Path) -> None:
     build, batch, settings = OTHERS[name]
     expected = trained(None, build=build, batch=batch, **settings)
-    for number, weights in ((2, 0), (2, 2)):
-        split = {"number": number, "weights": weights}
+    for number, values in ((0, None), (2, None), (2, 1)):
+        split = {"number": 2, "weights": number, "overrides": {"stash_values": values}}
         assert_same(trained(tmp_path, **split, build=build, batch=batch, **settings), expected)
 
 

@@ -617,6 +617,17 @@ LATER = {  # the waits are those of the second step, which settles what the firs
             "fetch waits update U host late",
         ),
     ),
+    "stash on disk": Case(
+        build=build_three,
+        batch=partial(make_batch, rows=FEW_ROWS),
+        settings={"overrides": {"stash_values": 1, "num_cells": 3}, "disk": "."},
+        kinds=(
+            "write waits drain v m",
+            "stash waits drain v.stash m",
+            "read waits fetch v m",
+            "unstash waits fetch v.stash m",
+        ),
+    ),
     "in halves": Case(
         build=build_three,
         batch=partial(make_batch, rows=FEW_ROWS),
@@ -965,6 +976,7 @@ EVALUATED = {
     "tail with state": dataclasses.replace(LATER["tail with state"], num_steps=1),
     "layers called twice": dataclasses.replace(ROUTES["layers called twice"], num_steps=0),
     "weights on disk": dataclasses.replace(LATER["weights on disk, clipped"], num_steps=1),
+    "stash on disk": dataclasses.replace(LATER["stash on disk"], num_steps=0),
     "encoder and decoder, a loss that compares rows": dataclasses.replace(
         ROUTES["encoder and decoder, a loss that compares rows"], num_steps=0
     ),

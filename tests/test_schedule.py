@@ -169,6 +169,9 @@ GOLDEN = {
         weights_on_disk=frozenset({"L0", "L1", "L2"}),
         num_weight_buffers=2,
     ),
+    "stash_on_disk": Shape(
+        layers=first_layers(3), num_microbatches=2, num_cells=3, num_stash_buffers=3
+    ),
     "weights_on_disk_clipped": dataclasses.replace(
         IN_HALVES,
         halves=False,
@@ -280,6 +283,10 @@ def varied_shapes() -> Iterator[Shape]:
         {**WEIGHTS, "pending": ("L0", "L2"), "training": False},
         {**WEIGHTS, "training": False, "num_slots": 1, "num_cells": 3},
         {**WEIGHTS, "frozen_layers": frozenset({0, 1}), "outer": FROZEN},
+        {"num_stash_buffers": 2, "num_cells": 3},
+        {"num_stash_buffers": 1, "num_cells": 3, "num_late": 2, "pending": ("O", "L0")},
+        {**WEIGHTS, "num_stash_buffers": 3, "num_cells": 3, "num_slots": 1},
+        {"num_stash_buffers": 1, "num_cells": 3, "training": False},
         {**WEIGHTS, "num_tail": 1, "num_late": 1, "pending": ("O",)},
         {"device_updates": True, "num_slots": 1},
         {"device_updates": True, "num_slots": 3, "num_gradient_slots": 1, "num_cells": 4},
@@ -1011,6 +1018,32 @@ def test_weights_on_disk_are_in_a_buffer_when_they_are_needed() -> None:
     assert found > 20
 
 
+def test_boundary_tensors_on_disk_are_in_a_buffer_when_they_are_needed() -> None:
+    found = 0
+    for schedule in varied_schedules():
+        number, buffers, written = schedule.shape.num_stash_buffers, dict[str, str](), set[str]()
+        for line in schedule.actions:
+            place = line.places[-1] if line.places else ""
+            if not place.startswith("E"):
+                assert not (
+                    line.kind in ("drain v m", "fetch v m") and line.value[0] in "hg" and number
+                )
+            elif line.kind == "drain v m":
+                buffers[place] = line.value
+                written.discard(line.value)
+            elif line.kind == "drain v.stash m":
+                assert buffers[place] == line.value
+                written.add(line.value)
+            elif line.kind == "fetch v.stash m":
+                assert line.value in written
+                buffers[place] = line.value
+                found += 1
+            else:
+                assert buffers[place] == line.value
+        assert set(buffers) <= {f"E{i}" for i in range(number)}
+    assert found > 20
+
+
 def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> None:
     num_settled = num_halved = num_renewed = num_reworked = 0
     for schedule in all_schedules():
@@ -1255,6 +1288,8 @@ TOUCHED = {  # kind -> what it reads, what it writes: by name, or by its positio
     "drain U.state": ([], [0, "state"]),
     "fetch U.weights": (["weights on disk"], [0]),
     "drain U.weights": ([], [0, "weights on disk"]),
+    "fetch v.stash m": (["stash on disk"], [0]),
+    "drain v.stash m": ([0], ["stash on disk"]),
     "fetch v m": (["kept"], [0]),
     "drain U": ([0], ["weights"]),
     "drain U free": ([], [0, "weights"]),
@@ -1308,6 +1343,7 @@ def touched(action: Action, shape: Shape) -> tuple[set[str], set[str]]:
         "numbers": [f"numbers {unit}"],
         "state": [f"state {unit}"],
         "weights on disk": [f"weights on disk {unit}"],
+        "stash on disk": [f"stash on disk {action.value}"],
         "kept": [f"kept {action.value}"],
         "rows": [f"kept e m{action.microbatch}"],
         "gradients of rows": [f"kept x m{m}" for m in microbatches if m <= last],
@@ -1322,8 +1358,10 @@ def touched(action: Action, shape: Shape) -> tuple[set[str], set[str]]:
         }
         for names in TOUCHED[action.kind]
     )
-    buffers = {place for place in action.places if place[0] in "BD"}
-    return (reads | buffers, writes) if action.kind == "fetch U" else (reads, writes | buffers)
+    buffers = {place for place in action.places if place[0] in "BDE"}
+    if action.kind in ("fetch U", "fetch v m", "drain v.stash m"):
+        return reads | buffers, writes
+    return reads, writes | buffers
 
 
 def assert_conflicts_are_ordered(schedule: Schedule) -> None:

@@ -154,8 +154,8 @@ class DiskFolder:
         with self._counting:
             self.num_read_bytes += memory.nbytes
 
-    def write(self, block: Block, memory: Tensor) -> None:
-        """Write memory, of whole pages, over the bytes of a block.
+    def write(self, block: Block, memory: Tensor, *, start: int = 0) -> None:
+        """Write memory, of whole pages, over the bytes of a block from there on.
 
         Raises:
             DiskError: they cannot be written.
@@ -164,7 +164,7 @@ class DiskFolder:
         def write(view: memoryview, offset: int) -> int:
             return write_some(block.descriptor, [view], offset)
 
-        self._transfer("write", block, memory, 0, write)
+        self._transfer("write", block, memory, start, write)
         with self._counting:
             self.num_written_bytes += memory.nbytes
 

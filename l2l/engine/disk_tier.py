@@ -50,7 +50,7 @@ def refuse_without_room(
     if disk is not None:
         refuse_disk(inventory.optimizer, is_parallel=world.is_parallel)
         return
-    for name in ("num_on_disk", "num_weights_on_disk"):
+    for name in ("num_on_disk", "num_weights_on_disk", "stash_values"):
         if overrides.get(name):
             raise ValueError(f"{name} is overridden, but there is no disk. Give disk=FOLDER.")
     forms, others = inventory.forms, dict[str, int]()

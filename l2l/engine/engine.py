@@ -41,6 +41,7 @@ from l2l.parameter_server import (
     Inventory,
     Optimizer,
     UnitForm,
+    lost_weights,
     units_of,
 )
 from l2l.planner import STATE_ON_HOST, Plan
@@ -435,7 +436,7 @@ def _close(has: Resources, condition: Condition, loop: Loop, *, give_back: bool)
     failure = condition.finish()  # raised once weights are given back, as they are
     if give_back:
         network.give_back()
-        failure = failure or has.server.lost_weights()
+        failure = failure or lost_weights(has.server)
     loop.detach()
     condition.close()
     has.server.reader.close("they were let go when their engine was closed")

@@ -149,6 +149,7 @@ class Network:
             self._server.place_state(name, torch.device("cpu"))
         self._held = frozenset()
         self._has.transfer.clear()
+        self._has.stash.leave()
         self.schedules.clear()
 
     def enter(self) -> None:

@@ -172,7 +172,12 @@ class Resources:
             arena=arena,
             server=server,
             transfer=Transfer(device=device, arena=arena, server=server),
-            stash=Stash(device=device, arena=arena, policy=parse_policy(execution.stash)),
+            stash=Stash(
+                device=device,
+                arena=arena,
+                policy=parse_policy(execution.stash),
+                folder=None if tier.units is None else tier.units.folder,
+            ),
             rows=HostRows(arena=arena, server=server, kernel=kernel),
             planning=Planning(
                 partition=inventory.partition,
@@ -190,6 +195,7 @@ class Resources:
                 needs_slices=isinstance(loss, TokenLoss),
                 kept=plans,
                 disk=tier.measured,
+                spills=execution.stash == "host",
                 least_on_disk=(len(tier.first["state"]), len(tier.first["weights"])),
             ),
             first_on_disk=tier.first,

@@ -38,7 +38,13 @@ from l2l.parameter_server.optimizers import OPTIMIZERS, SGD, AdamW, Lion, Record
 from l2l.parameter_server.policy import UpdatePolicy
 from l2l.parameter_server.precision import DTYPES, LossScale, PrecisionPolicy, join_master
 from l2l.parameter_server.snapshot import NUM_WRITERS, Image, Snapshot
-from l2l.parameter_server.store import ParameterServer, check_settings, exchange_averages, values_of
+from l2l.parameter_server.store import (
+    ParameterServer,
+    check_settings,
+    exchange_averages,
+    lost_weights,
+    values_of,
+)
 from l2l.parameter_server.table_rows import TableRows
 from l2l.parameter_server.torch_optimizer import Members, ServerOptimizer, groups_of
 from l2l.parameter_server.unit import (

@@ -184,20 +184,8 @@ class ParameterServer:
             self.disk.let_go(gone)
         gone.let_go()
 
-    def lost_weights(self) -> DiskError | None:
-        """What went with the disk, once all weights were given back."""
-        if not self.lost:
-            return None
-        return DiskError(
-            f"weights of {', '.join(self.lost)} were on a disk that cannot be read: they are NaN "
-            "in the model now. Make a new engine and load the last checkpoint."
-        )
-
     def whole(self, name: str) -> Unit:
-        """A unit with all of its weights, without its state; its ranks must ask together.
-
-        Weights that are on disk are at hand until another unit is asked for.
-        """
+        """A unit with all of its weights, without its state; its ranks must ask together."""
         if self.disk is not None:
             self.disk.bring(self.units[name], parts=["weights"])
         return self.units[name].whole(self.world)
@@ -460,6 +448,16 @@ class ParameterServer:
             self.after_update(name)
         self.unfinished.discard(name)
         del self.waiting[name]
+
+
+def lost_weights(server: ParameterServer) -> DiskError | None:
+    """What went with the disk, once all weights were given back."""
+    if not server.lost:
+        return None
+    return DiskError(
+        f"weights of {', '.join(server.lost)} were on a disk that cannot be read: they are NaN in "
+        "the model now. Make a new engine and load the last checkpoint."
+    )
 
 
 def exchange_averages(server: ParameterServer) -> None:

@@ -260,12 +260,13 @@ class CostModel:
         What updates need is read and written at the same time, once; weights are read once more.
         """
         disk = self.problem.disk
-        if disk is None or not (decisions.num_on_disk or decisions.num_weights_on_disk):
+        if disk is None or not self.memory.all_disk_bytes(decisions):
             return 0.0, 0.0
         state, weights = (self.memory.disk_bytes(decisions, part) for part in ALL_PARTS)
         both = (state + weights) * max(1 / disk.both_read_rate, 1 / disk.both_write_rate)
-        again = weights / disk.read_rate
-        return late * both + (1 - late) * again, (1 - late) * both + late * again
+        again, spilled = weights / disk.read_rate, self.memory.spilled_bytes(decisions)
+        before = late * both + (1 - late) * again + spilled / disk.write_rate
+        return before, (1 - late) * both + late * again + spilled / disk.read_rate
 
     def _host_seconds(self, decisions: Decisions) -> tuple[float, float]:
         """Of updates: those that passes wait for, and those that are done under the rest."""
@@ -429,9 +430,10 @@ class LineCosts:
             nbytes = int(self._scale * self._value_bytes.get(action.value[:1], hidden))
             return Cost(link="out" if action.lane is Lane.STASH else "in", nbytes=nbytes)
         size = self._sizes.get(action.unit)
-        if action.lane in (Lane.READ, Lane.WRITE) and size is not None:
+        if action.lane in (Lane.READ, Lane.WRITE):
             way: Direction = "read" if action.lane is Lane.READ else "write"
-            return Cost(link=way, nbytes=_bytes_on_disk(action, size))
+            hidden = int(self._scale * self._problem.hidden_bytes * self._mean)
+            return Cost(link=way, nbytes=_bytes_on_disk(action, size) if size else hidden)
         slices, pieces = self._decisions.num_head_slices, self._decisions.num_pieces
         num_pieces = 1 if action.piece is None else slices if action.unit[0] == "T" else pieces
         if size is not None and action.kind in COPIED:

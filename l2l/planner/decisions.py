@@ -9,7 +9,7 @@ from typing import Any, Final
 from l2l.device import describe_wear, format_bytes
 from l2l.model import Route
 from l2l.parameter_server import NUM_STAGING, PLACES, Part, UpdatePolicy
-from l2l.planner.bounds import Bounds
+from l2l.planner.bounds import Bounds, Work
 from l2l.planner.problem import Problem, UnitSize, disk_order
 from l2l.schedule import OuterUnit, Shape
 
@@ -50,6 +50,8 @@ class Decisions:
     num_head_slices: int = 0  # in which a head comes like a layer; 0: it comes whole
     num_on_disk: int = 0  # layers whose optimizer state is on disk
     num_weights_on_disk: int = 0  # layers whose weights are on disk
+    # Layers of whose boundary tensors the host has room for; others go to disk. None: of all.
+    stash_values: int | None = None
 
     def rows(self, problem: Problem) -> int:
         """Of a microbatch."""
@@ -189,15 +191,15 @@ class Decisions:
             num_disk_buffers=len(PLACES["state"]),
             weights_on_disk=on_disk("weights"),
             num_weight_buffers=len(PLACES["weights"]),
+            num_stash_buffers=0 if side else (self.stash_values or 0) * num_microbatches,
         )
 
     def num_parts(self, part: Part) -> int:
         """How many layers have a part on disk."""
         return self.num_weights_on_disk if part == "weights" else self.num_on_disk
 
-    def with_parts(self, numbers: Mapping[Part, int]) -> Decisions:
-        """The same with parts of so many layers on disk."""
-        state, weights = numbers["state"], numbers["weights"]
+    def with_parts(self, state: int, weights: int) -> Decisions:
+        """The same with state, and weights, of so many layers on disk."""
         return replace(self, num_on_disk=state, num_weights_on_disk=weights)
 
     def override(self, choices: Mapping[str, Any]) -> Decisions:
@@ -240,6 +242,7 @@ class Decisions:
             number = "layer" if self.num_whole == 1 else f"{self.num_whole} layers"
             updates += f" but for the last {number}" if self.num_whole else ""
         on_disk = f"that of {self.num_on_disk} of {num_layers} layers"
+        stash = f"that of {self.stash_values} layers in memory, the rest on disk"
         weights = f"those of {self.num_weights_on_disk} of {num_layers} layers"
         around = "stays on the device with its state" if self.outer_state else "comes when needed"
         return (
@@ -248,6 +251,7 @@ class Decisions:
             *((("pointwise in layers", tiles),) if self.tile_tokens else ()),
             *((("optimizer state on disk", on_disk),) if self.num_on_disk else ()),
             *((("weights on disk", weights),) if self.num_weights_on_disk else ()),
+            *((("stash", stash),) if self.stash_values is not None else ()),
             ("kept, not recomputed", kept),
             ("updates left", late),
             ("late updates", updates),
@@ -292,11 +296,20 @@ class Plan:
     bound: str | None = None  # "compute", "link", "host" or "disk"
     bounds: Bounds | None = None  # what a step takes at best
     num_tokens: int | None = None  # of a step
-    disk_read_bytes: int = 0  # in every step
-    disk_written_bytes: int = 0
+    work: Work | None = None  # of a step, whatever the rates
     first_step: tuple[tuple[str, float], ...] = ()  # seconds by phase, until it was handed over
     measured: tuple[str, ...] = ()  # lines about the first steps
     scaling: tuple[ScalingPoint, ...] = ()  # one device first
+
+    @property
+    def disk_read_bytes(self) -> int:
+        """Of every step."""
+        return 0 if self.work is None else int(self.work.bytes_read)
+
+    @property
+    def disk_written_bytes(self) -> int:
+        """Of every step."""
+        return 0 if self.work is None else int(self.work.bytes_written)
 
     def phases(self) -> dict[str, int]:
         """Device bytes in each phase of a step, with what is there always."""

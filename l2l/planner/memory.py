@@ -24,6 +24,7 @@ from l2l.planner.layer_cost import PassCost
 from l2l.planner.problem import CostCurve, Problem, UnitSize, disk_order
 from l2l.schedule import NUM_HEAD_CELLS, NUM_LENT, OuterUnit
 
+MIN_STASH_VALUES = 2  # layers: while one is read, the next is written
 LIBRARY_BYTES = 96 << 20  # workspaces of matrix libraries, and small tensors
 LABEL_BYTES = 8  # of a position, beside what a head in slices is given
 SUM_BYTES = 16  # of a position, of all words so far
@@ -234,12 +235,24 @@ class Memory:
         sliced = self._slice(decisions).num_rows > 0  # with what it is given, and its gradient
         values += 2 if sliced else 0
         beside = (2 * LABEL_BYTES + 2 * SUM_BYTES) * problem.length if sliced else 0
+        values -= self.num_spilled(decisions)
         yield "stash", (values * problem.hidden_bytes + beside) * number * rows
         yield "stash: kept results", num_streamed * number * self.kept_bytes(decisions)
         yield "looked-up rows", 4 * problem.num_rows * problem.looked_up_bytes
         if problem.policy is UpdatePolicy.EAGER:  # just in time: all are late, and in the server
             late = max(0, decisions.num_late - self.num_before)  # of layers: the first
             yield "gradients of late updates", self._staged[min(late, num_streamed)]
+
+    def num_spilled(self, decisions: Decisions) -> int:
+        """Layers whose boundary tensors go to disk."""
+        values = len(self._problem.layers) - decisions.num_tail + 1
+        return 0 if decisions.stash_values is None else max(0, values - decisions.stash_values)
+
+    def spilled_bytes(self, decisions: Decisions) -> int:
+        """What they take there."""
+        problem = self._problem
+        rows = decisions.rows(problem) * decisions.num_microbatches(problem)
+        return self.num_spilled(decisions) * problem.hidden_bytes * rows
 
     def on_disk(self, decisions: Decisions, part: Part) -> list[int]:
         """Calls whose layers' optimizer state, or weights, are on disk."""
@@ -268,22 +281,27 @@ class Memory:
         return sum(layers[call].block_bytes(part) for call in self.on_disk(decisions, part))
 
     def all_disk_bytes(self, decisions: Decisions) -> int:
-        """The same of both parts."""
-        return sum(self.disk_bytes(decisions, part) for part in ALL_PARTS)
+        """The same of both parts, and of the stash."""
+        own = self.spilled_bytes(decisions)
+        return own + sum(self.disk_bytes(decisions, part) for part in ALL_PARTS)
 
     def with_disk(self, decisions: Decisions) -> Decisions:
-        """The same with the fewest layers on disk for which the host has room, if that may be.
+        """The same with as little on disk as there is no room for on the host, if that may be.
 
-        State goes first, which is read once a step, then weights. Only layers that were not on disk
-        when the engine was made may come to memory: there is no room for the others.
+        Optimizer state goes first, then the stash: both are written once a step and read once. Then
+        weights, which are read twice. Only layers that were not on disk when the engine was made
+        may come to memory: there is no room for the others.
         """
         problem = self._problem
         if problem.disk is None:
             return decisions
-        numbers = dict(zip(ALL_PARTS, problem.least_on_disk, strict=True))
-        found = decisions.with_parts(numbers)
+        numbers: dict[Part, int] = dict(zip(ALL_PARTS, problem.least_on_disk, strict=True))
+        found = replace(decisions.with_parts(**numbers), stash_values=None)
         missing = self.host_bytes(found) - problem.host_limit_bytes
         for part, number in numbers.items():
+            if part == "weights" and missing > 0 and problem.spills:
+                found = self._spilled(found, missing)
+                missing -= self.spilled_bytes(found)
             able = self._able(found, part)
             if missing > 0 and not number and able:
                 missing += self._buffer_bytes(part)
@@ -291,7 +309,16 @@ class Memory:
                 if missing > 0:
                     missing -= problem.layers[call].part_bytes(part)
                     numbers[part] += 1
-        return decisions.with_parts(numbers)
+        return found.with_parts(**numbers)
+
+    def _spilled(self, decisions: Decisions, missing_bytes: int) -> Decisions:
+        """The same with as few boundary tensors on disk as gives so much room, if that may be."""
+        values = self.num_spilled(replace(decisions, stash_values=0))
+        if values <= MIN_STASH_VALUES:
+            return decisions
+        each = self.spilled_bytes(replace(decisions, stash_values=values - 1))
+        kept = max(MIN_STASH_VALUES, values + missing_bytes // -each)
+        return replace(decisions, stash_values=kept)
 
     def host_bytes(self, decisions: Decisions) -> int:
         """What choices take of the host's memory."""

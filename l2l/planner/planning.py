@@ -15,7 +15,7 @@ from l2l.device import Device, format_bytes, parse_bytes
 from l2l.distributed import World
 from l2l.model import TILE_TOKENS, Partition, num_rows, token_length
 from l2l.parameter_server import HostBudget, HostKernel, Optimizer, UnitForm, UpdatePolicy
-from l2l.planner.bounds import Bounds
+from l2l.planner.bounds import Bounds, Work
 from l2l.planner.cost_model import CostModel
 from l2l.planner.decisions import STATE_ON_HOST, Decisions, LedgerLine, Plan, ScalingPoint
 from l2l.planner.disk_tier import DiskTier
@@ -56,8 +56,8 @@ class Planning:
     Without a `device`, `hardware` and `given_budget` say what the plan is for. `embedding` says
     where rows of tables are looked up: on the "host", the "device", or, with None, where it pays.
     `needs_slices` says that the head must come in slices, or in one: a loss asks for
-    log-probabilities. `disk` is where optimizer state may go, perhaps yet to be measured, and
-    `least_on_disk` the number of layers whose state, and weights, are there from the beginning.
+    log-probabilities. `disk` is where what memory has no room for may go, perhaps yet to be
+    measured; of `least_on_disk` layers state, and weights, are there from the beginning.
     """
 
     partition: Partition
@@ -77,12 +77,12 @@ class Planning:
     kept: KeptPlans = field(default_factory=partial(KeptPlans, None))
     disk: DiskTier | Callable[[], DiskTier] | None = None
     least_on_disk: tuple[int, int] = (0, 0)
+    spills: bool = True
 
     def __post_init__(self) -> None:
         self.budget = self.given_budget  # what is free, once that is known, if none was given
         slices = int(self.needs_slices)
-        state, weights = self.least_on_disk
-        least = Decisions(num_head_slices=slices, num_on_disk=state, num_weights_on_disk=weights)
+        least = Decisions(num_head_slices=slices).with_parts(*self.least_on_disk)
         self.decisions = least.override(self.overrides)
         self._adopted: dict[str, Any] = {}  # choices of a checkpoint
         self._kept_back = 0  # bytes of the budget that plans leave alone, because one has failed
@@ -98,7 +98,7 @@ class Planning:
         """Let choices be made anew, as more is known of the model."""
         self._candidate: Candidate | None = None
         self._bounds: Bounds | None = None
-        self._on_disk: dict[str, int] = {}  # bytes read in a step, and written
+        self._work: Work | None = None  # of a step
         self._fits_plain = True  # whether there is room for passes that are not compiled
         self._most_tokens = 0  # of a microbatch, that the plan is for
 
@@ -187,10 +187,7 @@ class Planning:
 
     @property
     def _context_bytes(self) -> int:
-        """What the process takes of the device beside tensors: as it is, and as it is known to get.
-
-        Kernels are loaded when they are first used.
-        """
+        """What the process takes of the device beside tensors, once it has loaded all kernels."""
         known = 0 if self.hardware is None else self.hardware.context_bytes
         return max(known, 0 if self.device is None else self.device.context_bytes())
 
@@ -282,13 +279,14 @@ class Planning:
     ) -> Problem:
         """What to plan for, on this machine."""
         problem = self.subject.problem(longest, total, found, tile_tokens)
-        if self.disk is not None and not isinstance(self.disk, DiskTier):
+        if callable(self.disk):
             self.disk = self.disk()
         return replace(
             problem,
             context_bytes=self._context_bytes,
             disk=self.disk,
             least_on_disk=self.least_on_disk,
+            spills=self.spills and self.disk is not None,
         )
 
     def _look_at_machine(self) -> bool:
@@ -330,12 +328,8 @@ class Planning:
         self.decisions = found.decisions.override(self._chosen)
         model = CostModel(problem, self.hardware)
         self._fits_plain = model.memory.plain_bytes(found.decisions) <= left * (1 - SLACK)
-        work, disk = model.work(found.decisions), problem.disk
-        self._on_disk = {
-            "disk_read_bytes": int(work.bytes_read),
-            "disk_written_bytes": int(work.bytes_written),
-        }
-        self._bounds = Bounds.of(work, model.hardware, lane=found.bound, disk=disk)
+        self._work = work = model.work(found.decisions)
+        self._bounds = Bounds.of(work, model.hardware, lane=found.bound, disk=problem.disk)
         return found
 
     def scaling(self, worlds: Sequence[Together]) -> tuple[ScalingPoint, ...]:
@@ -445,7 +439,7 @@ class Planning:
                 "predicted_seconds": found.seconds,
                 "bound": found.bound,
                 "bounds": self.bounds,
-                **self._on_disk,
+                "work": self._work,
                 "num_tokens": self._num_tokens,
             }
         described = self.decisions.describe(self.partition.num_layers, self.policy)

@@ -216,7 +216,8 @@ class Problem:
     buffer_bytes: int
     context_bytes: int = 0  # on the device, beside tensors
     server_bytes: int  # of the parameter server, on the host
-    disk: DiskTier | None = None  # to which optimizer state may go
+    disk: DiskTier | None = None  # to which what the host has no room for may go
+    spills: bool = False  # whether the stash may, too
     least_on_disk: tuple[int, int] = (0, 0)  # layers for whose state, and weights, is no room
     host_limit_bytes: int
     together: Together = Together()

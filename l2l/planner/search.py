@@ -55,7 +55,7 @@ MAX_CLIMBED = 40  # simulations
 STEPS = (1, -1, 3, -3)
 MIN_GAIN = 0.002
 EVEN = 1 + 1e-9  # of the seconds of another: as good
-ON_DISK = {"num_on_disk", "num_weights_on_disk"}  # choices
+ON_DISK = {"num_on_disk", "num_weights_on_disk", "stash_values"}  # choices
 SHARES = (0.2, 0.35, 0.5)  # of streamed layers that the device updates
 
 

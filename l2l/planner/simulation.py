@@ -360,7 +360,7 @@ def _carried(action: Action) -> list[str]:
     """What the next step may have to wait for, if it comes to that ([Note: steps])."""
     if action.kind in ("drain U.grad", "drain U.norm", "drain loss"):
         return ["drain"]
-    if action.lane is Lane.WRITE:
+    if action.lane is Lane.WRITE and action.unit:
         return [action.places[0], action.text.split()[1]]
     if action.kind == "fetch U" and len(action.places) > 1:
         return ["fetch"]

@@ -101,6 +101,8 @@ class Program:
     """Streamed layers with a backward pass."""
     redone: frozenset[str] = field(init=False)
     """Units that are updated on the device under this step's own backward passes."""
+    stash_numbers: Mapping[str, int] = field(init=False)
+    """Boundary tensors that go to disk, numbered."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "following", self.shape.following)
@@ -108,6 +110,8 @@ class Program:
         object.__setattr__(self, "calls", tuple(map(self.shape.calls, stacks)))
         object.__setattr__(self, "returning", frozenset(self.shape.backward_layers))
         object.__setattr__(self, "redone", frozenset(self.shape.redone))
+        written = [one.value for one in self.schedule.actions if one.kind == "drain v.stash m"]
+        object.__setattr__(self, "stash_numbers", {one: i for i, one in enumerate(written)})
 
     def tiles(self, structure: str) -> Tiles | None:
         """Which parts of such layers run in tiles; None: they run as they are."""

@@ -75,7 +75,11 @@ class Relay:
             **updates.lines,
         }
         self._perform_on_sides = {**self._perform, **outputs.lines}
-        self._prepare = updates.prepared
+        self._prepare: dict[str, Callable[[Step, Action], Work]] = {
+            **updates.prepared,
+            "fetch v.stash m": lambda s, a: stash.reading(*_place_on_disk(s, a)),
+            "drain v.stash m": lambda s, a: stash.writing(*_place_on_disk(s, a)),
+        }
 
     def show_waiting(self, step: Step) -> None:
         """Show the gradients of all updates that a step has left to its witness."""
@@ -210,7 +214,7 @@ class Relay:
                 step.collected = event
             elif action.verb in ("update", "collect"):
                 self._readers[action.places[0]] = event
-        elif action.lane is Lane.WRITE:
+        elif action.lane is Lane.WRITE and action.unit:
             self._on_disk.note(device.record(Lane.WRITE), action.places[0], action.text.split()[1])
         elif kind == "fetch U" and len(action.places) > 1:
             self._on_disk.note(device.record(Lane.FETCH), "fetch")
@@ -249,6 +253,11 @@ class Relay:
 
     def _drain_losses(self, step: Step, _: Action) -> None:
         step.losses.copy_(step.device_losses, non_blocking=True)
+
+
+def _place_on_disk(step: Step, action: Action) -> tuple[str, str, int]:
+    """A boundary tensor, the buffer through which it goes, and its number on disk."""
+    return action.value, action.places[0], step.program.stash_numbers[action.value]
 
 
 def _is_first(step: Step) -> bool:

@@ -21,13 +21,18 @@ order for a transposed tensor, and then a step would not equal plain PyTorch bit
 state h2, so it can have h2's memory outside the cells: the stash of g2 waits for that pass, and
 that pass waited for h2 to arrive. Half the stash is saved.
 
+[Note: stash on disk] Where host memory has no room for all values, they go through few buffers,
+and from there to disk and back; the schedule says which. Work of the disk's lanes may be done long
+after it was submitted, when further lines were, or the step was. So it holds on to what belongs to
+its step: forms, and which buffer a value is in.
+
 Cells take the size of the largest value seen and keep it. Memory outside the cells is pooled by
 size and reused from step to step, so a steady state allocates nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, final, get_args
@@ -35,11 +40,12 @@ from typing import Literal, final, get_args
 import torch
 from torch import Tensor
 
-from l2l.device import PAGE_BYTES, Device
+from l2l.device import PAGE_BYTES, Block, Device, DiskFolder, Work
 from l2l.parameter_server import ALIGNMENT_BYTES, Arena, FlatLayout, round_up
 
 StashPolicy = Literal["host", "device"]
 NUM_FORMS = 4096  # that are remembered, and so views of cells
+VALUES_OF_A_BLOCK = 64  # on disk, in one file
 
 
 def parse_policy(policy: str) -> StashPolicy:
@@ -139,7 +145,19 @@ class Parked:
 class Stash:
     """Owner of cells and of the values that are not in a cell."""
 
-    def __init__(self, *, device: Device, arena: Arena, policy: StashPolicy) -> None:
+    def __init__(
+        self,
+        *,
+        device: Device,
+        arena: Arena,
+        policy: StashPolicy,
+        folder: DiskFolder | None = None,
+    ) -> None:
+        """`folder`: where values go for which memory has no room."""
+        self._folder = folder
+        self._buffers: dict[str, Tensor] = {}  # through which they go
+        self._placed: dict[tuple[str, str], Tensor] = {}  # of this step: value, name of the buffer
+        self._blocks: dict[tuple[int, int], Block] = {}  # by number and size of what is there
         self._device = device
         self._arena = arena
         self.policy: StashPolicy = policy
@@ -178,25 +196,91 @@ class Stash:
         """The bytes of a cell."""
         return self._cells[cell]
 
-    def stash(self, value: str, cell: str, *, apart: bool = False) -> None:
+    def stash(
+        self, value: str, cell: str, buffer: str | None = None, *, apart: bool = False
+    ) -> None:
         """Copy a value out of its cell; the stash lane does this.
 
-        `apart`: not to the memory of another ([Note: one place]), which will be read again.
+        Args:
+            value: Which one.
+            cell: Where it is.
+            buffer: Where to, if buffers are few ([Note: stash on disk]).
+            apart: Not to the memory of another ([Note: one place]), which will be read again.
         """
         nbytes = self._forms[value].layout.nbytes
-        if value not in self._kept:
-            self._kept[value] = self._take(nbytes) if apart else self._memory_for(value, nbytes)
-        self._kept[value][:nbytes].copy_(self._cells[cell][:nbytes], non_blocking=True)
+        if buffer is not None:
+            target = self._place(value, buffer, nbytes, self._placed)
+        else:
+            if value not in self._kept:
+                self._kept[value] = self._take(nbytes) if apart else self._memory_for(value, nbytes)
+            target = self._kept[value]
+        target[:nbytes].copy_(self._cells[cell][:nbytes], non_blocking=True)
 
-    def unstash(self, value: str, cell: str) -> None:
+    def unstash(self, value: str, cell: str, buffer: str | None = None) -> None:
         """Copy a value into a cell again; the unstash lane does this."""
         nbytes = self._forms[value].layout.nbytes
-        kept = self._kept.get(value)
+        kept = self._kept.get(value) if buffer is None else self._placed.get((value, buffer))
         target = self._cell(cell, nbytes)[:nbytes]
         if kept is None:  # only a schedule with a missing wait gets here, on the checking device
             self._device.poison(target)
         else:
             target.copy_(kept[:nbytes], non_blocking=True)
+
+    def writing(self, value: str, buffer: str, number: int) -> Work:
+        """What the write lane does to copy a value from its buffer to its place on disk."""
+        forms, placed = self._forms, self._placed
+
+        def write() -> None:
+            self._on_disk(value, placed[value, buffer], number, forms, is_read=False)
+
+        return write
+
+    def reading(self, value: str, buffer: str, number: int) -> Work:
+        """What the read lane does to bring it again, perhaps to another buffer."""
+        forms, placed = self._forms, self._placed
+        if value in forms:  # whose copy from there may be submitted before it is read
+            self._place(value, buffer, forms[value].layout.nbytes, placed)
+
+        def read() -> None:
+            target = self._place(value, buffer, forms[value].layout.nbytes, placed)
+            self._on_disk(value, target, number, forms, is_read=True)
+
+        return read
+
+    def _place(
+        self, value: str, buffer: str, nbytes: int, placed: dict[tuple[str, str], Tensor]
+    ) -> Tensor:
+        """The memory of a value in a buffer, which becomes larger if it must."""
+        if (value, buffer) not in placed:
+            held = self._buffers.get(buffer)
+            if held is None or held.numel() < nbytes:
+                if held is not None:
+                    self._outgrown.append(held)
+                self._buffers[buffer] = self._take(nbytes)
+            placed[value, buffer] = self._buffers[buffer]
+        return placed[value, buffer]
+
+    def _on_disk(
+        self, value: str, memory: Tensor, number: int, forms: Mapping[str, Form], *, is_read: bool
+    ) -> None:
+        """Read a value from its place on disk, or write it there: values of a size share files."""
+        assert self._folder is not None
+        nbytes = round_up(forms[value].layout.nbytes, PAGE_BYTES)
+        key = number // VALUES_OF_A_BLOCK, nbytes
+        if key not in self._blocks:
+            self._blocks[key] = self._folder.make(VALUES_OF_A_BLOCK * nbytes)
+        move = self._folder.read if is_read else self._folder.write
+        move(self._blocks[key], memory[:nbytes], start=number % VALUES_OF_A_BLOCK * nbytes)
+
+    def leave(self) -> None:
+        """Let go of buffers and of what is on disk; nothing may run."""
+        for memory in self._buffers.values():
+            self._pool.setdefault(memory.numel(), []).append(memory)
+        self._buffers.clear()
+        for block in self._blocks.values():
+            assert self._folder is not None
+            self._folder.remove(block)
+        self._blocks.clear()
 
     def park(self, values: Collection[str]) -> Parked:
         """Set values aside that were copied out of their cells; nothing else of them stays."""
@@ -218,7 +302,7 @@ class Stash:
                 self._device.poison(buffer)
                 self._pool.setdefault(buffer.numel(), []).append(buffer)
         self._adopted.clear()
-        self._forms.clear()
+        self._forms, self._placed = {}, {}  # others may hold on to them
         self._outgrown.clear()
         if len(self._views) > NUM_FORMS:
             self._views.clear()
@@ -229,6 +313,8 @@ class Stash:
     def close(self) -> None:
         """Give all memory back."""
         self.end_step()
+        self._buffers.clear()
+        self._blocks.clear()
         self._cells.clear()
         self._views.clear()
         self._pool.clear()

@@ -15,10 +15,11 @@ There are only copies, passes, collectives, work on rows and updates:
     update L3 host H [B] [D] | device ..  [late] [weights | moments]
 
 What is copied (X) is a unit's weights `L0`, its gradient `L0.grad`, the norm of that `L0.norm`, its
-optimizer state `L0.state`, or all of it `L0.all`, perhaps a piece `:p3`; its weights on their way
-from a disk or to it, `L0.weights`; a boundary tensor `h1 m0`; or the losses, `loss`. `-` is no
-place. What a line does follows from its *kind*, which is the line without numbers and places;
-`KINDS` says for each on which lane it runs, what it reads and writes.
+optimizer state `L0.state`, or all of it `L0.all`, perhaps a piece `:p3`; a boundary tensor `h1 m0`;
+or the losses, `loss`. On their way from a disk or to it, weights are `L0.weights` and a boundary
+tensor is `h1.stash m0`. `-` is no place. What a line does follows from its *kind*, which is the
+line without numbers and places; `KINDS` says for each on which lane it runs, what it reads and
+writes.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ KINDS: Final[Mapping[str, Kind]] = {
     "fetch U.state": _kind(Lane.READ, "L", "B>state", "{unit}.state<"),
     "fetch U.weights": _kind(Lane.READ, "L", "D>weights", "{unit}.weights<"),
     "fetch U.all:p": _kind(Lane.LEND, "L", "H< W>state"),
-    "fetch v m": _kind(Lane.UNSTASH, "", "CRKP>value", "{value}<itself"),
+    "fetch v m": _kind(Lane.UNSTASH, "", "CRKP>value [E<value]", "{value}<itself"),
+    "fetch v.stash m": _kind(Lane.READ, "", "E>value", "{value}.stash<"),
     # copies to the host
     "drain U": _kind(Lane.DRAIN, ANY, "S<unit", f"{WEIGHTS}>"),
     "drain U free": _kind(Lane.DRAIN, ANY, "S!unit", f"{WEIGHTS}>"),
@@ -124,7 +126,8 @@ KINDS: Final[Mapping[str, Kind]] = {
     "drain U.state": _kind(Lane.WRITE, "L", "B!state", "{unit}.state>"),
     "drain U.weights": _kind(Lane.WRITE, "L", "D!weights", "{unit}.weights>"),
     "drain U.all:p": _kind(Lane.DRAIN, "L", "W<state", f"{WEIGHTS}>"),
-    "drain v m": _kind(Lane.STASH, "", "CRKP<value", "{value}>itself"),
+    "drain v m": _kind(Lane.STASH, "", "CRKP<value [E>value]", "{value}>itself"),
+    "drain v.stash m": _kind(Lane.WRITE, "", "E<value", "{value}.stash>"),
     "drain loss": _kind(Lane.DRAIN, also="loss<, host loss>"),
     # collectives
     "gather U": _kind(Lane.GATHER, ANY, "S=unit"),
@@ -170,9 +173,9 @@ LEFT: Final = frozenset(k for k in KINDS if "late" in k and KINDS[k].lane is Lan
 """Kinds of lines in which the host goes on with what the step before has left."""
 FLAGS: Final = ("late", "weights", "moments", "free")
 UNIT: Final = re.compile(r"(Pro|Epi|Int\d+|O|[LT]\d+)(\.[a-z]+)?(?::([pmv]\d+))?$")
-VALUE: Final = re.compile(r"[hgk](?:\d+|E|I\d+)$|r\d*$|[sd]\d+$|[exyc]$")
+VALUE: Final = re.compile(r"([hgk](?:\d+|E|I\d+)|r\d*|[sd]\d+|[exyc])(\.stash)?$")
 MICROBATCH: Final = re.compile(r"m\d+$")
-PLACE: Final = re.compile(r"(?:[SGHWCRK]\w+|[PBD]\d+)(?:,(?:[SGHWCRK]\w+|P\d+))*$|-$")
+PLACE: Final = re.compile(r"(?:[SGHWCRK]\w+|[PBDE]\d+)(?:,(?:[SGHWCRK]\w+|P\d+))*$|-$")
 LASTING: Final = (Lane.UPDATE, Lane.READ, Lane.WRITE)
 """Lanes that go on when a step ends: those of host threads."""
 
@@ -275,9 +278,9 @@ class _Words:
         elif MICROBATCH.match(word):
             self.microbatch = int(word[1:])
             self.kind.append("m")
-        elif VALUE.match(word):
-            self.value = word
-            self.kind.append("v")
+        elif (found := VALUE.match(word)) is not None:
+            self.value = found[1]
+            self.kind.append(f"v{found[2] or ''}")
         elif PLACE.match(word):
             self.places.append(word)
         else:

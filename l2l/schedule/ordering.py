@@ -89,7 +89,7 @@ class Orders:
             what = (action.unit,) if len(action.places) == 1 else ()
         elif action.kind in ("drain U.grad", "drain U.grad:p"):
             what = (action.places[1],)
-        elif action.lane is Lane.READ:
+        elif action.lane is Lane.READ and action.unit:
             part, (buffer,), is_known = action.text.split()[1], action.places, False
             if known[Lane.WRITE.number] == 0:
                 what = (buffer, part) if action.unit in self.updated else (buffer,)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from l2l.schedule.cells import add_stash
-from l2l.schedule.disk import add_disk
+from l2l.schedule.disk import add_disk, spill
 from l2l.schedule.lines import EPILOGUE, Action, Line, Wait, parse_line
 from l2l.schedule.ordering import Orders, add_waits
 from l2l.schedule.passes import carried, compute_order, recorded
@@ -45,7 +45,8 @@ class Schedule:
 def make_schedule(shape: Shape) -> Schedule:
     """Lower a shape to a complete, validated schedule."""
     draft = add_disk(add_transfers(compute_order(shape), shape), shape)
-    lines = add_waits(add_stash(draft, shape), updated=shape.updated_on_host)
+    actions = spill(add_stash(draft, shape), shape.num_stash_buffers)
+    lines = add_waits(actions, updated=shape.updated_on_host)
     schedule = Schedule(shape=shape, lines=tuple(lines))
     validate(schedule)
     return schedule

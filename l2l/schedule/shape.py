@@ -143,6 +143,8 @@ class Shape:
     """Units whose weights are on disk, too."""
     num_weight_buffers: int = 4
     """Of host memory, for such weights."""
+    num_stash_buffers: int = 0
+    """Of host memory, for boundary tensors: those beyond go to disk; 0: none do."""
     joint: bool = False
     """Whether one loss is taken over all microbatches ([Note: joint])."""
     parallel: bool = False
@@ -169,6 +171,7 @@ class Shape:
             ("num_pieces", 1),
             ("num_disk_buffers", 1),
             ("num_weight_buffers", 1),
+            ("num_stash_buffers", 0),
             ("num_whole", 0),
         ):
             if getattr(self, name) < least:
@@ -224,6 +227,10 @@ class Shape:
                 (self.joint and not self.fused)
                 or (self.fused and any(unit.stays and unit.trained for unit in self.outer))
             ),
+        )
+        yield (
+            "between the sides of a step, boundary tensors are in memory",
+            bool(self.side) and self.num_stash_buffers > 0,
         )
         on_disk = self.on_disk | self.weights_on_disk
         yield (
