@@ -63,6 +63,7 @@ steps = {steps}
 rows = 4
 length = 32
 device = "cpu"
+precision = "bfloat16"
 
 [optimizer]
 learning_rate = 1e-3
@@ -94,7 +95,7 @@ def prepare(folder: Path, *, steps: int, disk: bool = False) -> None:
     LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=12 if disk else 4,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=len(vocabulary),
@@ -171,7 +172,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("runs/killed"))
     parser.add_argument("--ranks", type=int, default=1)
-    words = "optimizer state that host memory is given no room for lies on disk"
+    words = "what host memory is given no room for lies on disk: state of all layers, weights of some"
     parser.add_argument("--disk", action="store_true", help=words)
     options = parser.parse_args()
     shutil.rmtree(options.folder, ignore_errors=True)

@@ -138,8 +138,8 @@ def first_on_disk(
     found: dict[Part, tuple[str, ...]] = {}
     total = 0
     for part in ALL_PARTS:
-        able, number = layers_on_disk(forms, part), 0
-        if needed_bytes > host.limit_bytes:
+        able, number = _worthwhile(forms, part), 0
+        if needed_bytes > host.limit_bytes and able:
             needed_bytes += _buffers_for(forms, part)
         while needed_bytes > host.limit_bytes and number < len(able):
             needed_bytes -= _part_bytes(forms[able[number]], part)
@@ -163,9 +163,17 @@ def no_room(needed_bytes: int, room_bytes: int) -> str:
 def most_on_disk(forms: Mapping[str, UnitForm], needed_bytes: int) -> int:
     """What the parameter server takes of host memory where all that may be is on disk."""
     for part in ALL_PARTS:
-        needed_bytes += _buffers_for(forms, part)
-        needed_bytes -= sum(_part_bytes(forms[name], part) for name in layers_on_disk(forms, part))
+        able = _worthwhile(forms, part)
+        needed_bytes += _buffers_for(forms, part) if able else 0
+        needed_bytes -= sum(_part_bytes(forms[name], part) for name in able)
     return needed_bytes
+
+
+def _worthwhile(forms: Mapping[str, UnitForm], part: Part) -> tuple[str, ...]:
+    """Layers that have such a part to go to disk; none if its buffers would take as much."""
+    able = layers_on_disk(forms, part)
+    saved = sum(_part_bytes(forms[name], part) for name in able)
+    return able if saved > _buffers_for(forms, part) else ()
 
 
 def _buffers_for(forms: Mapping[str, UnitForm], part: Part) -> int:

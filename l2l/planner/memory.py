@@ -303,8 +303,11 @@ class Memory:
                 found = self._spilled(found, missing)
                 missing -= self.spilled_bytes(found)
             able = self._able(found, part)
-            if missing > 0 and not number and able:
-                missing += self._buffer_bytes(part)
+            if missing > 0 and not number:
+                buffers = self._buffer_bytes(part)
+                if sum(problem.layers[call].part_bytes(part) for call in able) <= buffers:
+                    continue
+                missing += buffers
             for call in able[number:]:
                 if missing > 0:
                     missing -= problem.layers[call].part_bytes(part)
