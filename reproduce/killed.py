@@ -78,7 +78,7 @@ tensorboard = false
 
 ON_DISK = """
 [memory]
-host_memory = "2MiB"
+host_memory = "2400KiB"
 disk = "disk"
 """
 
@@ -172,7 +172,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("runs/killed"))
     parser.add_argument("--ranks", type=int, default=1)
-    words = "what host memory is given no room for lies on disk: state of all layers, weights of some"
+    words = "what host memory is given no room for lies on disk: state and weights of most layers"
     parser.add_argument("--disk", action="store_true", help=words)
     options = parser.parse_args()
     shutil.rmtree(options.folder, ignore_errors=True)
