@@ -286,12 +286,12 @@ def test_every_step_reads_and_writes_what_the_plan_says(
         inside.finish_step(engine)
         pages = 3 * 3 + weights
         assert plan.disk_written_bytes == pages * 4096, "two moments and remainders, a page each"
-        assert plan.disk_read_bytes == pages * 4096, "as many buffers for weights as layers"
+        assert plan.disk_read_bytes == (pages + weights // 4) * 4096, "three stay at the turn"
         assert folder.num_read_bytes - before[0] == 3 * plan.disk_read_bytes
         assert folder.num_written_bytes - before[1] == 3 * plan.disk_written_bytes
         text = str(engine.plan)
-    written = plan.disk_written_bytes
-    assert f"{written / 1024:.2f} KiB read and {written / 1024:.2f} KiB written a step" in text
+    written, read = plan.disk_written_bytes, plan.disk_read_bytes
+    assert f"{read / 1024:.2f} KiB read and {written / 1024:.2f} KiB written a step" in text
     assert f"a step: {1_200 * 10**12 // written:,} steps use up" in text
     assert "buffers for the disk" in text
     assert "that of 3 of 4 layers" in text
@@ -692,12 +692,14 @@ def test_a_plan_puts_the_fewest_layers_on_disk_and_says_what_binds() -> None:
     fast = plan_of("100/100GB/s", "5MiB")
     assert fast.disk_read_bytes == little.disk_read_bytes
     assert fast.bound != "disk"
-    least = plan_of("100/100MB/s", "4MiB")
-    assert least.total_bytes("host") <= 4 << 20
+    least = plan_of("100/100MB/s", "3MiB")
+    assert least.total_bytes("host") <= 3 << 20
     choices = dict(least.choices)
-    assert choices["optimizer state on disk"] == choices["weights on disk"].replace("those", "that")
+    assert choices["optimizer state on disk"] == "that of 6 of 6 layers"
+    assert choices["weights on disk"] == "those of 6 of 6 layers"
+    assert choices["stash"].endswith("layers in memory, the rest on disk")
     written, weights = least.disk_written_bytes, 6 * 257 * 256 * 4
-    assert 6 * block < written <= 6 * block + weights + 6 * 4096
+    assert written > 6 * block + weights
     assert written < least.disk_read_bytes < written + weights, "some stay at the turn"
 
 

@@ -59,7 +59,7 @@ FLAGS = {  # what errors advise, as it is said here
 }
 
 
-DISK = """where optimizer state may go: room and sustained rates of reading and writing, such as
+DISK = """for what host memory has no room for: room and sustained rates of reading and writing, such as
 2TB@6.5/5GB/s; or a folder, which is measured"""
 
 

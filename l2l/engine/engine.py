@@ -110,8 +110,8 @@ class Engine:
                 used to run faster: layers that stay, results that need not be computed twice.
             host_memory: how much of the host's memory may be taken, by the parameter server and by
                 what steps need besides: bytes, "100GiB", or None: 95% of what is free.
-            disk: a folder on a fast drive, or `l2l.Disk(folder, size="2TB")`: where optimizer state
-                of layers goes that the host's memory has no room for.
+            disk: a folder on a fast drive, or `l2l.Disk(folder, size="2TB")`, for what the host's
+                memory has no room for: optimizer state of layers, the stash, weights.
             microbatch_size: rows that pass a layer at once. None: planned.
             precision: "float32", "bfloat16" or "float16": what crosses the link and runs on the
                 device. The server keeps a float32 master of what is trained on the host.

@@ -94,7 +94,7 @@ def plan(
         hardware: rates to plan with. None: those of this machine's accelerator, measured; without
             one, those of an H200.
         overrides: as for the engine.
-        disk: where optimizer state may go that host memory has no room for: room and sustained
+        disk: for what host memory has no room for: room and sustained
             rates of reading and writing, such as "2TB@6.5/5GB/s"; or as for the engine, measured.
         world: also say how fast 1, 2, 4, .. and all of these devices would be, each with such a
             batch.

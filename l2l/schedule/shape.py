@@ -137,11 +137,11 @@ class Shape:
     """Whether units of the epilogue and the gradients of layers take turns in the same memory."""
     on_disk: frozenset[str] = frozenset()
     """Units whose optimizer state is on disk ([Note: disk])."""
-    num_disk_buffers: int = 3
-    """Of host memory, for such state: one is read, one updated, one written."""
+    num_disk_buffers: int = 2
+    """Of host memory, for such state."""
     weights_on_disk: frozenset[str] = frozenset()
     """Units whose weights are on disk, too."""
-    num_weight_buffers: int = 4
+    num_weight_buffers: int = 3
     """Of host memory, for such weights."""
     num_stash_buffers: int = 0
     """Of host memory, for boundary tensors: those beyond go to disk; 0: none do."""

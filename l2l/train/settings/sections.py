@@ -333,7 +333,7 @@ class MemorySettings(Section):
     host_memory: Annotated[Size | None, SAME_RESULT] = None
     """Of the host, such as 100GiB. Default: 95% of what is free."""
     disk: Annotated[Folder | None, SAME_RESULT] = None
-    """Folder on a fast drive, where optimizer state goes that host memory has no room for."""
+    """Folder on a fast drive, for what host memory has no room for."""
     disk_size: Annotated[Size | None, SAME_RESULT] = None
     """The most that is taken of that drive, such as 2TB. Default: what is free."""
     disk_rates: Annotated[str | None, SAME_RESULT] = None
