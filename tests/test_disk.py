@@ -8,8 +8,9 @@ import errno
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -421,6 +422,26 @@ def test_a_disk_that_fails_stops_the_run_and_loses_nothing_that_was_saved(
         engine.load(tmp_path / "checkpoint")  # the disk is well again
         losses += [engine.step(FIRST(seed)).loss for seed in range(2, 4)]
         assert_same((losses, state_of(engine)), expected)
+
+
+@pytest.mark.parametrize("act", ["evaluate", "predict", "step"])
+@pytest.mark.parametrize("split", [(4, 4, None), (0, 0, 1)], ids=["weights", "stash"])
+def test_nothing_is_made_of_what_could_not_be_read(
+    act: str, split: tuple[int, int, int | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"overrides": {"num_cells": 3, "stash_values": split[2]}, "microbatch_size": 1}
+    engine = engine_of(models.build(), tmp_path, *split[:2], optimizer=ADAMW, **settings)
+    engine.step(FIRST(0))
+    said = r"cannot read .* Input/output error"
+    with faulty(monkeypatch, "read", raising(errno.EIO)):
+        if split[2] is not None and act != "step":  # forward only: all of it is in memory
+            getattr(engine, act)(FIRST(1))
+        else:
+            with pytest.raises(UpdateFailedError, match=said):
+                getattr(engine, act)(FIRST(1))
+            assert engine.state == "torn"
+    with warnings.catch_warnings(action="ignore"), suppress(UpdateFailedError):
+        engine.close()  # says once more what has failed
 
 
 def test_weights_come_back_rounded_when_the_disk_is_gone(

@@ -14,7 +14,9 @@ import torch
 
 from l2l.device.cuda import _finish_before_compiling as finish_before_compiling
 from l2l.device.cuda import _forget_callback as forget_callback
+from l2l.device.cuda_streams import MAX_LAUNCHES, HostWork
 from l2l.device.worker import UpdateFailedError, Worker
+from l2l.schedule import Lane
 
 LONG = 30.0  # seconds: what takes longer will never come
 
@@ -130,7 +132,7 @@ def test_the_thread_finishes_before_anything_is_compiled(worker: Worker) -> None
         time.sleep(0.2)
         done.append("update")
 
-    callback = partial(finish_before_compiling, weakref.ref(worker))
+    callback = partial(finish_before_compiling, [weakref.ref(worker)])
     callback_handler.register_start_callback(callback)
     try:
         worker.submit("", update)
@@ -146,10 +148,10 @@ def test_a_device_that_is_gone_does_not_hold_up_compilation() -> None:
     worker = Worker()
     gone = weakref.ref(worker)
     worker.close()
-    finish_before_compiling(gone, None)
+    finish_before_compiling([gone], None)
     del worker
     assert gone() is None
-    finish_before_compiling(gone, None)
+    finish_before_compiling([gone], None)
 
 
 def test_a_process_that_ends_waits_for_the_work_under_way_and_drops_the_rest() -> None:
@@ -176,3 +178,40 @@ time.sleep(0.1)
     words = done.stdout.split()
     assert words == ["begun", "done"] * (len(words) // 2)
     assert 2 <= len(words) < 200
+
+
+def test_launches_wait_for_host_work_of_any_thread_once_too_many_are_queued() -> None:
+    """And only then: what queues behind a thread that is done is free."""
+    threads = [Worker("one"), Worker("other")]
+    gates = [threading.Event() for _ in threads]
+    try:
+        work, lane = HostWork(), Lane.COMPUTE
+        work.launch(lane, 10 * MAX_LAUNCHES)
+        for thread, gate in zip(threads, gates, strict=True):
+            thread.submit("held", gate.wait)
+        first, second = (thread.record() for thread in threads)
+        work.follow(lane, (first,))
+        assert work.of(lane) == (first,)
+        work.launch(lane, MAX_LAUNCHES)
+        work.follow(lane, (second,))
+        assert set(work.of(lane)) == {first, second}
+        assert not work.of(Lane.FETCH)
+        waiter = threading.Thread(target=work.launch, args=(lane, 1))
+        waiter.start()
+        gates[0].set()
+        waiter.join(0.2)
+        assert waiter.is_alive(), "the other thread is not done"
+        gates[1].set()
+        waiter.join(5)
+        assert not waiter.is_alive()
+        work.launch(lane, 10 * MAX_LAUNCHES)
+        assert not work.of(lane)
+        later = threads[0].record()
+        later.wait()
+        work.follow(lane, (later,))
+        assert not work.of(lane), "it was done already"
+    finally:
+        for gate in gates:
+            gate.set()
+        for thread in threads:
+            thread.close()

@@ -59,8 +59,8 @@ FLAGS = {  # what errors advise, as it is said here
 }
 
 
-DISK = """for what host memory has no room for: room and sustained rates of reading and writing, such as
-2TB@6.5/5GB/s; or a folder, which is measured"""
+DISK = """for what host memory has no room for: room and sustained rates of reading and
+writing, such as 2TB@6.5/5GB/s; or a folder, which is measured"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -2,14 +2,15 @@
 
 A lane is a stream, an event a CUDA event, work is launched as it is submitted. The update lane is a
 host thread (worker.py): it waits for drains by blocking itself, and a stream waits for an update by
-watching a number in host memory. So are the lanes of the disk, for which no stream waits.
+watching a number in host memory. So are the lanes of the disk. Where one of these fails, streams go
+on with whatever is there, and who waits for their results hears of it.
 
 [Note: the interpreter's lock] Compiled code launches kernels with the lock held. A launch blocks
 while too many others are queued, and loading a new kernel blocks until the device is done with all
 of them. If these queue behind a stream that waits for the host thread, and that waits for the lock,
-nothing ever goes on. So whoever submits waits for the host thread first, without the lock: before
-anything is compiled, and before more than `MAX_LAUNCHES` are queued behind it. For the latter
-every event carries the number of the last piece of host work that it comes after. And where the
+nothing ever goes on. So whoever submits waits for host threads first, without the lock: before
+anything is compiled, and before more than `MAX_LAUNCHES` are queued behind one. For the latter
+every event carries the last pieces of host work that it comes after (`HostWork`). And where the
 allocator must tidy up, it waits for the whole device; torch lets go of the lock meanwhile, but not
 for compiled code, which is therefore given another function to allocate with.
 
@@ -30,7 +31,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, final
 
@@ -38,7 +39,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from l2l.device.cuda_streams import CudaEvent, StreamCounter, Turn
+from l2l.device.cuda_streams import MAX_LAUNCHES, CudaEvent, HostWork, StreamCounter, Turn
 from l2l.device.limits import LIMITS
 from l2l.device.pages import PAGE_BYTES, anonymous_pages
 from l2l.device.random_numbers import Drawing, RandomNumbers, current
@@ -46,7 +47,6 @@ from l2l.device.worker import WAITING, Event, Work, Worker, WorkerEvent
 from l2l.schedule import LASTING, Lane, Span, Trace
 
 COPIES_AHEAD = 16
-MAX_LAUNCHES = 512  # the driver queues 1,024
 SEGMENT_GROWTH = 20 << 20  # bytes
 LEAST_MEMORY = 64 << 20  # that the allocator is left, whatever the limit
 MAX_CONTEXT = 1 << 30  # what else is taken when a device is opened, others have taken
@@ -59,10 +59,11 @@ LAUNCHES: Final[Mapping[str, int]] = {"forward": 40, "backward": 80, "loss": MAX
 """Kernels that compiled lines launch, at most: a layer makes about 15 and 50; other lines: 8."""
 
 
-def _finish_before_compiling(worker: weakref.ref[Worker], _: object) -> None:
-    found = worker()
-    if found is not None:
-        found.finish()
+def _finish_before_compiling(workers: Sequence[weakref.ref[Worker]], _: object) -> None:
+    for worker in workers:
+        found = worker()
+        if found is not None:
+            found.finish()
 
 
 def _forget_callback(callback: Callable[..., None]) -> None:
@@ -150,12 +151,14 @@ class CudaDevice(Drawing):
         )
         _redirect_states()
         self._others_bytes = max(0, self._beside_bytes() - MAX_CONTEXT)
-        self._counter = StreamCounter()
-        self._worker = Worker(on_event=self._counter.advance)
-        self._workers: dict[Lane, Worker] = {
-            lane: Worker(lane.value) for lane in (Lane.WRITE, Lane.READ)
+        # The update lane comes last: it fails because those of the disk have.
+        counters = {lane: StreamCounter() for lane in (Lane.WRITE, Lane.READ, Lane.UPDATE)}
+        self._workers = {
+            lane: Worker(lane.value, on_event=one.advance) for lane, one in counters.items()
         }
-        self._workers[Lane.UPDATE] = self._worker  # last: it fails because those of the disk have
+        self._worker = self._workers[Lane.UPDATE]
+        self._counters = {self._workers[lane]: one for lane, one in counters.items()}
+        self._sources = (self._workers[Lane.WRITE], self._workers[Lane.READ])
         # The compute lane is the caller's stream: libraries keep a workspace for every stream they
         # ever saw. Copies are short and the kernels that wait for them long: copies go first. State
         # that is lent comes after weights that a pass waits for.
@@ -166,8 +169,7 @@ class CudaDevice(Drawing):
         }
         self._streams[Lane.COMPUTE] = torch.cuda.current_stream(self.torch_device)
         self._host_buffers: list[tuple[int, object]] = []  # address, and what owns the memory
-        self._after: dict[Lane, WorkerEvent] = {}  # the last host work that lanes have waited for
-        self._num_launches = dict.fromkeys(Lane, 0)  # queued since then
+        self._host_work = HostWork()
         self._launched: deque[torch.cuda.Event] = deque()  # marks on the compute lane
         self._num_unmarked = 0  # launches there since the last mark
         # During a step: the stream that was the current one, and Python's own switch interval.
@@ -175,13 +177,16 @@ class CudaDevice(Drawing):
         self._waited: Event | None = None  # what the host thread has waited for, or will, last
         self._marks: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] | None = None
         self._holds_back = False  # whether another thread compiles
-        self._before_compiling = partial(_finish_before_compiling, weakref.ref(self._worker))
+        self._before_compiling = partial(
+            _finish_before_compiling, [weakref.ref(one) for one in self._workers.values()]
+        )
         self._watch_compilation()
         _allocate_without_the_lock()
         # For a device that is dropped without `close`.
         for worker in self._workers.values():
             weakref.finalize(self, worker.dismiss).atexit = False
-        weakref.finalize(self, self._counter.close).atexit = False
+        for counter in self._counters.values():
+            weakref.finalize(self, counter.close).atexit = False
         weakref.finalize(self, _unregister, self._host_buffers).atexit = False
         weakref.finalize(self, _forget_callback, self._before_compiling).atexit = False
 
@@ -199,7 +204,7 @@ class CudaDevice(Drawing):
             self._workers[lane].submit(text, work)
             return
         num_launches = LAUNCHES.get(text.partition(" ")[0], 8)
-        self._hold_back(lane, num_launches)
+        self._host_work.launch(lane, num_launches)
         stream = self._streams[lane]
         if lane is Lane.COMPUTE:
             self._keep_short(stream, num_launches)
@@ -230,17 +235,6 @@ class CudaDevice(Drawing):
             sys.setswitchinterval(switch_seconds)
             self._callers = None
 
-    def _hold_back(self, lane: Lane, num_launches: int) -> None:
-        """See [Note: the interpreter's lock]."""
-        after = self._after.get(lane)
-        if after is None:
-            return
-        self._num_launches[lane] += num_launches
-        if after.is_done:
-            del self._after[lane]
-        elif self._num_launches[lane] > MAX_LAUNCHES:
-            after.wait()
-
     def _keep_short(self, stream: torch.cuda.Stream, num_launches: int) -> None:
         """Wait, without the interpreter's lock, until the compute lane's queue is short enough."""
         if self._num_unmarked >= MARKED_LAUNCHES:
@@ -251,14 +245,6 @@ class CudaDevice(Drawing):
         self._num_unmarked += num_launches
         while len(self._launched) > MAX_LAUNCHES // MARKED_LAUNCHES:
             self._launched.popleft().synchronize()
-
-    def _comes_after(self, lane: Lane, event: WorkerEvent | None) -> None:
-        known = self._after.get(lane)
-        if event is None or event.is_done or (known is not None and known.number >= event.number):
-            return
-        if known is None or known.is_done:
-            self._num_launches[lane] = 0
-        self._after[lane] = event
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[Trace]:
@@ -294,7 +280,7 @@ class CudaDevice(Drawing):
         """An event on the stream of a lane, or on the host thread."""
         if lane in self._workers:
             return self._workers[lane].record()
-        event = CudaEvent(after=self._after.get(lane))
+        event = CudaEvent(after=self._host_work.of(lane), sources=self._sources)
         event.event.record(self._streams[lane])
         return event
 
@@ -307,21 +293,22 @@ class CudaDevice(Drawing):
         elif lane in self._workers:
             self._workers[lane].submit(WAITING, event.synchronize)
         elif isinstance(event, CudaEvent):
-            self._comes_after(lane, event.after)
+            self._host_work.follow(lane, event.after)
             self._streams[lane].wait_event(event.event)
         elif self._holds_back:
             assert isinstance(event, WorkerEvent), type(event)
             event.synchronize()
         else:
             assert isinstance(event, WorkerEvent), type(event)
-            self._comes_after(lane, event)
-            self._counter.wait(self._streams[lane], event)
+            self._host_work.follow(lane, (event,))
+            self._counters[event.worker].wait(self._streams[lane], event)
 
     @override
     def hold_back(self, is_compiled: bool) -> None:
         """See [Note: the interpreter's lock]; what waits already, waits no longer than this."""
         if is_compiled:
-            self._worker.finish()
+            for worker in self._workers.values():
+                worker.finish()
         self._holds_back = is_compiled
 
     @override
@@ -338,7 +325,7 @@ class CudaDevice(Drawing):
         self._watch_compilation()  # again, if torch was reset
         current = torch.cuda.current_stream(self.torch_device)
         for lane, stream in self._streams.items():
-            self._comes_after(lane, self._after.get(Lane.COMPUTE))
+            self._host_work.follow(lane, self._host_work.of(Lane.COMPUTE))
             stream.wait_stream(current)
         if self._callers is None:
             self._callers = current, sys.getswitchinterval()
@@ -350,7 +337,7 @@ class CudaDevice(Drawing):
         self._leave()
         current = torch.cuda.current_stream(self.torch_device)
         for lane, stream in self._streams.items():
-            self._comes_after(Lane.COMPUTE, self._after.get(lane))
+            self._host_work.follow(Lane.COMPUTE, self._host_work.of(lane))
             current.wait_stream(stream)
 
     def empty(self, nbytes: int) -> Tensor:
@@ -504,7 +491,8 @@ class CudaDevice(Drawing):
         was_limited = LIMITS.total(self.torch_device) is not None
         LIMITS.drop(self.torch_device, self)
         self._apply_limit(was_limited=was_limited)
-        self._counter.close()
+        for counter in self._counters.values():
+            counter.close()
         _unregister(self._host_buffers)
 
 

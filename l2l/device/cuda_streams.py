@@ -4,25 +4,72 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
 
 from l2l.device.pages import PAGE_BYTES, anonymous_pages
-from l2l.device.worker import WorkerEvent
+from l2l.device.worker import Worker, WorkerEvent
+from l2l.schedule import Lane
+
+MAX_LAUNCHES = 512  # the driver queues 1,024
 
 
 @final
 class CudaEvent:
     """An event on a stream."""
 
-    def __init__(self, *, after: WorkerEvent | None) -> None:
+    def __init__(self, *, after: Sequence[WorkerEvent], sources: Sequence[Worker]) -> None:
+        """`sources`: host threads from which streams have what they compute with."""
         self.event = torch.cuda.Event(blocking=True)  # who waits on the host, sleeps
-        self.after = after  # the last host work that its lane has waited for
+        self.after = after  # the last host work that its lane has waited for, of each thread
+        self._sources = sources
 
     def synchronize(self) -> None:
-        """Sleep until the stream has come so far."""
+        """Sleep until the stream has come so far; raises why what it has is worth nothing."""
         self.event.synchronize()
+        for worker in self._sources:
+            worker.raise_failure()
+
+
+@final
+class HostWork:
+    """What host work lanes have waited for that is perhaps not done, and what queues behind it.
+
+    See [Note: the interpreter's lock] in cuda.py.
+    """
+
+    def __init__(self) -> None:
+        self._after: dict[Lane, dict[Worker, WorkerEvent]] = {lane: {} for lane in Lane}
+        self._num_launches = dict.fromkeys(Lane, 0)  # queued since then
+
+    def of(self, lane: Lane) -> tuple[WorkerEvent, ...]:
+        """The last such work of each thread."""
+        return tuple(self._after[lane].values())
+
+    def follow(self, lane: Lane, events: Iterable[WorkerEvent]) -> None:
+        """A lane has waited for these, too."""
+        own = self._after[lane]
+        for event in events:
+            known = own.get(event.worker)
+            if event.is_done or (known is not None and known.number >= event.number):
+                continue
+            if all(one.is_done for one in own.values()):
+                self._num_launches[lane] = 0
+            own[event.worker] = event
+
+    def launch(self, lane: Lane, num_launches: int) -> None:
+        """So many are to be queued; waits for what is before them if they are too many."""
+        own = self._after[lane]
+        for worker in [worker for worker, event in own.items() if event.is_done]:
+            del own[worker]
+        if not own:
+            return
+        self._num_launches[lane] += num_launches
+        if self._num_launches[lane] > MAX_LAUNCHES:
+            for event in own.values():
+                event.wait()
 
 
 @final
@@ -46,7 +93,7 @@ class Turn:
 class StreamCounter:
     """A number in host memory that a stream can wait for: how the device waits for the host.
 
-    The worker thread writes the number of each event it completes; a stream that waits for an
+    A worker thread writes the number of each event it completes; a stream that waits for an
     event holds until the number is that large. So a lane can wait for an update without the thread
     that submits work having to block. Where the driver does not offer this, that thread blocks.
     """

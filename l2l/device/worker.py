@@ -40,6 +40,11 @@ class WorkerEvent:
         self._gate = threading.Lock()
         self._gate.acquire()
 
+    @property
+    def worker(self) -> Worker:
+        """Whose work it is."""
+        return self._worker
+
     def set(self) -> None:
         """Mark the work as done."""
         self.is_done = True
