@@ -10,6 +10,7 @@ from l2l.device import describe_wear, format_bytes
 from l2l.model import Route
 from l2l.parameter_server import NUM_STAGING, UpdatePolicy
 from l2l.planner.bounds import Bounds
+from l2l.planner.hardware import Hardware
 from l2l.planner.problem import Problem, UnitSize, disk_order
 from l2l.schedule import OuterUnit, Shape
 
@@ -270,6 +271,8 @@ class Plan:
     bounds: Bounds | None = None  # what a step takes at best
     num_tokens: int | None = None  # of a step
     disk_bytes: int = 0  # read in every step, and written
+    machine: Hardware | None = None  # that it is for
+    host_limit_bytes: int | None = None  # of host memory, as far as it may be taken
     first_step: tuple[tuple[str, float], ...] = ()  # seconds by phase, until it was handed over
     measured: tuple[str, ...] = ()  # lines about the first steps
     scaling: tuple[ScalingPoint, ...] = ()  # one device first
