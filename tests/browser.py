@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +29,14 @@ FLAGS = (
     "--remote-debugging-pipe",
 )
 SECONDS = 60.0
+# The browser reads from descriptor 3 and writes to 4.
+BETWEEN = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(one), fcntl.F_DUPFD, 10) for one in sys.argv[1:3]]
+for number, end in enumerate(ends, start=3):
+    os.dup2(end, number)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
 
 
 def installed() -> str | None:
@@ -118,10 +127,11 @@ def open_browser() -> Iterator[Browser]:
     to_read, to_write = os.pipe()
     back_read, back_write = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        # the browser reads from descriptor 3 and writes to 4
-        words = f'exec "$@" 3<&{to_read} 4>&{back_write}'
         process = subprocess.Popen(
-            ["/bin/sh", "-c", words, "sh", name, *FLAGS, f"--user-data-dir={folder}"],
+            [
+                *(sys.executable, "-c", BETWEEN, str(to_read), str(back_write)),
+                *(name, *FLAGS, f"--user-data-dir={folder}"),
+            ],
             pass_fds=(to_read, back_write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

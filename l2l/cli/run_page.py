@@ -82,8 +82,8 @@ def document_of(folder: RunFolder, prospects: Prospects | str | None = None) -> 
         return Document(
             title=f"{settings.model.folder.name}, {settings.data.task}",
             about=_about(folder, settings),
-            status=_status(folder, planned, records, found),
-            cards=_cards(settings, planned, records, found),
+            status=_status(folder, _num_steps(planned, settings), records, found),
+            cards=_cards(settings, _num_steps(planned, settings), records, found),
             sections=sections,
         )
     except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
@@ -136,20 +136,18 @@ def _about(folder: RunFolder, settings: Settings) -> list[str]:
     ]
 
 
-def _num_steps(planned: Planned | None, settings: Settings | None = None) -> int | None:
-    if planned is not None and planned.num_steps:
-        return planned.num_steps
-    return settings.training.steps if settings is not None else None
+def _num_steps(planned: Planned | None, settings: Settings) -> int | None:
+    return settings.training.steps if planned is None else planned.num_steps
 
 
 def _status(
-    folder: RunFolder, planned: Planned | None, records: Sequence[Record], found: Mapping[str, Any]
+    folder: RunFolder, total: int | None, records: Sequence[Record], found: Mapping[str, Any]
 ) -> str:
     if found["given_up"]:
         return "given up"
     if not records:
         return "no step yet"
-    if found["steps"] == _num_steps(planned):
+    if found["steps"] == total:
         return "finished"
     recent = [one["seconds"] for one in records[-NUM_RECENT:] if one["kind"] == "step"]
     silent = time.time() - folder.metrics_file.stat().st_mtime
@@ -159,12 +157,12 @@ def _status(
 
 def _cards(
     settings: Settings,
-    planned: Planned | None,
+    total: int | None,
     records: Sequence[Record],
     found: Mapping[str, Any],
 ) -> list[tuple[str, str, str]]:
     steps = [one for one in records if one["kind"] == "step"]
-    total, name = _num_steps(planned, settings), KINDS[settings.data.task].best
+    name = KINDS[settings.data.task].best
     cards = [("step", f"{found['steps']:,}", f"of {total:,}" if total else "")]
     if found["last_loss"] is not None:
         cards.append(("loss", f"{found['last_loss']:.4f}", f"{found['first_loss']:.4f} at first"))

@@ -15,6 +15,7 @@
   // The mean of the last values, as many as the slider says.
   function smoothed(values) {
     const width = Math.max(1, Math.round((smoothing / 100) * values.length));
+    if (width === 1) return values;
     const found = [];
     const held = [];
     let sum = 0;
