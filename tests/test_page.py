@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -23,6 +23,7 @@ import l2l
 from l2l import cli
 from l2l.bench.workload import Workload
 from l2l.cli.run_page import document_of, prospects_of
+from l2l.cli.signals import Interrupted
 from l2l.page import PLANNED, Document, content_of, ledger_section, page_of, run_sections
 from l2l.page import document as document_module
 from l2l.page.curves import MOST_COLUMNS, MOST_POINTS, means, thinned
@@ -474,6 +475,24 @@ def test_without_the_library_it_is_said_what_to_install(
 
 # --------------------------------------------------------------------------------------------------
 # The server
+
+
+def test_watch_says_where_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_made_up_run(tmp_path / "run")
+    ports, names = [], []
+
+    def serve(look: Callable[[], Document], *, port: int, then: Callable[[str], None]) -> None:
+        ports.append(port)
+        names.append(look().title)
+        then("http://127.0.0.1:1/")
+        raise Interrupted(2)
+
+    monkeypatch.setattr("l2l.cli.watch.serve", serve)
+    assert cli.main(["watch", str(folder.root), "--port", "1234"]) == 0
+    assert (ports, names) == ([1234], ["model, causal"])
+    assert f"{folder.root}: http://127.0.0.1:1/ (Ctrl-C ends it)" in capsys.readouterr().out
 
 
 @contextmanager

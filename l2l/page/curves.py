@@ -126,7 +126,7 @@ def _each_and_smooth(points: Sequence[Point], colour: str) -> list[dict[str, Any
 
 
 def _axis(name: str, *, is_log: bool = False) -> dict[str, Any]:
-    shown = {"type": "log", "dtick": "D2", "tickformat": "~g"} if is_log else {}
+    shown = {"type": "log"} if is_log else {}
     return {"title": {"text": name}, **shown}
 
 

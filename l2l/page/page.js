@@ -42,10 +42,20 @@
     };
   }
 
+  // Over one or two powers of ten at 1, 2 and 5; else as plotly has them.
+  function logarithmicTicks(figure) {
+    const own = figure.traces.filter((trace) => trace.yaxis !== "y2").flatMap((trace) => trace.y);
+    const known = own.filter((value) => value > 0);
+    const ends = known.reduce(([low, high], one) => [Math.min(low, one), Math.max(high, one)], [Infinity, 0]);
+    const powers = known.length ? Math.log10(ends[1] / ends[0]) : 0;
+    return { nticks: 6, tickformat: "~g", ...(powers > 0.6 && powers < 3 ? { dtick: "D2" } : {}) };
+  }
+
   function layout(name, figure) {
     const given = figure.layout;
     const yaxis = axis(given.yaxis || {}, {});
-    if (name === "loss" && isLogarithmic) Object.assign(yaxis, { type: "log", dtick: "D2", tickformat: "~g" });
+    if (name === "loss" && isLogarithmic) yaxis.type = "log";
+    if (yaxis.type === "log") Object.assign(yaxis, logarithmicTicks(figure));
     const legend = isNarrow() ? { yref: "container", y: 0, yanchor: "bottom" } : { y: 1.02, yanchor: "bottom" };
     return {
       hovermode: "x unified",
