@@ -468,8 +468,11 @@ def test_without_the_library_it_is_said_what_to_install(
     assert cli.main(["report", str(folder.root), "--html"]) == 2
     assert "pip install 'l2l[report]'" in capsys.readouterr().err
     assert not (folder.root / "report.html").exists()
-    assert cli.main(["watch", str(folder.root), "--port", "0"]) == 2
-    assert "pip install 'l2l[report]'" in capsys.readouterr().err
+    for words in (["watch", str(folder.root), "--port", "0"], ["plan", "tiny", "--html", "x"]):
+        assert cli.main(words) == 2
+        shown = capsys.readouterr()
+        assert "pip install 'l2l[report]'" in shown.err
+        assert not shown.out
     document_module._library.cache_clear()
 
 
@@ -558,6 +561,13 @@ def test_nothing_else_is_served(tmp_path: Path) -> None:
         assert ask(server, "/", Host=f"localhost:{server.server_port}")[0] == 200
         for method in ("POST", "PUT", "DELETE"):
             assert ask(server, "/", method=method)[0] == 501
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_made_up_run(tmp_path / "run")
+    with served(folder) as server:
+        assert cli.main(["watch", str(folder.root), "--port", str(server.server_port)]) == 2
+    assert "Name another with --port" in capsys.readouterr().err
 
 
 def test_a_run_is_looked_at_seldom_however_many_ask(tmp_path: Path) -> None:

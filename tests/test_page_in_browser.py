@@ -17,7 +17,7 @@ from test_page import (
     write_made_up_run,
 )
 
-from l2l.cli.plan_page import _document
+from l2l.cli.plan_page import plan_document
 from l2l.cli.run_page import document_of
 from l2l.page import page_of
 from l2l.planner import foresee
@@ -69,7 +69,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     documents = {
         "run": document_of(plain, prospects),
         "hostile": document_of(hostile, prospects),
-        "plan": _document("tiny", prospects),
+        "plan": plan_document("tiny", prospects),
     }
     found = {}
     for name, document in documents.items():

@@ -19,11 +19,13 @@ from l2l.bench import SHAPES, Workload
 from l2l.cli.plan_page import write_plan
 from l2l.device import format_bytes, parse_bytes
 from l2l.hugging_face import ADAPTED, Lora, first_line, library, read_config, with_lora
+from l2l.page import require_library
 from l2l.parameter_server import OPTIMIZERS, HostBudget
 from l2l.planner import (
     H200,
     DoesNotFitError,
     Hardware,
+    KeptPlans,
     Plan,
     Together,
     largest_model,
@@ -121,6 +123,8 @@ def _add_adapter(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """`l2l plan`; returns the exit status."""
+    if parsed.html is not None:
+        require_library()
     try:
         found = _planned(parsed)
     except ValueError as error:
@@ -190,7 +194,8 @@ def _plan(parsed: argparse.Namespace, model: nn.Module, settings: dict[str, Any]
     print(made)
     found = {"fits": True, **_facts(made), "choices": dict(made.choices)}
     if parsed.html is not None:
-        found["html"] = write_plan(parsed.html, parsed.model, look(model, **asked))
+        preview = look(model, kept=KeptPlans.of_user(), **asked)
+        found["html"] = write_plan(parsed.html, parsed.model, preview)
     if made.scaling:
         speed = parsed.host_speed or parsed.per_host
         print(ASSUMED.format(parsed.per_host, speed, parsed.interconnect, parsed.network))

@@ -14,7 +14,6 @@ from l2l.page import (
     choices_section,
     ledger_section,
     page_of,
-    require_library,
     step_section,
 )
 from l2l.planner import Preview, Prospects, foresee
@@ -24,10 +23,9 @@ def write_plan(path: Path, name: str, preview: Preview) -> str:
     """Write the page of a plan; returns where it is.
 
     Raises:
-        ValueError: plotly is not installed, or the model cannot be planned for.
+        PageError: plotly is not installed.
     """
-    require_library()
-    write_file(path, page_of(_document(name, foresee(preview))))
+    write_file(path, page_of(plan_document(name, foresee(preview))))
     return str(path)
 
 
@@ -41,7 +39,8 @@ def prospect_sections(prospects: Prospects, *, measured: float | None = None) ->
     ]
 
 
-def _document(name: str, prospects: Prospects) -> Document:
+def plan_document(name: str, prospects: Prospects) -> Document:
+    """A plan as a page."""
     plan = prospects.plan
     seconds, tokens, machine = plan.predicted_seconds, plan.num_tokens, plan.machine
     assert seconds is not None

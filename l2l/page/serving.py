@@ -171,8 +171,15 @@ def serve(look: Callable[[], Document], *, port: int, then: Callable[[str], None
         then: is told the address.
 
     Raises:
-        OSError: the port is taken.
+        ValueError: the port cannot be had.
     """
-    with _Server(port, look) as server:
+    try:
+        made = _Server(port, look)
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"port {port} of {ADDRESS} cannot be had: {error}. Name another with --port, or 0 for "
+            "any that is free."
+        ) from error
+    with made as server:
         then(f"http://{ADDRESS}:{server.server_port}/")
         server.serve_forever(poll_interval=0.2)
