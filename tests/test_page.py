@@ -422,7 +422,7 @@ def test_plan_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["html"] == str(tmp_path / "plan.html")
     seen = Seen((tmp_path / "plan.html").read_text())
     assert seen.content["names"] == ["memory", "step", "budget", "choices"]
-    assert f"{found['tokens_per_second']:,.0f} tokens/s" in seen.text
+    assert f"{found['tokens_per_second']:,.0f}" in seen.text
 
 
 # --------------------------------------------------------------------------------------------------

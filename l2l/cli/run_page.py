@@ -172,7 +172,7 @@ def _cards(
         cards.append(("best evaluation", f"{best[name]:.4f}", after))
     if found["tokens_per_second"] is not None:
         more = f"{found['tokens']:,} tokens in {format_seconds(found['seconds'])}"
-        cards.append(("speed", f"{found['tokens_per_second']:,.0f} tokens/s", more))
+        cards.append(("tokens/s", f"{found['tokens_per_second']:,.0f}", more))
     if steps and total and found["steps"] < total:
         recent = [one["seconds"] for one in steps[-NUM_RECENT:]]
         left = (total - found["steps"]) * sum(recent) / len(recent)

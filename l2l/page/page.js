@@ -42,13 +42,19 @@
     };
   }
 
-  // Over one or two powers of ten at 1, 2 and 5; else as plotly has them.
+  // Over few powers of ten at round numbers; else as plotly has them.
   function logarithmicTicks(figure) {
     const own = figure.traces.filter((trace) => trace.yaxis !== "y2").flatMap((trace) => trace.y);
     const known = own.filter((value) => value > 0);
     const ends = known.reduce(([low, high], one) => [Math.min(low, one), Math.max(high, one)], [Infinity, 0]);
-    const powers = known.length ? Math.log10(ends[1] / ends[0]) : 0;
-    return { nticks: 6, tickformat: "~g", ...(powers > 0.6 && powers < 3 ? { dtick: "D2" } : {}) };
+    const powers = known.length ? Math.log10(ends[1] / ends[0]) : 99;
+    if (powers > 3) return { nticks: 6, tickformat: "~g" };
+    const digits = powers < 1.2 ? [1, 1.5, 2, 3, 5, 7] : [1, 2, 5];
+    const values = [];
+    for (let power = Math.floor(Math.log10(ends[0])) - 1; power <= Math.log10(ends[1]) + 1; power += 1) {
+      values.push(...digits.map((digit) => Number((digit * 10 ** power).toPrecision(3))));
+    }
+    return { tickmode: "array", tickvals: values, ticktext: values.map(String) };
   }
 
   function layout(name, figure) {
