@@ -55,7 +55,11 @@ def plan_document(name: str, prospects: Prospects) -> Document:
         about=[f"A plan for {machine.device_name}. Nothing of it was measured."],
         status="plan",
         cards=[
-            ("tokens/s", f"{tokens / seconds:,.0f}", f"{seconds:.3g} s a step of {tokens:,} tokens"),
+            (
+                "tokens/s",
+                f"{tokens / seconds:,.0f}",
+                f"{seconds:.3g} s a step of {tokens:,} tokens",
+            ),
             ("bound by", plan.bound or "", "the lane that is busiest"),
             ("device memory", format_bytes(peak), f"of {format_bytes(plan.budget_bytes or 0)}"),
             ("host memory", format_bytes(host), ""),
