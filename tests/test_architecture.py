@@ -36,7 +36,10 @@ MAY_IMPORT = {
     "train": (
         "checkpoint device distributed engine files hugging_face model parameter_server planner run"
     ),
-    "cli": "bench checkpoint device distributed hugging_face parameter_server planner train",
+    "page": "device planner",
+    "cli": (
+        "bench checkpoint device distributed files hugging_face page parameter_server planner train"
+    ),
 }
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +57,7 @@ OPTIONAL = {
     "pydantic",
     "rich",
     "matplotlib",
+    "plotly",
     "tensorboard",
     "deepspeed",
     "roundpipe",
@@ -67,6 +71,7 @@ LOOKS_FOR_OPTIONAL = {  # by name, inside functions
     "hugging_face",
     "loops",
     "model",  # for formats of weights
+    "page",
     "train",
 }
 IMPORTS_OPTIONAL = {  # source -> the one library that it is written for
@@ -75,7 +80,8 @@ IMPORTS_OPTIONAL = {  # source -> the one library that it is written for
     "train/settings/reading.py": "pydantic",
     "train/settings/sections.py": "pydantic",
 }
-NEEDS_PYDANTIC = {"train", "export", "report"}  # verbs of the command line: they import `train`
+NEEDS_PYDANTIC = {"train", "export", "report", "watch"}  # verbs of the command line
+IMPORTS_TRAIN = {"train", "export", "report", "run_page"}  # modules there
 KNOWS_CUDA = {
     PACKAGE / "device" / "cuda.py",
     PACKAGE / "device" / "cuda_streams.py",
@@ -242,7 +248,7 @@ assert not {OPTIONAL!r} & set(sys.modules)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("verb", ["bench", "export", "plan", "report", "train"])
+@pytest.mark.parametrize("verb", ["bench", "export", "plan", "report", "train", "watch"])
 def test_a_verb_that_needs_more_says_what_to_install(verb: str) -> None:
     done = without_optional(f"""
 from l2l import cli
@@ -261,8 +267,7 @@ sys.exit(cli.main([{verb!r}, "--help"]))
 
 def test_only_the_command_line_imports_what_needs_pydantic() -> None:
     users = {source for source in SOURCES if "train" in own_imports(source)}
-    verbs = {PACKAGE / "cli" / f"{verb}.py" for verb in NEEDS_PYDANTIC}
-    assert users == verbs
+    assert users == {PACKAGE / "cli" / f"{name}.py" for name in IMPORTS_TRAIN}
 
 
 def test_the_live_display_is_imported_when_it_is_asked_for() -> None:

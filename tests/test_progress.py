@@ -17,7 +17,7 @@ from l2l.train import display as display_module
 from l2l.train.display import Display, Status, format_seconds, open_display
 from l2l.train.folder import RunFolder
 from l2l.train.live_display import LiveDisplay
-from l2l.train.progress import INTERRUPTED, Progress, open_events, read_metrics
+from l2l.train.progress import INTERRUPTED, NUM_DETAILED, Progress, open_events, read_metrics
 
 
 @dataclass
@@ -40,6 +40,10 @@ class FakeReport:
     def gradient_norm(self) -> float:
         return 0.5
 
+    @property
+    def layer_norms(self) -> dict[int, float]:
+        return {0: 0.123456, 2: math.nan if self.skipped else 1.0 / self.number}
+
 
 class Silent(Display):
     """Remembers."""
@@ -61,9 +65,11 @@ class Silent(Display):
         pass
 
 
-def start(path: Path, display: Display | None = None, *, step: int = 0) -> Progress:
+def start(
+    path: Path, display: Display | None = None, *, step: int = 0, num_steps: int = 10
+) -> Progress:
     shown = display or Silent()
-    return Progress(RunFolder(path), shown, tensorboard=False, step=step, num_steps=10)
+    return Progress(RunFolder(path), shown, tensorboard=False, step=step, num_steps=num_steps)
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -99,6 +105,18 @@ def test_steps_before_layers_were_compiled_say_so(tmp_path: Path) -> None:
     assert [record.get("compiled") for record in lines_of(tmp_path)] == [False, False, None]
 
 
+def test_what_takes_much_room_is_written_of_some_steps_of_a_long_run(tmp_path: Path) -> None:
+    run = start(tmp_path, num_steps=2 * NUM_DETAILED)
+    for number in range(1, 7):
+        run.step_begun(number, FakeReport(number), learning_rate=0.1)
+        run.status.peak_bytes = 100 * (number // 3)
+    run.catch_up()
+    run.close()
+    lines = lines_of(tmp_path)
+    assert [one["step"] for one in lines if "layer_norms" in one] == [1, 2, 4, 6]
+    assert [one.get("peak_bytes") for one in lines if "peak_bytes" in one] == [100, 200]
+
+
 def test_a_line_has_the_numbers_of_a_step(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.step_begun(1, FakeReport(4), learning_rate=2e-5)
@@ -113,8 +131,10 @@ def test_a_line_has_the_numbers_of_a_step(tmp_path: Path) -> None:
         "loss": 0.25,
         "learning_rate": 2e-5,
         "gradient_norm": 0.5,
+        "layer_norms": [0.1235, None, 0.25],
         "tokens": 100,
     }
+    assert second["layer_norms"] == [0.1235, None, None]
     assert "compiled" not in second
     assert (second["loss"], second["skipped"], second["loss_scale"]) == (None, True, 1024.0)
     assert run.status.num_skipped == 1

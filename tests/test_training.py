@@ -173,11 +173,11 @@ def train_until(path: Path, step: int) -> Record:
     return display
 
 
-OF_TIME = ("seconds", "bound", "share_of_bound")
+OF_TIME = ("seconds", "bound", "share_of_bound", "peak_bytes")
 
 
 def metrics_of(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """Lines of a run's metrics, without times."""
+    """Lines of a run's metrics, without what is about time and memory."""
     records = read_metrics(RunFolder(folder / "run").metrics_file)
     return [
         {key: value for key, value in record.items() if key not in OF_TIME}

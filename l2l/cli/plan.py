@@ -16,16 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from l2l.bench import SHAPES, Workload
+from l2l.cli.plan_page import write_plan
 from l2l.device import format_bytes, parse_bytes
 from l2l.hugging_face import ADAPTED, Lora, first_line, library, read_config, with_lora
+from l2l.page import require_library
 from l2l.parameter_server import OPTIMIZERS, HostBudget
 from l2l.planner import (
     H200,
     DoesNotFitError,
     Hardware,
+    KeptPlans,
     Plan,
     Together,
     largest_model,
+    look,
     measured_hardware,
     plan,
 )
@@ -113,10 +117,14 @@ def _add_adapter(parser: argparse.ArgumentParser) -> None:
     add("--lora-rank", type=int, default=16, metavar="N", help="default: 16")
     words = "keep the linear weights of the layers in 4 bits (nf4) or 8 (int8) beside it"
     add("--base", choices=BASES, help=words)
+    words = "also write a page to look at: memory by phase, a step, what other budgets would bring"
+    parser.add_argument("--html", type=Path, metavar="FILE", help=words)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """`l2l plan`; returns the exit status."""
+    if parsed.html is not None:
+        require_library()
     try:
         found = _planned(parsed)
     except ValueError as error:
@@ -170,22 +178,24 @@ def _planned(parsed: argparse.Namespace) -> dict[str, Any]:
 
 def _plan(parsed: argparse.Namespace, model: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
     """Print the plan, or what would fit."""
+    asked = {
+        "optimizer": OPTIMIZERS[parsed.optimizer](),
+        "clip_norm": parsed.clip_norm or None,
+        "host_memory": parsed.host_memory,
+        "disk": parsed.disk,
+        **settings,
+    }
     try:
-        made = plan(
-            model,
-            optimizer=OPTIMIZERS[parsed.optimizer](),
-            clip_norm=parsed.clip_norm or None,
-            host_memory=parsed.host_memory,
-            disk=parsed.disk,
-            world=_world(parsed),
-            **settings,
-        )
+        made = plan(model, world=_world(parsed), **asked)
     except DoesNotFitError as error:
         reason = _with_flags(str(error))
         print(reason, file=sys.stderr)
         return {"fits": False, "reason": reason}
     print(made)
     found = {"fits": True, **_facts(made), "choices": dict(made.choices)}
+    if parsed.html is not None:
+        preview = look(model, kept=KeptPlans.of_user(), **asked)
+        found["html"] = write_plan(parsed.html, parsed.model, preview)
     if made.scaling:
         speed = parsed.host_speed or parsed.per_host
         print(ASSUMED.format(parsed.per_host, speed, parsed.interconnect, parsed.network))

@@ -30,11 +30,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     words = "where to draw the losses (default: RUN/loss.svg)"
     parser.add_argument("--plot", type=Path, metavar="FILE", help=words)
+    words = "also write a page to look at (default: RUN/report.html): one file, for any browser"
+    parser.add_argument("--html", nargs="?", const=Path(), type=Path, metavar="FILE", help=words)
+    words = "leave out of the page what other budgets would bring, which takes a minute to plan"
+    parser.add_argument("--no-plans", action="store_true", help=words)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """`l2l report`; returns the exit status."""
-    folder = _run_folder(parsed.run)
+    folder = run_folder(parsed.run)
     settings = Settings.of_table(tomllib.loads(folder.settings_file.read_text()))
     records = read_metrics(folder.metrics_file)
     found = summarise(settings, records) | _checkpoints(folder)
@@ -49,11 +53,18 @@ def run(parsed: argparse.Namespace) -> int:
     print(f"{folder.root}: {_title(settings)}")
     print("\n".join(_lines(found, settings)))
     print(f"losses: {told}")
+    if parsed.html is not None:
+        page = parsed.html if parsed.html != Path() else folder.root / "report.html"
+        from l2l.cli.run_page import write_run  # which needs what is above
+
+        write_run(page, folder, plans=not parsed.no_plans)
+        print(f"page: {page}")
+        found["html"] = str(page)
     print(json.dumps({"run": str(folder.root), **found, "plot": plot}))
     return 0
 
 
-def _run_folder(path: Path) -> RunFolder:
+def run_folder(path: Path) -> RunFolder:
     """The run folder that a path is, or is a checkpoint of."""
     for folder in (RunFolder(path), RunFolder(path.absolute().parent.parent)):
         if folder.settings_file.is_file():

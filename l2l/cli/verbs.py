@@ -15,6 +15,7 @@ VERBS = {
     "train": "train a model, or go on with a run",
     "plan": "what an engine would do with a model",
     "report": "what came of a run",
+    "watch": "a page about a run that goes on",
     "export": "the model of a checkpoint, for others",
     "bench": "measure this machine",
 }

@@ -9,7 +9,8 @@ from typing import Any, Final
 from l2l.device import describe_wear, format_bytes
 from l2l.model import Route
 from l2l.parameter_server import NUM_STAGING, PLACES, Part, UpdatePolicy
-from l2l.planner.bounds import Bounds, Work
+from l2l.planner.bounds import Bounds
+from l2l.planner.hardware import Hardware
 from l2l.planner.problem import Problem, UnitSize, disk_order
 from l2l.schedule import OuterUnit, Shape
 
@@ -296,20 +297,13 @@ class Plan:
     bound: str | None = None  # "compute", "link", "host" or "disk"
     bounds: Bounds | None = None  # what a step takes at best
     num_tokens: int | None = None  # of a step
-    work: Work | None = None  # of a step, whatever the rates
+    disk_read_bytes: int = 0  # in every step
+    disk_written_bytes: int = 0
+    machine: Hardware | None = None  # that it is for
+    host_limit_bytes: int | None = None  # of host memory, as far as it may be taken
     first_step: tuple[tuple[str, float], ...] = ()  # seconds by phase, until it was handed over
     measured: tuple[str, ...] = ()  # lines about the first steps
     scaling: tuple[ScalingPoint, ...] = ()  # one device first
-
-    @property
-    def disk_read_bytes(self) -> int:
-        """Of every step."""
-        return 0 if self.work is None else int(self.work.bytes_read)
-
-    @property
-    def disk_written_bytes(self) -> int:
-        """Of every step."""
-        return 0 if self.work is None else int(self.work.bytes_written)
 
     def phases(self) -> dict[str, int]:
         """Device bytes in each phase of a step, with what is there always."""

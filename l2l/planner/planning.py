@@ -23,6 +23,7 @@ from l2l.planner.hardware import Hardware, known_hardware, remember
 from l2l.planner.kept import KeptPlans
 from l2l.planner.problem import Problem, Together
 from l2l.planner.search import SLACK, Candidate, DoesNotFitError, find_plan
+from l2l.planner.simulation import Simulation
 from l2l.planner.subject import Findings, Subject
 from l2l.run import Facts
 from l2l.schedule import Shape
@@ -98,7 +99,7 @@ class Planning:
         """Let choices be made anew, as more is known of the model."""
         self._candidate: Candidate | None = None
         self._bounds: Bounds | None = None
-        self._work: Work | None = None  # of a step
+        self._work = Work()  # of a step
         self._fits_plain = True  # whether there is room for passes that are not compiled
         self._most_tokens = 0  # of a microbatch, that the plan is for
 
@@ -341,25 +342,19 @@ class Planning:
         points = []
         for world in worlds:
             own, decisions = replace(problem, together=world), found.decisions
-            if world.num_ranks > 1:  # tables are gathered, not looked up on the host
-                stays = problem.route.num_stacks > 1
-                outer = tuple(
-                    (
-                        replace(
-                            unit,
-                            in_prologue=unit.before_layers,
-                            in_epilogue=unit.in_epilogue or (stays and unit.before_layers),
-                            looked_up=False,
-                        ),
-                        size,
-                    )
-                    for unit, size in problem.outer
-                )
-                own, decisions = replace(own, outer=outer), decisions.override(STATE_ON_HOST)
+            if world.num_ranks > 1:
+                own, decisions = _gathered(own), decisions.override(STATE_ON_HOST)
             run = CostModel(own, self.hardware).simulate(decisions)
             share = problem.server_bytes // world.num_shares
             points.append(ScalingPoint(world.num_ranks, run.seconds, run.bound, share))
         return tuple(points)
+
+    def simulate(self) -> Simulation:
+        """A step as it was planned, line by line."""
+        assert self._candidate is not None
+        assert self._problem is not None
+        assert self.hardware is not None
+        return CostModel(self._problem, self.hardware).simulate(self._candidate.decisions)
 
     @property
     def bounds(self) -> Bounds | None:
@@ -439,8 +434,11 @@ class Planning:
                 "predicted_seconds": found.seconds,
                 "bound": found.bound,
                 "bounds": self.bounds,
-                "work": self._work,
+                "disk_read_bytes": int(self._work.bytes_read),
+                "disk_written_bytes": int(self._work.bytes_written),
                 "num_tokens": self._num_tokens,
+                "machine": self.hardware,
+                "host_limit_bytes": self.host.limit_bytes,
             }
         described = self.decisions.describe(self.partition.num_layers, self.policy)
         return Plan(
@@ -450,6 +448,24 @@ class Planning:
             first_step=first_step,
             **expected,
         )
+
+
+def _gathered(problem: Problem) -> Problem:
+    """The same where tables are gathered from several ranks, not looked up on the host."""
+    stays = problem.route.num_stacks > 1
+    outer = tuple(
+        (
+            replace(
+                unit,
+                in_prologue=unit.before_layers,
+                in_epilogue=unit.in_epilogue or (stays and unit.before_layers),
+                looked_up=False,
+            ),
+            size,
+        )
+        for unit, size in problem.outer
+    )
+    return replace(problem, outer=outer)
 
 
 def _check_host(found: Candidate, host: HostBudget) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ from l2l.parameter_server import (
 from l2l.planner.decisions import STATE_ON_HOST, Plan
 from l2l.planner.disk_tier import DiskTier, first_on_disk, refuse_disk
 from l2l.planner.hardware import H200, Hardware, known_hardware
+from l2l.planner.kept import KeptPlans
 from l2l.planner.planning import FREE_SHARE, Planning, parse_budget
 from l2l.planner.problem import Together
 from l2l.planner.search import DoesNotFitError
@@ -102,6 +103,115 @@ def plan(
     Raises:
         ValueError: nothing fits, or the model cannot be cut.
     """
+    found = look(
+        model,
+        batch,
+        num_rows=num_rows,
+        length=length,
+        optimizer=optimizer,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        microbatch_size=microbatch_size,
+        precision=precision,
+        base=base,
+        clip_norm=clip_norm,
+        layers=layers,
+        compile=compile,
+        hardware=hardware,
+        overrides=overrides,
+        disk=disk,
+        is_parallel=world is not None,
+    )
+    planning = found.planned()
+    result = found.plan(planning)
+    if world is None:
+        return result
+    numbers = {world.num_ranks, *(2**power for power in range(world.num_ranks.bit_length()))}
+    worlds = [replace(world, num_ranks=number) for number in sorted(numbers)]
+    return replace(result, scaling=planning.scaling(worlds))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """A model that is not there, looked at once: it can be planned for with any memory."""
+
+    planning: Planning  # nothing is chosen yet
+    batch: Mapping[str, Any]
+    findings: Findings
+    rows: int | None  # of a microbatch
+    inventory: Inventory
+    num_parameters: int
+
+    def planned(
+        self,
+        *,
+        budget_bytes: int | None = None,
+        host: HostBudget | None = None,
+        disk: DiskTier | None = None,
+    ) -> Planning:
+        """With choices made; None: memory as it was asked for.
+
+        Raises:
+            DoesNotFitError: the model does not fit.
+            ValueError: it cannot be planned for.
+        """
+        own = self.planning
+        host, tier = host or own.host, disk or own.disk
+        try:
+            least = _least_on_disk(self.inventory, own.forms, host, tier)
+        except ValueError as error:
+            raise DoesNotFitError(str(error)) from None
+        budget = budget_bytes or own.given_budget
+        made = replace(own, given_budget=budget, host=host, disk=tier, least_on_disk=least)
+        made.make(self.batch, self.findings, rows=self.rows)
+        return made
+
+    def plan(self, planning: Planning) -> Plan:
+        """The plan of a `planning` that is made."""
+        partition, inventory = planning.partition, self.inventory
+        assert planning.hardware is not None
+        return planning.plan(
+            arena={},
+            reserved={},
+            choices=(
+                ("layers", f"{partition.list_name}, {partition.num_layers} of them"),
+                ("parameters", f"{self.num_parameters:,}"),
+                ("precision", str(inventory.precision.link).removeprefix("torch.")),
+                *formats_in(inventory.forms),
+                ("microbatch", planning.microbatch(self.rows)),
+                ("update", inventory.policy.value),
+                ("for", planning.hardware.device_name),
+            ),
+            peak_bytes=0,
+        )
+
+
+def look(
+    model: nn.Module,
+    batch: Mapping[str, Any] | None = None,
+    *,
+    num_rows: int = 8,
+    length: int = 1024,
+    optimizer: Optimizer | torch.optim.Optimizer | None = None,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    microbatch_size: int | None = None,
+    precision: str | torch.dtype = "bfloat16",
+    base: str | None = None,
+    clip_norm: float | None = None,
+    layers: str | Sequence[str] | None = None,
+    compile: bool = True,  # noqa: A002 (torch's name for torch's thing)
+    hardware: Hardware | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    disk: Disk | str | None = None,
+    is_parallel: bool = False,
+    kept: KeptPlans | None = None,
+) -> Preview:
+    """What there is to plan for; arguments as for `plan`, and where plans are kept.
+
+    Raises:
+        ValueError: the model cannot be cut.
+    """
     if microbatch_size is not None and microbatch_size < 1:
         raise ValueError(f"microbatch_size={microbatch_size}; expected at least 1 row, or None.")
     inventory = Inventory.of(
@@ -112,32 +222,21 @@ def plan(
         layers=layers,
         clip_norm=clip_norm,
     )
-    partition, forms = inventory.partition, inventory.forms
+    by_name = {form.name: form for form in inventory.forms}
     host = HostBudget(limit_bytes=UNLIMITED, rule="not limited")
     if host_memory is not None or (hardware is None and num_devices()):
         host = HostBudget.of(host_memory, model_bytes=bytes_of(model.parameters()))
-    by_name = {form.name: form for form in forms}
-    tier, least = None if disk is None else _tier(disk), (0, 0)
+    tier = None if disk is None else _tier(disk)
     if tier is not None:
-        refuse_disk(inventory.optimizer, is_parallel=world is not None)
-    try:
-        if tier is None:
-            inventory.check(host, Share())
-        else:
-            needed = host_bytes(forms, inventory.policy)
-            first = first_on_disk(by_name, needed, host, room_bytes=tier.size_bytes)
-            least = len(first["state"]), len(first["weights"])
-    except ValueError as error:
-        raise DoesNotFitError(str(error)) from None
+        refuse_disk(inventory.optimizer, is_parallel=is_parallel)
     hardware = hardware or measured_hardware() or H200
     if batch is None:
         ids = torch.empty((num_rows, length), dtype=torch.int64, device="meta")
         batch = {"input_ids": ids, "labels": ids}
     planning = Planning(
-        partition=partition,
+        partition=inventory.partition,
         forms=by_name,
         disk=tier,
-        least_on_disk=least,
         optimizer=inventory.optimizer,
         policy=inventory.policy,
         given_budget=parse_budget(device_memory) or int(FREE_SHARE * hardware.device_bytes),
@@ -145,27 +244,35 @@ def plan(
         compiled=compile,
         overrides=overrides or {},
         hardware=hardware,
+        kept=kept or KeptPlans(None),
     )
-    planning.make(batch, _look_at(planning, batch), rows=microbatch_size)
-    result = planning.plan(
-        arena={},
-        reserved={},
-        choices=(
-            ("layers", f"{partition.list_name}, {partition.num_layers} of them"),
-            ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),
-            ("precision", str(inventory.precision.link).removeprefix("torch.")),
-            *formats_in(forms),
-            ("microbatch", planning.microbatch(microbatch_size)),
-            ("update", inventory.policy.value),
-            ("for", hardware.device_name),
-        ),
-        peak_bytes=0,
+    return Preview(
+        planning=planning,
+        batch=batch,
+        findings=_look_at(planning, batch),
+        rows=microbatch_size,
+        inventory=inventory,
+        num_parameters=sum(p.numel() for p in model.parameters()),
     )
-    if world is None:
-        return result
-    numbers = {world.num_ranks, *(2**power for power in range(world.num_ranks.bit_length()))}
-    worlds = [replace(world, num_ranks=number) for number in sorted(numbers)]
-    return replace(result, scaling=planning.scaling(worlds))
+
+
+def _least_on_disk(
+    inventory: Inventory,
+    forms: Mapping[str, UnitForm],
+    host: HostBudget,
+    tier: DiskTier | Callable[[], DiskTier] | None,
+) -> tuple[int, int]:
+    """How many layers have no room for their optimizer state, and weights, in host memory.
+
+    Raises:
+        ValueError: there is no room for the rest, or for all of it.
+    """
+    if not isinstance(tier, DiskTier):
+        inventory.check(host, Share())
+        return 0, 0
+    needed = host_bytes(inventory.forms, inventory.policy)
+    first = first_on_disk(forms, needed, host, room_bytes=tier.size_bytes)
+    return len(first["state"]), len(first["weights"])
 
 
 def _tier(disk: Disk | str) -> DiskTier:

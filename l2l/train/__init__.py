@@ -3,6 +3,7 @@
     folder/
       run.toml            the settings in force; `l2l train folder` goes on with them
       metrics.jsonl       what happened (progress.py)
+      plan.json           what it goes by (planned.py)
       events/             the same for TensorBoard
       checkpoints/        the last ones (checkpoint.py); it goes on with the last of them
       model/              the trained model, for `from_pretrained`
@@ -25,6 +26,7 @@ A run is stopped between two steps: `Training.stop` may be called at any time, b
     losses       the formulas of preferences
     generating   what a model says: samples, answers, rollouts
     reference    what a reference model says of the data, computed once
+    planned      the plan that it goes by, to be read later
     progress     what happens, passed on to display, metrics.jsonl and TensorBoard
     steps        the steps, and what is between them: evaluations, checkpoints
     run          what is before and after the steps
@@ -34,6 +36,7 @@ A run is stopped between two steps: `Training.stop` may be called at any time, b
 from l2l.train.display import Display, format_seconds, open_display
 from l2l.train.export import export_checkpoint
 from l2l.train.folder import RunFolder, TrainingError
+from l2l.train.planned import Planned
 from l2l.train.progress import Record, read_metrics
 from l2l.train.run import Training
 from l2l.train.settings import SECTIONS, Flag, Settings, help_text

@@ -29,13 +29,14 @@ class RunFolder:
         self.settings_file = root / "run.toml"  # the settings in force
         self.metrics_file = root / "metrics.jsonl"  # what happened
         self.samples_file = root / "samples.jsonl"  # what the model said on the way
+        self.plan_file = root / "plan.json"  # what is placed where, and what to expect of it
         self.events = root / "events"  # the same for TensorBoard
         self.checkpoints = root / "checkpoints"  # to go on from
         self.model = root / "model"  # what was trained
 
     def set_aside(self) -> Path | None:
         """Give what is there another name; None if nothing is."""
-        files = (self.settings_file, self.metrics_file, self.samples_file)
+        files = (self.settings_file, self.metrics_file, self.samples_file, self.plan_file)
         parts = (*files, self.checkpoints, self.model)
         if not any(part.exists() for part in parts):
             return None

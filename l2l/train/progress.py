@@ -8,8 +8,10 @@
 
 A checkpoint's line, and all lines before it, are written before the checkpoint is begun. A run that
 goes on from step 7 drops what was written after it, so that the file of a run that was interrupted
-any number of times is that of an uninterrupted one, but for what is about time: `seconds`, and,
-where there is a plan, the lane that is its `bound` and the `share_of_bound` that the step reaches.
+any number of times is that of an uninterrupted one, but for what is about time and memory:
+`seconds`, and, where there is a plan, the lane that is its `bound`, the `share_of_bound` that the
+step reaches, and the device's `peak_bytes`, where they have grown. About `NUM_DETAILED` steps of a
+run have `layer_norms`, those of the gradients of all layers, null where a layer did not run.
 Steps that ran layers as they are, because these were not compiled yet, have `"compiled": false`.
 
 `Progress` is told of every step, evaluation and checkpoint. Reading a step's numbers may wait for
@@ -38,6 +40,8 @@ from l2l.train.measures import NOT_MEASURED, Measured
 
 NUM_BEHIND = 2  # steps that are submitted before a step's numbers are read
 WINDOW = 20  # steps over which speed is averaged
+NUM_DETAILED = 1000  # steps of a run whose lines have what takes much room
+DIGITS = 4  # of a norm that is one of many
 INTERRUPTED = "interrupted"  # key of lines that a run which goes on from there drops again
 NOT_METRICS = ("kind", "step", "seconds")  # keys of an evaluation's line that everybody knows
 
@@ -95,11 +99,13 @@ class Progress:
             ValueError: the metrics that are there are none.
         """
         self.display = display
+        self.folder = folder
         self._unread: deque[_Unread] = deque()
         self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # tokens, seconds
         self._has_read = False
         self._mark = time.perf_counter()
         self.status = Status(step=step, num_steps=num_steps)  # as of the last step that was read
+        self._peak_bytes = 0  # that was written down
         self._bad_steps: set[int] = set()
         self._notes: set[tuple[str, int]] = set()  # lines that are of no step
         before = read_metrics(folder.metrics_file) if step else []
@@ -216,6 +222,11 @@ class Progress:
             "tokens": tokens,
             "seconds": round(seconds, 4),
         }
+        every = max(1, self.status.num_steps // NUM_DETAILED)
+        if step == 1 or step % every == 0:
+            record |= _norms(report.layer_norms)
+        if self.status.peak_bytes > self._peak_bytes:
+            record["peak_bytes"] = self._peak_bytes = self.status.peak_bytes
         if report.compiled is False:
             record["compiled"] = False
         if self.status.bounds is not None and seconds:
@@ -269,6 +280,14 @@ def line_of(record: Record) -> str:
 def _finite(value: float) -> float | None:
     """A number as JSON can have it."""
     return value if math.isfinite(value) else None
+
+
+def _norms(norms: Mapping[int, float]) -> Record:
+    """What a line has of the norms of layers: as many digits as one sees."""
+    if not norms:
+        return {}
+    told = {layer: _finite(float(f"{norm:.{DIGITS}g}")) for layer, norm in norms.items()}
+    return {"layer_norms": [told.get(layer) for layer in range(max(told) + 1)]}
 
 
 def open_events(folder: Path, *, step: int) -> Any:

@@ -22,6 +22,7 @@ from l2l.planner import Plan
 from l2l.train.folder import TrainingError
 from l2l.train.generating import Samples, exact_match
 from l2l.train.objective import Objective, evaluate
+from l2l.train.planned import Planned, outline_of
 from l2l.train.prepared import Prepared
 from l2l.train.progress import INTERRUPTED, Progress
 
@@ -147,10 +148,24 @@ class Steps:
         if self._plan is None:
             self._plan = self.engine.plan
             self.progress.display.say(str(self._plan))
+            self._planned(self._plan).write(self.progress.folder.plan_file)
         if self._plan.budget_bytes is not None:
             status = self.progress.status
             status.peak_bytes = self.engine.device.peak_bytes()
             status.budget_bytes, status.bounds = self._plan.budget_bytes, self._plan.bounds
+
+    def _planned(self, plan: Plan) -> Planned:
+        """The plan, and a step for which it can be made again."""
+        prepared = self.prepared
+        is_padded = not prepared.settings.data.packing
+        batch = prepared.widest_batch() if is_padded else prepared.batches.batch(0)
+        outline = outline_of(self.objective.outline(batch))
+        return Planned(
+            plan=plan,
+            num_steps=prepared.num_steps,
+            outline=outline,
+            num_labels=prepared.examples.num_labels,
+        )
 
     # -- checkpoints -------------------------------------------------------------------------------
 
