@@ -168,7 +168,7 @@ class Stash:
         self._adopted: set[str] = set()
         self._pool: dict[int, list[Tensor]] = {}
         self._outgrown: list[Tensor] = []
-        self._returned: list[tuple[str, Tensor]] = []  # of parked values that nobody needs
+        self._returned: list[tuple[str, Tensor]] = []  # memory that nobody needs after this step
 
     def put(self, cell: str, value: str, tensors: list[Tensor]) -> None:
         """Write a value into a cell; the compute lane does this."""
@@ -255,7 +255,7 @@ class Stash:
             held = self._buffers.get(buffer)
             if held is None or held.numel() < nbytes:
                 if held is not None:
-                    self._outgrown.append(held)
+                    self._returned.append((value, held))  # a lane may still need it in this step
                 self._buffers[buffer] = self._take(nbytes)
             placed[value, buffer] = self._buffers[buffer]
         return placed[value, buffer]
