@@ -10,6 +10,14 @@ import torch
 from l2l.planner import H200, KeptPlans
 from l2l.proof import ProofMemory
 
+LONG = frozenset(
+    f"test_{name}"
+    for name in (
+        *("beside", "checkpoint", "compiled_layer", "distributed", "engine", "killed", "layers"),
+        *("ordering", "phases", "planner", "preview", "schedule", "scripts", "training", "updates"),
+    )
+)
+
 gc.disable()  # until all tests are imported
 torch.set_num_threads(1)
 inside.remember_proofs_in(ProofMemory(None))  # what a test has proven is nobody else's
@@ -24,6 +32,11 @@ def as_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     figures = dataclasses.replace(H200, context_bytes=0)
     monkeypatch.setattr("l2l.planner.planning.known_hardware", lambda *_, **__: figures)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files begin first, so that workers end together (each file has one worker)."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
 
 
 def pytest_collection_finish() -> None:
