@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +92,19 @@ every_source = pytest.mark.parametrize(
 )
 
 
+@cache
+def tree_of(source: Path) -> ast.Module:
+    """The code of a file; many tests look at it."""
+    return ast.parse(source.read_text())
+
+
 def module_of(source: Path) -> str:
     return source.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 def imports(source: Path) -> Iterator[str]:
     """Dotted names of all that a file imports, also inside functions."""
-    for node in ast.walk(ast.parse(source.read_text())):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{source.name}:{node.lineno}: a relative import"
             assert node.module
@@ -199,7 +206,7 @@ def test_the_schedule_needs_the_standard_library_only() -> None:
 
 @every_source
 def test_what_is_optional_is_looked_for_when_it_is_asked_for(source: Path) -> None:
-    tree = ast.parse(source.read_text())
+    tree = tree_of(source)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     inside = {id(node) for function in functions for node in ast.walk(function)}
     for node in ast.walk(tree):
@@ -294,9 +301,7 @@ def test_only_the_command_line_imports_what_needs_pydantic() -> None:
 
 def test_the_live_display_is_imported_when_it_is_asked_for() -> None:
     for source in SOURCES:
-        top = [
-            node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ImportFrom)
-        ]
+        top = [node for node in tree_of(source).body if isinstance(node, ast.ImportFrom)]
         assert "l2l.train.live_display" not in {node.module for node in top}, source
 
 
@@ -350,7 +355,7 @@ def test_files_are_named_for_what_they_hold(source: Path) -> None:
 def attributes(source: Path) -> set[str]:
     """Dotted names that a file uses or imports, such as `torch.cuda.Stream`."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source.read_text())):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Attribute):
             found.add(ast.unparse(node))
         elif isinstance(node, ast.ImportFrom):
