@@ -43,6 +43,7 @@ def pytest_collection_finish() -> None:
     """Whoever collects garbage does not look at all that large libraries have made."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # a test leaves little
     gc.enable()
 
 
