@@ -38,8 +38,9 @@ types: $(VENV)/ready
 	$(BIN)/mypy
 
 # Two workers, and processes that tests start: more threads than cores would wait for each other.
+# Files begin in the order of conftest.py: the long ones first.
 unit: $(VENV)/ready $(KERNEL)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # 40 seconds on two cores, with lint: the language, the rooms, the settings, and parity with plain PyTorch.
 QUICK := schedule architecture public_surface layout precision tensor_file replacing metrics tiny worker settings \

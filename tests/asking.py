@@ -17,7 +17,13 @@ from transformers import BertForSequenceClassification, LlamaForCausalLM
 
 import l2l
 
-LOADED = (l2l, transformers, BertForSequenceClassification, LlamaForCausalLM)
+LOADED = (
+    l2l.Engine,
+    l2l.plan,
+    transformers.Trainer,
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+)
 
 
 def ask(script: Path, to: Path) -> None:

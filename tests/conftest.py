@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-from collections.abc import Iterator
 
 import inside
 import pytest
@@ -11,6 +10,15 @@ import torch
 from l2l.planner import H200, KeptPlans
 from l2l.proof import ProofMemory
 
+LONG = frozenset(
+    f"test_{name}"
+    for name in (
+        *("beside", "checkpoint", "compiled_layer", "distributed", "engine", "killed", "layers"),
+        *("ordering", "phases", "planner", "preview", "schedule", "scripts", "training", "updates"),
+    )
+)
+
+gc.disable()  # until all tests are imported
 torch.set_num_threads(1)
 inside.remember_proofs_in(ProofMemory(None))  # what a test has proven is nobody else's
 inside.keep_plans_in(KeptPlans(None))
@@ -26,13 +34,24 @@ def as_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("l2l.planner.planning.known_hardware", lambda *_, **__: figures)
 
 
-@pytest.fixture(scope="module")
-def frozen_garbage() -> Iterator[None]:
-    """Trainers collect garbage: they do not look at all that large libraries have made."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files begin first, so that workers end together (each file has one worker)."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
+def pytest_collection_finish() -> None:
+    """Whoever collects garbage does not look at all that large libraries have made."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
+    gc.set_threshold(10_000, 20, 20)  # a test leaves little
+    gc.enable()
+
+
+@pytest.fixture(scope="module")
+def frozen_garbage() -> None:
+    """Trainers collect garbage often: they look at nothing that there is before this module."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

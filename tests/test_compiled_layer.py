@@ -8,6 +8,7 @@ from typing import NoReturn
 import inside
 import pytest
 import torch
+from sampled import sampled
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import (
@@ -92,10 +93,13 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize(
-    ("build", "number"),
-    [(llama, 8), (gpt2, 8), (bert, 8), pytest.param(llama, 50, marks=pytest.mark.thorough)],
+    ("build", "number", "padded"),
+    sampled(
+        [(build, 8, padded) for build in (llama, gpt2, bert) for padded in (False, True)]
+        + [(llama, 50, padded) for padded in (False, True)],
+        lambda one: one in ((llama, 8, True), (gpt2, 8, False), (bert, 8, True)),
+    ),
 )
 def test_any_number_of_lengths_takes_two_compilations(build, number: int, padded: bool) -> None:
     lengths = random.Random(0).sample(range(5, 61), number)

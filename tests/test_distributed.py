@@ -228,24 +228,26 @@ def test_torchrun_trains_as_a_single_process_does(tmp_path: Path):
     config.write_text(
         config.read_text().replace('"attention_dropout": 0.1', '"attention_dropout": 0.0')
     )
+
+    def words(output: str, *more: str) -> list[str]:
+        return ["train", *more, "--output", str(tmp_path / output), str(settings)]
+
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    train = ["-m", "l2l", "train"]
-
-    def run(command: list[str], output: str, *more: str) -> str:
-        words = [*command, *train, *more, "--output", str(tmp_path / output), str(settings)]
-        done = subprocess.run(
-            words, capture_output=True, text=True, check=False, timeout=150, cwd=ROOT
-        )
-        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-        return done.stdout
-
-    text = run(started, "together")
-    run([sys.executable], "alone")
+    done = subprocess.run(
+        [*started, "-m", "l2l", *words("together")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    assert cli.main(words("alone")) == 0
     together, alone = (killed.metrics(tmp_path / name) for name in ("together", "alone"))
     assert [one["loss"] for one in together] == pytest.approx(
         [one["loss"] for one in alone], rel=2e-3
     )
-    assert text.count("step 4/4") == 1, "the first rank speaks for all"
+    assert done.stdout.count("step 4/4") == 1, "the first rank speaks for all"
     assert (tmp_path / "together" / "model" / "model.safetensors").exists()
     exported = tmp_path / "exported"
     assert cli.main(["export", str(tmp_path / "together"), str(exported)]) == 0
@@ -255,7 +257,7 @@ def test_torchrun_trains_as_a_single_process_does(tmp_path: Path):
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    run([sys.executable], "together", "--steps", "6")
+    assert cli.main(words("together", "--steps", "6")) == 0
     assert [one["step"] for one in killed.metrics(tmp_path / "together")] == [1, 2, 3, 4, 5, 6]
 
 

@@ -1,6 +1,7 @@
 """A run that is killed again and again ends as if it had been left alone.
 
-Twice here; `L2L_KILLS=50 pytest tests/test_killed.py`, or reproduce/killed.py, for more.
+Once in `make test`, twice in `make thorough`; for more, `L2L_KILLS=50 pytest tests/test_killed.py`
+or reproduce/killed.py.
 """
 
 import json
@@ -34,16 +35,17 @@ def test_runs_that_are_ended_while_they_save_or_export(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("kills", "words"),
     [
-        pytest.param((), id="in memory"),
-        pytest.param(("--disk",), id="on disk", marks=pytest.mark.thorough),
+        pytest.param("1", (), id="once"),
+        pytest.param("2", (), id="in memory", marks=pytest.mark.thorough),
+        pytest.param("2", ("--disk",), id="on disk", marks=pytest.mark.thorough),
     ],
 )
 def test_a_run_that_is_killed_ends_with_the_same_bits(
-    tmp_path: Path, words: tuple[str, ...]
+    tmp_path: Path, kills: str, words: tuple[str, ...]
 ) -> None:
-    kills = os.environ.get("L2L_KILLS", "2")
+    kills = os.environ.get("L2L_KILLS", kills)
     words = ("--kills", kills, "--steps", "12", *words)
     found = campaign("killed.py", tmp_path / "killed", *words)
     assert found["kills"] == int(kills)

@@ -16,6 +16,7 @@ import inside
 import pytest
 import torch
 from families import build_llama
+from sampled import sampled
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -189,7 +190,13 @@ def test_device_memory_of_streamed_layers_does_not_depend_on_their_number() -> N
         assert peaks[0] == peaks[1]
 
 
-@every_setting
+@pytest.mark.parametrize(
+    "name",
+    sampled(
+        [name for name in SETTINGS if name != "large"],
+        lambda name: name in ("exact", "clipped", "8-bit"),
+    ),
+)
 def test_too_small_a_budget_is_refused_with_one_that_fits(name: str) -> None:
     problem = problem_of(name)
     with pytest.raises(DoesNotFitError) as refused:

@@ -280,16 +280,17 @@ def test_a_run_without_checkpoints_is_kept_too(tiny: Path, tmp_path: Path) -> No
     assert (tmp_path / "run-1" / "model" / "model.safetensors").exists()
 
 
-def test_data_may_be_named_more_than_once(tiny: Path, tmp_path: Path) -> None:
+def test_data_may_be_named_more_than_once(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["train", "--model", str(tiny / "model"), "--random-init", "--dry-run"]
     one = ["--data", str(tiny / "text.txt")]
     words += ["--steps", "2", "--rows", "2", "--length", "16", "--output", str(tmp_path / "run")]
     said = []
     for more in (one, one + one):
-        done = subprocess.run(
-            [sys.executable, "-m", "l2l", *words, *more], capture_output=True, text=True, check=True
-        )
-        said.append(int(re.search(r"([\d,]+) examples", done.stdout)[1].replace(",", "")))
+        assert cli.main([*words, *more]) == 0
+        found = re.search(r"([\d,]+) examples", capsys.readouterr().out)
+        said.append(int(found[1].replace(",", "")))
     assert said[1] == 2 * said[0]
 
 
@@ -910,8 +911,20 @@ def test_a_signal_while_the_first_files_are_written_stops_before_the_first_step(
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-@pytest.mark.parametrize("module", ["torch", "transformers"])
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [
+        pytest.param("torch", signal.SIGINT, id="torch-ctrl-c"),
+        pytest.param("transformers", signal.SIGTERM, id="transformers-sigterm"),
+        *(
+            pytest.param(module, number, id=f"{module}-{name}", marks=pytest.mark.thorough)
+            for module, number, name in (
+                ("torch", signal.SIGTERM, "sigterm"),
+                ("transformers", signal.SIGINT, "ctrl-c"),
+            )
+        ),
+    ],
+)
 def test_a_signal_while_libraries_are_imported_is_one_line(
     module: str, number: signal.Signals, tiny: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import FAMILIES, Family
 from reference import accumulate, counts, split
+from sampled import sampled
 from torch import Tensor, nn
 
 import l2l
@@ -48,7 +49,7 @@ def gradients_by_plain_pytorch(model: nn.Module, family: Family, number: int) ->
     accumulate(model, microbatches, [counts(family.rule, one) for one in microbatches])
 
 
-@pytest.mark.parametrize("name", CLIPPED)
+@pytest.mark.parametrize("name", sampled(CLIPPED, lambda name: name in ("gpt2", "mixtral")))
 def test_fifty_clipped_steps_equal_those_of_plain_pytorch(name: str):
     family = FAMILIES[name]
     numbers = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.05}
@@ -86,16 +87,22 @@ def test_eager_and_just_in_time_give_the_same_bits(precision: str, kernel: str):
     assert_equal(halved, eager)
 
 
-@pytest.mark.parametrize("first", [None, *Lane])
+IN_ANY_ORDER = {
+    "clipped": {"clip_norm": 0.1, "optimizer": l2l.SGD(lr=0.1, momentum=0.9)},
+    "adafactor": {"optimizer": l2l.Adafactor(lr=0.01)},
+}
+OFTEN = (Lane.FETCH, Lane.UPDATE, Lane.DRAIN)
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"clip_norm": 0.1, "optimizer": l2l.SGD(lr=0.1, momentum=0.9)},
-        {"optimizer": l2l.Adafactor(lr=0.01)},
-    ],
-    ids=["clipped", "adafactor"],
+    ("kind", "first"),
+    sampled(
+        itertools.product(IN_ANY_ORDER, [None, *Lane]),
+        lambda one: "clipped" in one or one[1] in OFTEN,
+    ),
 )
-def test_every_order_the_waits_allow_gives_the_same_bits(first: Lane | None, settings: dict):
+def test_every_order_the_waits_allow_gives_the_same_bits(kind: str, first: Lane | None):
+    settings = IN_ANY_ORDER[kind]
     expected = train("llama_untied", **settings)
     assert_equal(train("llama_untied", device=CheckingDevice(first=first), **settings), expected)
 

@@ -15,6 +15,7 @@ from l2l.device.byte_size import format_bytes, parse_bytes
 from l2l.device.checking import CheckingDevice, QueuedEvent
 from l2l.device.cuda import CudaDevice, busy_link, num_devices
 from l2l.device.disk import Block, Disk, DiskError, DiskFolder, describe_wear
+from l2l.device.operators import tensors_in
 from l2l.device.pages import PAGE_BYTES, untouched_pages
 from l2l.device.worker import Event, UpdateFailedError, Work
 

@@ -27,10 +27,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from l2l.device.limits import LIMITS
+from l2l.device.operators import tensors_in
 from l2l.device.pages import anonymous_pages
 from l2l.device.random_numbers import Drawing, RandomNumbers
 from l2l.device.worker import WAITING, Event, Work, Worker, WorkerEvent
@@ -342,17 +342,14 @@ class ByteCount(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(map(is_traceable_wrapper_subclass, tree_leaves((args, kwargs)))):
+        taken = tensors_in((args, kwargs))
+        if any(map(is_traceable_wrapper_subclass, taken)):
             with self:  # what its class makes of it is counted
                 return func(*args, **(kwargs or {}))
-        given = {
-            leaf.untyped_storage()._cdata
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor)
-        }
+        given = {tensor.untyped_storage()._cdata for tensor in taken}
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            is_memory = isinstance(leaf, Tensor) and leaf.device.type != "meta"
-            if is_memory and leaf.untyped_storage()._cdata not in given:
-                self.hold(leaf)
+        for tensor in tensors_in(result):
+            is_memory = tensor.device.type != "meta"
+            if is_memory and tensor.untyped_storage()._cdata not in given:
+                self.hold(tensor)
         return result

@@ -23,7 +23,7 @@ from l2l.planner.hardware import Hardware
 from l2l.planner.memory import Memory
 from l2l.planner.problem import Problem, UnitSize
 from l2l.planner.simulation import Cost, Direction, Simulation, simulate
-from l2l.schedule import EPILOGUE, Action, Lane, Schedule, Shape, make_schedule
+from l2l.schedule import EPILOGUE, Action, Lane, Schedule, Shape, lower
 
 HEAD_EFFICIENCY = 0.95
 HEAD_PASSES = 3  # forward, and gradients of its input and of its weights
@@ -395,7 +395,7 @@ class CostModel:
 @lru_cache(maxsize=NUM_REMEMBERED)
 def _schedule_of(shape: Shape) -> Schedule:
     """Many choices are not in the shape, and plans for other budgets meet the same shapes."""
-    return make_schedule(shape)
+    return lower(shape)
 
 
 @final

@@ -13,10 +13,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
+
+from l2l.device import tensors_in
 
 
 class Kind(enum.Enum):
@@ -120,15 +121,16 @@ class Tape(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(map(is_traceable_wrapper_subclass, _tensors((args, kwargs)))):
+        given = tensors_in((args, kwargs))
+        if any(map(is_traceable_wrapper_subclass, given)):
             with self:  # what its class makes of it is noted
                 return func(*args, **kwargs)
         reads: dict[int, int] = {}
         writes: dict[int, int] = {}
-        for tensor in _tensors((args, kwargs)):
+        for tensor in given:
             self._look_at(tensor, self._value_of(tensor), reads)
         result = func(*args, **kwargs)
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             if not self._is_known(tensor):
                 value = self._value_of(tensor, is_input=False)
                 writes[value] = tensor.untyped_storage().nbytes()
@@ -161,7 +163,7 @@ class Tape(TorchDispatchMode):
 
     def end_phase(self, result: Any) -> None:
         """End a part of the tape; tensors in `result` are its outputs."""
-        known = (tensor for tensor in _tensors(result) if self._is_known(tensor))
+        known = (tensor for tensor in tensors_in(result) if self._is_known(tensor))
         outputs = {self.buffer_of[self._value_of(tensor)] for tensor in known} - self.inputs
         self.phases.append(Phase(frozenset(outputs), frozenset(self._alive), self._peak_bytes))
         self._peak_bytes = self.nbytes(self._alive)
@@ -194,10 +196,6 @@ class Tape(TorchDispatchMode):
         self._alive.discard(buffer)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 @final
 class _Call:
     """An operator with what it was given and what it returned."""
@@ -214,7 +212,7 @@ class _Call:
             return []
         infos = {one.name: one.alias_info for one in self.func._schema.arguments}
         written = [name for name, info in infos.items() if info is not None and info.is_write]
-        return _tensors([self.named.get(name) for name in written])
+        return tensors_in([self.named.get(name) for name in written])
 
     def operation(self, phase: int, reads: dict[int, int], writes: dict[int, int]) -> Operation:
         """What it does, with the values that it reads and writes."""
@@ -225,7 +223,7 @@ class _Call:
             reads=reads,
             writes=writes,
             is_random=is_random,
-            numel=max((tensor.numel() for tensor in _tensors(self.result)), default=0),
+            numel=max((tensor.numel() for tensor in tensors_in(self.result)), default=0),
             flops=self._flops(),
             workspace_bytes=self._workspace_bytes(),
         )
@@ -242,7 +240,7 @@ class _Call:
 
     def _reduces_rows(self) -> bool:
         """Whether the last dimension, and no other, is reduced."""
-        given, dimensions = _tensors(self.args), self.named.get("dim")
+        given, dimensions = tensors_in(self.args), self.named.get("dim")
         if not given or given[0].ndim < 2 or dimensions is None:
             return False
         reduced = [dimensions] if isinstance(dimensions, int) else dimensions

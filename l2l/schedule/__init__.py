@@ -123,7 +123,7 @@ from l2l.schedule.lines import (
 )
 from l2l.schedule.passes import carried as carried
 from l2l.schedule.passes import recorded
-from l2l.schedule.schedule import Schedule, make_schedule, validate
+from l2l.schedule.schedule import Schedule, lower, make_schedule, validate
 from l2l.schedule.shape import NUM_HEAD_CELLS, OuterUnit, Shape, late_staging
 from l2l.schedule.trace import Span, Trace
 from l2l.schedule.transfers import NUM_LENT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from l2l.schedule.lines import NOTHING, Action, action
@@ -57,14 +57,14 @@ PASSES = frozenset(("forward", "loss", "backward"))
 def add_stash(draft: Draft, shape: Shape) -> list[Action]:
     """Give every boundary value a cell; stash what loses its cell before its last use.
 
-    Runs twice: the first round learns which values lose their cell, the second stashes exactly
-    those, as soon as they are written, so that the copy out is done long before the cell is reused.
-    Gradients of looked-up rows (`x`) always leave: the host collects them. So does what the other
-    side of the step reads.
+    When all are placed it is known which values lose their cell. Exactly those are stashed, as soon
+    as they are written, so that the copy out is done long before the cell is reused. Gradients of
+    looked-up rows (`x`) always leave: the host collects them. So does what the other side of the
+    step reads.
     """
-    first = _Placing(draft, shape, stashed=frozenset())
+    placing = _Placing(draft, shape)
     left = carried(shape) if shape.side == "forward" else frozenset()
-    return _ahead(_Placing(draft, shape, stashed=left.union(first.evicted)).lines)
+    return _ahead(placing.lines(left.union(placing.evicted)))
 
 
 def _ahead(lines: Sequence[Action]) -> list[Action]:
@@ -98,12 +98,13 @@ def _conflict(one: Action, other: Action) -> bool:
 
 
 class _Placing:
-    """One round of `add_stash`."""
+    """Which cell every value has, from when to when."""
 
-    def __init__(self, draft: Draft, shape: Shape, *, stashed: frozenset[str]) -> None:
-        self.lines: list[Action] = []
+    def __init__(self, draft: Draft, shape: Shape) -> None:
         self.evicted: set[str] = set()
-        self._stashed = stashed
+        self._lines: list[
+            Action | tuple[str, str]
+        ] = []  # also values just written, and their cells
         self._pools = {
             kind: _Cells(OrderedDict((f"{kind}{i}", None) for i in range(number)))
             for kind, number in (
@@ -119,10 +120,18 @@ class _Placing:
         self._written: dict[str, str] = {}
         for item in draft:
             if isinstance(item, Action):
-                self.lines.append(item)
+                self._lines.append(item)
             else:
                 self._place(*item)
                 self._now += 1
+
+    def lines(self, stashed: Collection[str]) -> list[Action]:
+        """All lines; values that are stashed leave as soon as they are written."""
+        return [
+            one if isinstance(one, Action) else action(f"drain {one[0]} {one[1]}")
+            for one in self._lines
+            if isinstance(one, Action) or one[0] in stashed or one[0].startswith("x")
+        ]
 
     def _place(self, one: Pass, slot: str, gradient: str) -> None:
         """Write a pass with its cells: what it reads is brought first."""
@@ -136,10 +145,8 @@ class _Placing:
                 cells[operand.value] = self._write(operand.kind, f"{operand.value} {m}")
         names = [one if isinstance(one, str) else one.value for one in one.operands]
         words = [one.verb, one.part, m, *(cells.get(name, name) for name in names)]
-        self.lines.append(action(" ".join(filter(None, words))))
-        for value, cell in self._written.items():
-            if value in self._stashed or value.startswith("x"):
-                self.lines.append(action(f"drain {value} {cell}"))
+        self._lines.append(action(" ".join(filter(None, words))))
+        self._lines += self._written.items()
 
     def _write(self, kind: str, value: str) -> str:
         cell = self._written[value] = self._take(kind, value)
@@ -149,7 +156,7 @@ class _Placing:
         cell = self._pools[kind].find(value, self._now)
         if cell is None:
             cell = self._take(kind, value)
-            self.lines.append(action(f"fetch {value} {cell}"))
+            self._lines.append(action(f"fetch {value} {cell}"))
         self._busy.add(cell)
         return cell
 

@@ -44,12 +44,17 @@ class Schedule:
 
 def make_schedule(shape: Shape) -> Schedule:
     """Lower a shape to a complete, validated schedule."""
+    schedule = lower(shape)
+    validate(schedule)
+    return schedule
+
+
+def lower(shape: Shape) -> Schedule:
+    """The same without the check, which a schedule needs only if it is to run."""
     draft = add_disk(add_transfers(compute_order(shape), shape), shape)
     actions = spill(add_stash(draft, shape), shape.num_stash_buffers)
     lines = add_waits(actions, updated=shape.updated_on_host)
-    schedule = Schedule(shape=shape, lines=tuple(lines))
-    validate(schedule)
-    return schedule
+    return Schedule(shape=shape, lines=tuple(lines))
 
 
 def validate(schedule: Schedule) -> None:
