@@ -14,7 +14,16 @@ from torch import nn
 import l2l
 from l2l import cli
 from l2l.cli.train import FLAGS
-from l2l.train.settings import SECTIONS, Flag, ScheduleSettings, Settings, SettingsError, help_text
+from l2l.train.settings import (
+    SECTIONS,
+    Flag,
+    ScheduleSettings,
+    Settings,
+    SettingsError,
+    answer,
+    help_text,
+)
+from l2l.train.settings.words import ELSEWHERE
 
 MINIMAL = """
 [model]
@@ -205,6 +214,13 @@ def test_differences_are_those_that_change_the_result(folder: Path) -> None:
     [
         ("[training]\nstepss = 3", ["[training] has no setting stepss", "Did you mean steps?"]),
         ("[training]\nlearning_rate = 1", ["Did you mean learning_rate in [optimizer]?"]),
+        ("[training]\nbatch_size = 8", ["batch_size. Here it is rows in [training]: all rows of"]),
+        ("[training]\nlr = 1e-4", ["no setting lr. Here it is learning_rate in [optimizer]."]),
+        ("[training]\nnum_train_epochs = 1", ["Here it is epochs in [training]."]),
+        ("[training]\nreport_to = 'wandb'", ["Here it is tensorboard in [output]: true or false"]),
+        ("max_seq_length = 8", ["has no setting max_seq_length. Here it is length in [training]."]),
+        ("gradient_accumulation_steps = 8", ["Here it is rows in [training]"]),
+        ("trust_remote_code = true", ["Nothing is called so here"]),
         ("[trainin]\nsteps = 3", ["trainin is no section", "Did you mean training?", "memory"]),
         ("[xyz]\nsteps = 3", ["xyz is no section. Expected one of model, data"]),
         ("[training]\nrows = 0", ["rows = 0", "greater than or equal to 1", "Rows of a step."]),
@@ -310,6 +326,58 @@ def test_model_and_data_must_be_named_and_be_there(folder: Path) -> None:
     (folder / "model" / "config.json").unlink()
     with pytest.raises(SettingsError, match=r"has no config\.json"):
         Settings.read(path)
+
+
+def test_every_word_from_elsewhere_leads_to_a_setting_and_is_none() -> None:
+    for word in ELSEWHERE:
+        found = answer(word, lambda section, key: SECTIONS[section][key] and f"{section}.{key}")
+        assert found.startswith((" Here it is ", " Nothing is called so here: "))
+        assert found.endswith(".")
+    homes = {key for keys in SECTIONS.values() for key in keys}
+    assert not homes & set(ELSEWHERE)
+    assert answer("moon", lambda *_: "") == ""
+
+
+def test_any_setting_may_be_set_by_a_flag(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = (
+        "schedule.warm_up_steps=7",
+        "optimizer.betas=[0.5, 0.9]",
+        "schedule.shape=linear",
+        "memory.disk=fast",
+    )
+    path = folder / "run.toml"
+    path.write_text(MINIMAL + "[schedule]\nwarm_up_share = 0.5")
+    found = Settings.read(path, flags=[Flag.of_text(text) for text in texts])
+    assert (found.schedule.warm_up_steps, found.schedule.warm_up_share) == (7, None)
+    assert found.optimizer.betas == (0.5, 0.9)
+    assert found.schedule.shape == "linear"
+    assert found.memory.disk == Path.cwd() / "fast"
+    for text, words in (
+        ("warm_up_steps=7", "Did you mean schedule.warm_up_steps?"),
+        ("schedule.warm_up_step=7", "Did you mean warm_up_steps?"),
+        ("schedle.shape=linear", "Did you mean schedule?"),
+        ("training.lr=1", "Here it is optimizer.learning_rate."),
+    ):
+        with pytest.raises(SettingsError) as refused:
+            Flag.of_text(text)
+        assert words in str(refused.value)
+        assert cli.main(["train", str(path), "--set", text]) == 2
+        assert words in capsys.readouterr().err
+    assert cli.main(["train", str(path), "--set", "training.rows=0"]) == 2
+    assert "--set training.rows = 0: expected" in capsys.readouterr().err
+
+
+def test_several_data_may_follow_one_flag(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Settings] = []
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("l2l.cli.train._run", lambda settings, *_: seen.append(settings) or 0)
+    words = ["train", "--model", "model", "--random-init", "--data", "text.txt", "other.txt"]
+    (folder / "more.toml").write_text("[training]\nrows = 3")
+    for more in ([], ["more.toml"], ["--data", "text.txt"]):
+        assert cli.main([*words, *more]) == 0
+    sources = [[Path(one).name for one in settings.data.source] for settings in seen]
+    assert sources == [["text.txt", "other.txt"]] * 2 + [["text.txt", "other.txt", "text.txt"]]
+    assert [settings.training.rows for settings in seen] == [8, 3, 8], "a TOML file is no data"
 
 
 # --------------------------------------------------------------------------------------------------

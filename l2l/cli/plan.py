@@ -57,8 +57,14 @@ FLAGS = {  # what errors advise, as it is said here
     r"optimizer=l2l\.AdamW\(moments='8bit'\)": "--optimizer adamw-8bit",
     r"optimizer=l2l\.Adafactor\(\)": "--optimizer adafactor",
 }
-
-
+WORDS = {  # what flags are called elsewhere
+    **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "--rows: all rows of a step"),
+    "gradient_accumulation_steps": "--rows: batch size x gradient accumulation steps",
+    **dict.fromkeys(("max_seq_length", "max_length", "seq_len", "block_size"), "--length"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip"), "--clip-norm"),
+    **dict.fromkeys(("bf16", "fp16", "dtype"), "--precision"),
+    "lora_r": "--lora-rank",
+}
 DISK = """where optimizer state may go: room and sustained rates of reading and writing, such as
 2TB@6.5/5GB/s; or a folder, which is measured"""
 
@@ -113,6 +119,11 @@ def _add_adapter(parser: argparse.ArgumentParser) -> None:
     add("--lora-rank", type=int, default=16, metavar="N", help="default: 16")
     words = "keep the linear weights of the layers in 4 bits (nf4) or 8 (int8) beside it"
     add("--base", choices=BASES, help=words)
+
+
+def answer_to(key: str) -> str:
+    """What an unknown flag is called here, as a sentence; empty if that is not known."""
+    return f" Here it is {WORDS[key]}." if key in WORDS else ""
 
 
 def run(parsed: argparse.Namespace) -> int:

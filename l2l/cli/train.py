@@ -26,6 +26,7 @@ from l2l.train import (
     RunFolder,
     Settings,
     Training,
+    answer,
     help_text,
     open_display,
 )
@@ -84,13 +85,7 @@ FLAGS = {  # flag -> section, key, what it takes; nothing: it switches something
     "--random-init": ("model", "random_init", ""),
     "--allow-missing-weights": ("model", "allow_missing_weights", ""),
 }
-SEVERAL = (
-    "--data",
-    "--evaluation-data",
-    "--lora-target",
-    "--lora-save",
-    "--reward",
-)  # may be given more than once
+SEVERAL = ("--data", "--evaluation-data", "--lora-target", "--lora-save", "--reward")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -101,8 +96,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for flag, (section, name, value) in FLAGS.items():
         how: dict[str, Any] = {"action": "store_const", "const": True}
         if value:
-            how = {"action": "append" if flag in SEVERAL else "store", "metavar": value}
+            how = {"metavar": value}
+            how |= {"action": "extend", "nargs": "+"} if flag in SEVERAL else {}
         group.add_argument(flag, help=SECTIONS[section][name]["help"].replace("%", "%%"), **how)
+    words = "any other setting of a TOML file, such as schedule.warm_up_steps=100"
+    group.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=words
+    )
     switches = {
         "--dry-run": "show data, a batch and the plan, and stop; nothing is written",
         "--no-resume": "start over; an existing run in the folder is moved aside and kept",
@@ -120,7 +120,7 @@ def run(parsed: argparse.Namespace) -> int:
         return 0
     stopping = _Stopping()
     signals.handle(stopping.handle)
-    path = parsed.settings
+    path = parsed.settings or _taken_for_data(parsed.data)
     if path is not None and path.is_dir():
         path = RunFolder(path).settings_file
     try:
@@ -134,13 +134,42 @@ def run(parsed: argparse.Namespace) -> int:
     return status
 
 
+def answer_to(key: str) -> str:
+    """What an unknown flag is called here, as a sentence; empty if that is not known."""
+    homes = [name for name, keys in SECTIONS.items() if key in keys]
+    if len(homes) == 1:
+        return f" Here it is {_how_to_set(homes[0], key)}."
+    return answer(key, _how_to_set)
+
+
+def _how_to_set(section: str, key: str) -> str:
+    flags = [flag for flag, (*place, _) in FLAGS.items() if place == [section, key]]
+    return flags[0] if flags else f"--set {section}.{key}=VALUE"
+
+
+def _taken_for_data(sources: list[str] | None) -> Path | None:
+    """A TOML file or run folder that stands behind a flag that takes several values."""
+    if not sources or len(sources) < 2:
+        return None
+    last = Path(sources[-1])
+    if last.suffix != ".toml" and not RunFolder(last).settings_file.is_file():
+        return None
+    return Path(sources.pop())
+
+
 def _flags(parsed: argparse.Namespace) -> list[Flag]:
+    """What was set on the command line.
+
+    Raises:
+        SettingsError: what follows --set is no setting.
+    """
     given = {flag: getattr(parsed, flag.removeprefix("--").replace("-", "_")) for flag in FLAGS}
-    return [
+    flags = [
         Flag(word=flag, section=section, key=key, value=given[flag])
         for flag, (section, key, _) in FLAGS.items()
         if given[flag] is not None
     ]
+    return flags + [Flag.of_text(text) for text in parsed.set]
 
 
 def _run(settings: Settings, parsed: argparse.Namespace, world: World, stopping: _Stopping) -> int:

@@ -36,5 +36,5 @@ from l2l.train.export import export_checkpoint
 from l2l.train.folder import RunFolder, TrainingError
 from l2l.train.progress import Record, read_metrics
 from l2l.train.run import Training
-from l2l.train.settings import SECTIONS, Flag, Settings, help_text
+from l2l.train.settings import SECTIONS, Flag, Settings, answer, help_text
 from l2l.train.tasks import KINDS

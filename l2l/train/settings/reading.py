@@ -34,6 +34,7 @@ from l2l.train.settings.sections import (
     Section,
     taken_by,
 )
+from l2l.train.settings.words import answer
 
 Table = Mapping[str, Mapping[str, Any]]  # section -> key -> value, as JSON has it
 Where = Callable[[str, str], str]  # section, key -> where it was set, for people
@@ -62,7 +63,32 @@ class Flag:
     word: str  # --rows
     section: str
     key: str
-    value: str | bool | list[str]
+    value: Any
+
+    @classmethod
+    def of_text(cls, text: str) -> Self:
+        """What follows `--set`: section.key=value, the value as in a TOML file, or a text.
+
+        Raises:
+            SettingsError: it is something else, or there is no such setting.
+        """
+        name, _, value = text.partition("=")
+        section, _, key = name.strip().partition(".")
+        if key not in SECTIONS.get(section, ()):
+            home = next((one for one, keys in SECTIONS.items() if section in keys), None)
+            near = f" Did you mean {home}.{section}?" if home and not key else ""
+            near = near or answer(key or section, lambda *place: ".".join(place))
+            keys = SECTIONS.get(section)
+            near = near or (did_you_mean(key, keys) if keys else did_you_mean(section, SECTIONS))
+            raise SettingsError(
+                f"--set {text}: there is no setting {name}.{near} Expected section.key=value, such "
+                "as schedule.warm_up_steps=100; --help-settings lists all."
+            )
+        try:
+            found = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            found = value
+        return cls(word=f"--set {name}", section=section, key=key, value=found)
 
 
 class Settings(Section):
@@ -320,6 +346,7 @@ class _Origin:
         if key not in keys:
             home = next((name for name, known in SECTIONS.items() if key in known), None)
             near = f" Did you mean {key} in [{home}]?" if home else did_you_mean(key, keys)
+            near = answer(key, lambda place, name: f"{name} in [{place}]") or near
             what = f"[{section}] has no setting {key}" if rest else f"{key} is no section"
             return f"{self.file}{what}.{near} Expected one of {', '.join(keys)}."
         if not rest:
