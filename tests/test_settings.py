@@ -22,6 +22,7 @@ from l2l.train.settings import (
     SettingsError,
     answer,
     help_text,
+    reading,
 )
 from l2l.train.settings.words import ELSEWHERE
 
@@ -79,7 +80,21 @@ def test_what_is_not_said_has_its_default(folder: Path) -> None:
     assert found.optimizer.betas == (0.9, 0.999)
     assert found.schedule.warm_up_share == 0.03
     assert found.output.folder == folder / "runs" / "run"
-    assert found.output.export_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("number", "device", "expected"),
+    [(0, None, "float32"), (1, None, "bfloat16"), (1, "cpu", "float32"), (1, "cuda:0", "bfloat16")],
+)
+def test_on_the_cpu_precision_is_float32_unless_said(
+    number: int, device: str, expected: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "num_devices", lambda: number)
+    more = f'[training]\ndevice = "{device}"' if device else ""
+    found = read(folder, more)
+    assert found.training.precision == found.output.export_dtype == expected
+    for said in ("bfloat16", "float16"):
+        assert read(folder, more, precision=said).training.precision == said
 
 
 def test_paths_are_relative_to_the_file_and_flags_to_where_one_is(
@@ -453,7 +468,7 @@ def test_an_adapter_is_trained_if_anything_is_said_of_it(folder: Path) -> None:
     plain = read(folder)
     assert plain.lora.make() is None
     assert "lora" not in plain.table()
-    assert plain.output.export_dtype == "bfloat16"
+    assert read(folder, precision="bfloat16").output.export_dtype == "bfloat16"
     for found in (read(folder, "[lora]\nrank = 4"), read(folder, lora_rank="4", lora=True)):
         lora = found.lora.make()
         assert lora is not None

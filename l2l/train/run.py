@@ -100,7 +100,7 @@ class Training:
             say("on the CPU nothing is planned unless device_memory is given: layers are streamed")
             return
         if measured_hardware() is None:
-            say("there is no accelerator here: the plan is for an NVIDIA H200")
+            say(f"there is no accelerator here: the plan is for an H200, in {training.precision}")
         options = engine_options(self._settings)
         compiled = training.compile is not False
         outline = self._objective.outline(prepared.batches.batch(0))

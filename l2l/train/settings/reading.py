@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from pydantic.config import ExtraValues
 from pydantic_core import ErrorDetails
 
+from l2l.device import num_devices
 from l2l.hugging_face import read_json
 from l2l.train.data import DataError, Form, did_you_mean, read_records
 from l2l.train.settings import sections
@@ -438,6 +439,8 @@ def _fill(found: Mapping[str, dict[str, Any]], runs: Path, name: str) -> None:
         training.setdefault("clip_norm", 0.0)
     if "steps" not in training:
         training.setdefault("epochs", 1.0)
+    if str(training.get("device", "" if num_devices() else "cpu")).startswith("cpu"):
+        training.setdefault("precision", "float32")
     if "warm_up_steps" not in found["schedule"]:
         found["schedule"].setdefault("warm_up_share", WARM_UP_SHARE)
     is_exact = training.get("precision") == "float32" or lora["enabled"]

@@ -136,7 +136,8 @@ class TrainingSettings(Section):
     length: Annotated[int, Field(ge=2)] = 1024
     """Most tokens of a row. Default: 1024, or what the model is made for if that is less."""
     precision: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """What runs on the device and crosses the link; masters are float32."""
+    """What runs on the device and crosses the link; masters are float32. Default: bfloat16,
+    and on the CPU float32."""
     clip_norm: Amount = 1.0
     """Clip the gradient by its global norm; 0: do not. Adafactor cannot."""
     max_bad_steps: Annotated[Natural, SAME_RESULT] = 10
