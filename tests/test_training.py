@@ -29,7 +29,7 @@ from l2l.train import RunFolder, Training, TrainingError, prepared
 from l2l.train import run as run_module
 from l2l.train import steps as steps_module
 from l2l.train.data import Batches
-from l2l.train.display import Display, Status
+from l2l.train.display import Display, Level, Status
 from l2l.train.folder import checkpoints_to_come
 from l2l.train.progress import read_metrics
 from l2l.train.settings import Settings, SettingsError, to_toml
@@ -109,8 +109,12 @@ class Record(Display):
         self._then = then
 
     @override
-    def say(self, text: str) -> None:
+    def say(self, text: str, level: Level = Level.USUAL) -> None:
         self.said.append(text)
+
+    @override
+    def say_passing(self, text: str) -> None:
+        pass
 
     @override
     def show(self, status: Status) -> None:
@@ -778,12 +782,46 @@ def test_flags_alone_train_and_plain_lines_show_it(
     words += ["--precision", "float32", "--output", "run"]
     assert cli.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("step 10/10  loss ") for line in lines)
+    assert any(
+        re.match(r"step 10/10  epoch 0\.50  loss [\d.]+  learning rate ", line) for line in lines
+    )
     assert any(line.startswith("saved step-00000010: ") for line in lines)
     assert lines[-1] == f"the trained model is in {tmp_path / 'run' / 'model'}"
     assert next((tmp_path / "run" / "events").iterdir()).stat().st_size
     settings = Settings.read(tmp_path / "run" / "run.toml")
     assert (settings.training.rows, settings.training.steps) == (2, 10)
+
+
+def test_five_lines_matter_and_the_rest_comes_if_asked(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = str(write_settings(tiny, tmp_path))
+    more = ["--no-resume", "--set", "evaluation.every_steps=0"]
+    shown = {}
+    for level in ("--quiet", "--set=output.every_steps=10", "--verbose"):
+        assert cli.main(["train", settings, *more, level]) == 0
+        shown[level] = capsys.readouterr().out
+    quiet, usual, verbose = (text.splitlines() for text in shown.values())
+    assert quiet == []
+    names = [line.partition(":")[0] for line in usual if re.match(r"\w+:\s", line)]
+    assert names == ["model", "data", "output", "plan", "time"]
+    assert "LlamaForCausalLM, 14,800 parameters, " in usual[1]
+    assert "text.txt, causal: 30 examples, 536 tokens, 6 to evaluate on; 4 rows a step" in usual[2]
+    assert "8 steps, 1.33 epochs" in usual[2]
+    assert f"l2l report {tmp_path / 'run'}" in usual[3]
+    assert any("all layers are streamed" in line and "plan:" in line for line in usual)
+    assert any(
+        re.match(r"time:   about 0 s to the end, .* [5-7] more steps", line) for line in usual
+    )
+    assert not any("choices:" in line or "exp_avg" in line for line in usual)
+    assert {"choices:"} <= set(verbose)
+    assert any("columns text" in line for line in verbose)
+    both = ["train", settings, "--quiet", "--verbose"]
+    with pytest.raises(SystemExit):
+        cli.main(both)
+    # a run at its end trains nothing, and says so even then
+    assert cli.main(["train", settings, "--quiet"]) == 0
+    assert "is at its end, step 8" in capsys.readouterr().out
 
 
 def test_what_goes_wrong_is_said_and_where_only_if_asked(

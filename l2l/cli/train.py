@@ -23,6 +23,7 @@ from l2l.train import (
     SECTIONS,
     Display,
     Flag,
+    Level,
     RunFolder,
     Settings,
     Training,
@@ -103,6 +104,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=words
     )
+    levels = parser.add_mutually_exclusive_group()
+    words = "also show the whole plan, and all about the data"
+    levels.add_argument("--verbose", action="store_true", help=words)
+    levels.add_argument("--quiet", action="store_true", help="show only what has to be known")
     switches = {
         "--dry-run": "show data, a batch and the plan, and stop; nothing is written",
         "--no-resume": "start over; an existing run in the folder is moved aside and kept",
@@ -175,7 +180,8 @@ def _flags(parsed: argparse.Namespace) -> list[Flag]:
 def _run(settings: Settings, parsed: argparse.Namespace, world: World, stopping: _Stopping) -> int:
     with open(os.devnull, "w") as nowhere:  # the first rank speaks for all
         stream = nowhere if world.rank else sys.stdout
-        display = open_display(stream, every_steps=settings.output.every_steps)
+        level = Level.DETAIL if parsed.verbose else Level.NEEDED if parsed.quiet else Level.USUAL
+        display = open_display(stream, every_steps=settings.output.every_steps, level=level)
         try:
             with _said_by(display):
                 training = Training(
@@ -257,10 +263,11 @@ def _said_by(display: Display) -> Iterator[None]:
     class Handler(logging.Handler):
         @override
         def emit(self, record: logging.LogRecord) -> None:
-            display.say(record.getMessage())
+            needed = record.levelno >= logging.WARNING
+            display.say(record.getMessage(), Level.NEEDED if needed else Level.DETAIL)
 
     def show(message: Any, *_: Any, **__: Any) -> None:
-        display.say(f"note: {message}")
+        display.say(f"note: {message}", Level.NEEDED)
 
     logger, handler, shows = logging.getLogger("l2l"), Handler(), warnings.showwarning
     level = logger.level

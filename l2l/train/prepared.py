@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -121,13 +122,14 @@ def weight_options(settings: Settings) -> dict[str, Any]:
 class Prepared:
     """Tokenizer, examples, batches and model, as the settings say."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Read the data and make the model, without weights.
+    def __init__(self, settings: Settings, *, tell: Callable[[str], None] = lambda _: None) -> None:
+        """Read the data and make the model, without weights; `tell` is told how far that is.
 
         Raises:
             ValueError: they are not as the settings say.
         """
         self.settings = settings
+        self._tell = tell
         self.tokenizer = make_tokenizer(settings)
         self._pad_id = pad_id_of(self.tokenizer)
         self.examples, self.held_out = self._read()
@@ -237,16 +239,42 @@ class Prepared:
             **self.identity,
         }
 
+    def summary(self) -> list[str]:
+        """Model and data, a line each."""
+        data, examples = self.settings.data, self.examples
+        is_part = self.num_trained != self.num_parameters
+        trained = f", {self.num_trained:,} of them trained" if is_part else ""
+        kind = type(base_of(self.model)).__name__
+        sources = ", ".join(Path(one).name for one in data.source)
+        held = f", {self.held_out.num_groups:,} to evaluate on" if self.held_out else ""
+        epochs, folder = self.num_steps / self.steps_an_epoch, self.settings.model.folder
+        return [
+            f"model:  {kind}, {self.num_parameters:,} parameters{trained}, {folder}",
+            f"data:   {sources}, {data.task}: {examples.num_groups:,} "
+            f"{'pairs' if examples.group > 1 else 'examples'}, {examples.ids.numel():,} tokens"
+            f"{held}; {self.batches.rows} rows a step, {self.batches.padding:.0%} padding; "
+            f"{self.num_steps:,} steps, {epochs:,.3g} epochs",
+        ]
+
+    @property
+    def steps_an_epoch(self) -> float:
+        """Steps in which all rows come once."""
+        iterations = self.settings.grpo.num_iterations
+        return self.batches.num_rows / self.batches.rows * iterations
+
+    def notes(self) -> list[str]:
+        """What should be known before the first step."""
+        config: Any = self.model.config
+        length = self.settings.training.length
+        most = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(most, int) and length > most:
+            return [f"note: rows of {length} tokens, but the model is made for {most}"]
+        return []
+
     def described(self) -> str:
         """Model, data and steps, for people."""
         settings, kind = self.settings, type(base_of(self.model)).__name__
-        length = settings.training.length
-        config: Any = self.model.config
-        most = getattr(config.get_text_config(), "max_position_embeddings", None)
-        lines = []
-        if isinstance(most, int) and length > most:
-            lines.append(f"note: rows of {length} tokens, but the model is made for {most}")
-        lines += [f"model: {kind}, {self.num_parameters:,} parameters, {settings.model.folder}"]
+        lines = [f"model: {kind}, {self.num_parameters:,} parameters, {settings.model.folder}"]
         if settings.lora.enabled:
             base = settings.lora.base
             beside = "" if base is None else f", beside linear weights in {base}"
@@ -294,7 +322,9 @@ class Prepared:
 
     def _read(self) -> tuple[Examples, Examples | None]:
         settings, data = self.settings, self.settings.data
-        make = partial(make_examples, tokenizer=self.tokenizer, form=settings.form())
+        make = partial(
+            make_examples, tokenizer=self.tokenizer, form=settings.form(), tell=self._tell
+        )
         examples = make(read_records(data.source, documents=data.documents))
         examples = examples.numbered_as(class_names(settings.model.folder))
         if data.hold_out is not None:

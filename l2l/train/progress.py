@@ -85,7 +85,14 @@ class Progress:
     """Passes on what happens in a run."""
 
     def __init__(
-        self, folder: RunFolder, display: Display, step: int, num_steps: int, *, tensorboard: bool
+        self,
+        folder: RunFolder,
+        display: Display,
+        step: int,
+        num_steps: int,
+        *,
+        tensorboard: bool,
+        steps_an_epoch: float = math.inf,
     ) -> None:
         """The run goes on after `step` of `num_steps`: lines after it go.
 
@@ -95,6 +102,7 @@ class Progress:
             ValueError: the metrics that are there are none.
         """
         self.display = display
+        self._steps_an_epoch = steps_an_epoch
         self._unread: deque[_Unread] = deque()
         self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # tokens, seconds
         self._has_read = False
@@ -233,6 +241,8 @@ class Progress:
         self._has_read = True
         status = self.status
         status.step, status.loss, status.measures = step, loss, measures
+        status.learning_rate, status.gradient_norm = learning_rate, norm
+        status.epoch = step / self._steps_an_epoch
         speed = tokens / max(seconds, 1e-9)
         numbers = {"loss": loss, "learning_rate": learning_rate, "gradient_norm": norm}
         numbers |= {"tokens_per_second": speed, **measures}

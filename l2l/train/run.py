@@ -20,7 +20,7 @@ from l2l.hugging_face import base_of
 from l2l.model import TokenLoss
 from l2l.planner import measured_hardware, plan
 from l2l.train.data import packing_holds
-from l2l.train.display import Display
+from l2l.train.display import Display, Level
 from l2l.train.export import read_checkpoint
 from l2l.train.folder import RunFolder, TrainingError
 from l2l.train.generating import Samples
@@ -65,7 +65,7 @@ class Training:
         self._is_held = False  # the run folder, by this process
         self.has_begun = False  # whether something is written: `stop` leaves it in order
         self.has_stepped = False
-        self._prepared = Prepared(settings)
+        self._prepared = Prepared(settings, tell=display.say_passing)
         self._objective = KINDS[settings.data.task].objective(self._prepared, world)
         if self._world.size > 1 and isinstance(self._objective.loss, TokenLoss):
             raise TrainingError(
@@ -95,7 +95,7 @@ class Training:
             DoesNotFitError: the plan does not; the message says what would.
         """
         say, prepared, training = self._display.say, self._prepared, self._settings.training
-        say(f"{prepared.described()}\n{prepared.sample()}")
+        say("\n".join([*prepared.notes(), prepared.described(), prepared.sample()]))
         if training.device == "cpu" and self._settings.memory.device_memory is None:
             say("on the CPU nothing is planned unless device_memory is given: layers are streamed")
             return
@@ -125,13 +125,14 @@ class Training:
             if latest is not None and step >= self._prepared.num_steps and not must_export:
                 self._display.say(
                     f"the run in {self._folder.root} is at its end, step {step}. To go on, say "
-                    "--steps with a larger number; to begin anew, --no-resume."
+                    "--steps with a larger number; to begin anew, --no-resume.",
+                    Level.NEEDED,
                 )
                 return True
             for line in changes:
                 kept = " (dropout keeps the one it began with)" if "[training] seed" in line else ""
-                self._display.say(f"changed: {line}{kept}")
-            self._display.say(self._prepared.described())
+                self._display.say(f"changed: {line}{kept}", Level.NEEDED)
+            self._introduce()
             self._add_references()
             with self._engine() as engine:
                 if latest is not None:
@@ -145,6 +146,15 @@ class Training:
                 self.has_begun = True
                 self._write_settings()
                 return self._train(engine)
+
+    def _introduce(self) -> None:
+        """Say what will be trained on what, and where the results go."""
+        say, root = self._display.say, self._folder.root
+        for note in self._prepared.notes():
+            say(note, Level.NEEDED)
+        say("\n".join(self._prepared.summary()))
+        say(f"output: {root} (go on with: l2l train {root}; look at it with: l2l report {root})")
+        say(self._prepared.described(), Level.DETAIL)
 
     def _take_over(self, holding: contextlib.ExitStack) -> Path | None:
         """Keep others from the run folder; returns the checkpoint to go on with."""
@@ -269,7 +279,7 @@ class Training:
                 "to each other. Set packing = false."
             )
         self._display.say(
-            f"in {kind} examples of one row would attend to each other: rows are padded instead"
+            f"in {kind} examples of one row would attend to each other: rows are padded instead",
         )
         self._prepared.make_batches(packing=False)
         self._display.say(self._prepared.described_rows())
@@ -337,7 +347,12 @@ class Training:
         prepared, folder, output = self._prepared, self._folder, self._settings.output
         say, num_steps = self._display.say, prepared.num_steps
         progress = Progress(
-            self._own, self._display, engine.step_number, num_steps, tensorboard=output.tensorboard
+            self._own,
+            self._display,
+            engine.step_number,
+            num_steps,
+            tensorboard=output.tensorboard,
+            steps_an_epoch=prepared.steps_an_epoch,
         )
         samples = Samples(
             self._own,
@@ -361,10 +376,10 @@ class Training:
             self.has_stepped = steps.has_stepped
             if progress.status.num_skipped:
                 number = progress.status.num_skipped
-                say(f"{number} steps were skipped: a loss or gradient not finite")
+                say(f"{number} steps were skipped: a loss or gradient not finite", Level.NEEDED)
             if not is_finished:
                 step = f"step {engine.step_number} of {num_steps}"
-                say(f"stopped after {step}. Go on with: l2l train {folder.root}")
+                say(f"stopped after {step}. Go on with: l2l train {folder.root}", Level.NEEDED)
             elif output.export:
                 tokenizer = prepared.tokenizer
                 engine.export(folder.model, dtype=output.export_dtype, tokenizer=tokenizer)

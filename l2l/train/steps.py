@@ -19,6 +19,7 @@ from l2l.device import format_bytes
 from l2l.distributed import World
 from l2l.engine import Engine
 from l2l.planner import Plan
+from l2l.train.display import Level, format_seconds
 from l2l.train.folder import TrainingError
 from l2l.train.generating import Samples, exact_match
 from l2l.train.objective import Objective, evaluate
@@ -50,6 +51,7 @@ class Steps:
         self._saved_step = self.engine.step_number  # it has a checkpoint
         self._saving: Saving | None = None
         self._plan: Plan | None = None
+        self._is_time_told = False
 
     def make(self) -> bool:
         """Make all steps that are left; False if the run was stopped on the way.
@@ -146,11 +148,27 @@ class Steps:
         """Learn what the plan is, and how memory does."""
         if self._plan is None:
             self._plan = self.engine.plan
-            self.progress.display.say(str(self._plan))
+            self.progress.display.say(f"plan:   {self._plan.sentence()}")
+            self.progress.display.say(str(self._plan), Level.DETAIL)
+        self._tell_time(self._plan)
         if self._plan.budget_bytes is not None:
             status = self.progress.status
             status.peak_bytes = self.engine.device.peak_bytes()
             status.budget_bytes, status.bounds = self._plan.budget_bytes, self._plan.bounds
+
+    def _tell_time(self, plan: Plan) -> None:
+        """How long the run will take, once: as it is planned, or else as the first steps were."""
+        status = self.progress.status
+        seconds = plan.predicted_seconds or status.step_seconds
+        if self._is_time_told or not seconds:
+            return
+        self._is_time_told = True
+        left = self.prepared.num_steps - self.engine.step_number
+        source = "by the plan" if plan.predicted_seconds else "as measured so far"
+        self.progress.display.say(
+            f"time:   {format_seconds(left * seconds)} to the end, without evaluations: {left:,} "
+            f"more steps of {seconds:.3g} s, {source}"
+        )
 
     # -- checkpoints -------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final
 
@@ -242,7 +242,12 @@ def members(groups: Tensor, size: int) -> Tensor:
 
 
 def make_examples(
-    records: Iterable[Record], *, tokenizer: Any, form: Form, like: Examples | None = None
+    records: Iterable[Record],
+    *,
+    tokenizer: Any,
+    form: Form,
+    like: Examples | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Examples:
     """Tokenize records.
 
@@ -251,6 +256,7 @@ def make_examples(
         tokenizer: one of transformers.
         form: what to make of them.
         like: examples whose classes hold here too: those of training, for data to evaluate on.
+        tell: is told, again and again, how far it is.
 
     Raises:
         DataError: a record is not as expected, with its file and line; or nothing is left.
@@ -261,6 +267,7 @@ def make_examples(
         encoder = encoder or _encoder(block[0], tokenizer=tokenizer, form=form, like=like)
         num_records += len(block)
         encoder.encode(block)
+        tell(f"tokenizing: {num_records:,} records, {len(encoder.ids):,} tokens so far")
     if encoder is None:
         raise DataError("there are no records. Expected at least one.")
     encoder.finish()
