@@ -808,7 +808,7 @@ def test_five_lines_matter_and_the_rest_comes_if_asked(
     assert "LlamaForCausalLM, 14,800 parameters, " in usual[1]
     assert "text.txt, causal: 30 examples, 536 tokens, 6 to evaluate on; 4 rows a step" in usual[2]
     assert "8 steps, 1.33 epochs" in usual[2]
-    assert f"l2l report {tmp_path / 'run'}" in usual[3]
+    assert usual[3].startswith(f"output: {tmp_path / 'run'}; ")
     assert any("all layers are streamed" in line and "plan:" in line for line in usual)
     assert any(
         re.match(r"time:   about 0 s to the end, .* [5-7] more steps", line) for line in usual

@@ -29,8 +29,8 @@ def run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="l2l",
         description="Layer-to-layer training: models that do not fit the device.",
-        epilog="What is kept from run to run (measured rates, plans, proofs, compiled programs) is "
-        "in ~/.cache/l2l: delete that folder, or a part of it, and it is made anew.",
+        epilog="What is kept from run to run (measured rates, plans, proofs, compiled programs, "
+        "tokens) is in ~/.cache/l2l: delete that folder, or a part of it, and it is made anew.",
     )
     parser.add_argument("--version", action="version", version=_versions())
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")

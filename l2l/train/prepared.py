@@ -24,12 +24,13 @@ from l2l.hugging_face import (
     with_lora,
 )
 from l2l.model import IGNORED, TokenLoss
-from l2l.train.data import PADDED_TO, PLAIN_TEMPLATE, Batches, Examples, make_examples, read_records
+from l2l.train.data import PADDED_TO, PLAIN_TEMPLATE, Batches, Examples, KeptExamples
 from l2l.train.folder import TrainingError
 from l2l.train.generating import Speaker
 from l2l.train.settings import CHATS, LANGUAGE_TASKS, GrpoSettings, Settings
 from l2l.train.tasks import KINDS
 
+KEPT = KeptExamples.of_user()
 NUM_EVALUATIONS = 10  # in a run, if nothing else is said
 SAMPLE_CHARACTERS = 600
 SHAPES_OF_LORA = {"rank", "targets", "dora", "modules_to_save"}  # what decides its weights
@@ -323,16 +324,20 @@ class Prepared:
     def _read(self) -> tuple[Examples, Examples | None]:
         settings, data = self.settings, self.settings.data
         make = partial(
-            make_examples, tokenizer=self.tokenizer, form=settings.form(), tell=self._tell
+            KEPT.make,
+            documents=data.documents,
+            model_folder=settings.model.folder,
+            tokenizer=self.tokenizer,
+            form=settings.form(),
+            tell=self._tell,
         )
-        examples = make(read_records(data.source, documents=data.documents))
+        examples = make(data.source)
         examples = examples.numbered_as(class_names(settings.model.folder))
         if data.hold_out is not None:
             return examples.hold_out(data.hold_out, seed=settings.training.seed)
         if data.evaluation_source is None:
             return examples, None
-        records = read_records(data.evaluation_source, documents=data.documents)
-        return examples, make(records, like=examples)
+        return examples, make(data.evaluation_source, like=examples)
 
     def _check_vocabulary(self) -> None:
         model: Any = self.model

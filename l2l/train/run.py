@@ -153,7 +153,7 @@ class Training:
         for note in self._prepared.notes():
             say(note, Level.NEEDED)
         say("\n".join(self._prepared.summary()))
-        say(f"output: {root} (go on with: l2l train {root}; look at it with: l2l report {root})")
+        say(f"output: {root}; to go on, l2l train takes this folder, to look at it, l2l report")
         say(self._prepared.described(), Level.DETAIL)
 
     def _take_over(self, holding: contextlib.ExitStack) -> Path | None:

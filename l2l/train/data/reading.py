@@ -87,6 +87,19 @@ def read_records(
     return (record for name, records in files for record in _filled(name, records))
 
 
+def local_files(sources: Sequence[str]) -> list[Path] | None:
+    """The files that sources stand for, in order; None: some are read by a name of the Hub."""
+    found: list[Path] = []
+    for path in (Path(source).expanduser() for source in sources):
+        if path.is_dir():
+            found += [one for one in sorted(path.iterdir()) if one.is_file() and _kind(one)]
+        elif path.is_file():
+            found.append(path)
+        else:
+            return None
+    return found
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A sentence for an error about an unknown name; empty if nothing is like it."""
     close = difflib.get_close_matches(word, list(known), n=1)
