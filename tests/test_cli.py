@@ -1,4 +1,4 @@
-"""The command line: verbs, flags, a table for people and a last line for scripts."""
+"""The command line: verbs, flags, a table for people or JSON for scripts."""
 
 import json
 from pathlib import Path
@@ -15,14 +15,15 @@ from l2l.parameter_server import load_kernel
 from l2l.planner.hardware import H200
 
 
-def test_the_host_benchmark_ends_with_a_line_of_json(capsys: pytest.CaptureFixture[str]):
+def test_the_host_benchmark_is_a_table_or_json(capsys: pytest.CaptureFixture[str]):
     kernel = load_kernel()
     assert kernel is not None
     level = kernel.level
-    assert cli.main(["bench", "host", "--parameters", "2e5", "--level", "portable"]) == 0
+    assert cli.main(["bench", "host", "--parameters", "2e5", "--level", "portable", "--json"]) == 0
     kernel.set_level(level)
-    lines = capsys.readouterr().out.strip().splitlines()
-    found = json.loads(lines[-1])
+    shown = capsys.readouterr()
+    lines = shown.err.strip().splitlines()
+    found = json.loads(shown.out)
     assert found["num_parameters"] == 200_000
     assert found["level"] == "portable"
     names = [one["name"] for one in found["results"]]
@@ -142,11 +143,9 @@ def folder(tmp_path: Path) -> Path:
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any], str]:
     """Status, last line and all that was printed of `l2l plan`."""
-    status = cli.main(["plan", *words])
+    status = cli.main(["plan", *words, "--json"])
     shown = capsys.readouterr()
-    lines = shown.out.strip().splitlines()
-    found = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
-    return status, found, shown.out + shown.err
+    return status, json.loads(shown.out) if shown.out else {}, shown.out + shown.err
 
 
 SMALL = ("--rows", "4", "--length", "256", "--device-memory", "12GiB")
@@ -154,7 +153,7 @@ SMALL = ("--rows", "4", "--length", "256", "--device-memory", "12GiB")
 
 @pytest.mark.usefixtures("nothing_here")
 @pytest.mark.parametrize("what", ["folder", "file", "shape"])
-def test_a_plan_is_printed_and_ends_with_a_line_of_json(
+def test_a_plan_is_printed_and_is_json_if_asked_for(
     what: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = {"folder": str(folder), "file": str(folder / "config.json"), "shape": "1b"}
@@ -173,6 +172,10 @@ def test_a_plan_is_printed_and_ends_with_a_line_of_json(
         assert name in shown
         assert value in shown
     assert "link, to the device" not in shown
+    assert cli.main(["plan", words[what], *SMALL]) == 0
+    plain = capsys.readouterr()
+    assert not plain.err
+    assert plain.out == shown.replace(f"{json.dumps(found)}\n", "")
 
 
 @pytest.mark.usefixtures("nothing_here")
