@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import l2l
@@ -413,6 +414,37 @@ def test_schedules_rise_evenly_and_then_follow_their_shape() -> None:
     assert cosine == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "theirs"),
+    [
+        ("linear", {}, {}),
+        ("cosine", {}, {}),
+        ("constant_with_warmup", {}, {}),
+        ("inverse_sqrt", {}, {}),
+        ("cosine_with_restarts", {"cycles": 3}, {"num_cycles": 3}),
+        ("polynomial", {"power": 2.0, "minimum_ratio": 0.1}, {"power": 2.0, "lr_end": 0.1}),
+        ("cosine_with_min_lr", {"minimum_ratio": 0.2}, {"min_lr_rate": 0.2}),
+        (
+            "warmup_stable_decay",
+            {"decay_share": 0.25, "minimum_ratio": 0.1},
+            {"num_decay_steps": 10, "min_lr_ratio": 0.1},
+        ),
+    ],
+)
+@pytest.mark.parametrize("rise", [0, 6])
+def test_schedules_are_those_of_transformers_after_the_warm_up(
+    name: str, settings: dict, theirs: dict, rise: int
+) -> None:
+    """In the warm-up the first step of transformers is made with a rate of 0; ours is not."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = transformers.get_scheduler(name, optimizer, rise, 40, theirs)
+    (expected,) = ([one(step) for step in range(40)] for one in scheduler.lr_lambdas)
+    found = factors(40, shape=name, warm_up_steps=rise, **settings)
+    assert found[rise:] == pytest.approx(expected[rise:], abs=1e-12)
+    if "minimum_ratio" not in settings:  # from which one of theirs rises
+        assert found[:rise] == pytest.approx(expected[1 : rise + 1])
+
+
 def test_schedules_have_sense_at_their_ends() -> None:
     assert factors(1, warm_up_share=0.03) == [1.0]
     assert factors(2, warm_up_steps=10) == [0.5, 1.0]
@@ -434,7 +466,7 @@ def test_the_help_is_a_toml_file_with_every_setting() -> None:
     said = [line for line in text.splitlines() if not line.startswith("#  ") and "..." not in line]
     found = tomllib.loads("\n".join(line.removeprefix("# ") for line in said))
     assert found["training"]["rows"] == 8
-    assert found["schedule"] == {"shape": "cosine", "minimum_ratio": 0.0}
+    assert found["schedule"].items() >= {"shape": "cosine", "minimum_ratio": 0.0}.items()
 
 
 def test_flags_say_what_their_settings_say(capsys: pytest.CaptureFixture[str]) -> None:

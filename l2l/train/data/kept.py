@@ -128,7 +128,7 @@ class KeptExamples:
             check_file(tensors, written)
             names = kinds_of(tensors)
             read = TensorReader(dict.fromkeys(names, tensors))
-            found = {name: read(name) for name in names}
+            found: dict[str, Any] = {name: read(name) for name in names}
             numbers = {
                 name.removeprefix(NUMBERS): found.pop(name)
                 for name in names

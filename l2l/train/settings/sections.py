@@ -53,6 +53,7 @@ Positive = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Pair = Annotated[tuple[Amount, ...], Field(min_length=2, max_length=2, strict=False)]
+INVERSE_SQRT_STEPS = 10_000  # what inverse_sqrt counts in without a warm-up, as in transformers
 LEARNING_RATES = {"adamw": 2e-5, "adamw-8bit": 2e-5, "adafactor": 1e-3, "lion": 5e-6, "sgd": 1e-3}
 
 
@@ -304,26 +305,62 @@ class OptimizerSettings(Section):
 class ScheduleSettings(Section):
     """The learning rate over the run: a pure function of the step."""
 
-    shape: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape of the learning-rate schedule after the warm-up."""
+    shape: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "polynomial",
+        "inverse_sqrt",
+        "cosine_with_restarts",
+        "warmup_stable_decay",
+        "constant_with_warmup",
+        "cosine_with_min_lr",
+    ] = "cosine"
+    """Shape of the learning-rate schedule after the warm-up, by the names of transformers. The last
+    two are constant and cosine, which have a warm-up and a minimum_ratio here."""
     warm_up_steps: Natural | None = None
     """Steps in which it rises evenly to its top, instead of warm_up_share."""
     warm_up_share: Share | None = None
     """Share of the run in which it rises. Default: 0.03."""
     minimum_ratio: Share = 0.0
-    """Share of the top that linear and cosine end with."""
+    """Share of the top that it ends with, but constant and inverse_sqrt."""
+    power: Annotated[float, Field(gt=0)] = 1.0
+    """Of polynomial."""
+    cycles: Positive = 1
+    """Of cosine_with_restarts: how often it begins at its top."""
+    decay_share: Share = 0.1
+    """Of warmup_stable_decay: share of the run in which it falls, at the end."""
+
+    def rise(self, total: int) -> int:
+        """Steps of the warm-up, of so many."""
+        share = round((self.warm_up_share or 0.0) * total)
+        return min(total, share if self.warm_up_steps is None else self.warm_up_steps)
 
     def factor(self, step: int, *, total: int) -> float:
         """What the learning rate is multiplied with in a step; the first is 0."""
-        share = round((self.warm_up_share or 0.0) * total)
-        rise = min(total, share if self.warm_up_steps is None else self.warm_up_steps)
+        rise = self.rise(total)
         if step < rise:
             return (step + 1) / rise
-        if self.shape == "constant":
+        if self.shape.startswith("constant"):
             return 1.0
-        done = min(1.0, (step - rise) / max(1, total - rise))
-        left = 1.0 - done if self.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        if self.shape == "inverse_sqrt":
+            scale = rise or INVERSE_SQRT_STEPS
+            return math.sqrt(scale / (step - rise + scale))
+        begin = rise
+        if self.shape == "warmup_stable_decay":
+            begin = max(rise, total - round(self.decay_share * total))
+        done = min(1.0, max(0, step - begin) / max(1, total - begin))
+        left = {
+            "linear": lambda: 1.0 - done,
+            "polynomial": lambda: (1.0 - done) ** self.power,
+            "cosine_with_restarts": lambda: _half_wave(self.cycles * done % 1 if done < 1 else 1),
+        }.get(self.shape, lambda: _half_wave(done))()
         return self.minimum_ratio + (1.0 - self.minimum_ratio) * left
+
+
+def _half_wave(done: float) -> float:
+    """From 1 to 0 as a cosine does."""
+    return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 class MemorySettings(Section):
