@@ -215,3 +215,12 @@ def test_what_is_json_but_no_text_or_number_is_refused_with_its_line(
     path.write_text('{"text": "\\ud83d\\ude00 whole"}\n' + line + "\n")
     with pytest.raises(DataError, match=rf"data.jsonl, line 2: {said}"):
         list(read_records(path))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_utf_16_is_named_with_what_to_do(encoding: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes('{"text": "some words"}\n'.encode(encoding))
+    said = refusal(tmp_path / name)
+    assert "is UTF-16, expected UTF-8" in said
+    assert f"iconv -f utf-16 -t utf-8 '{name}' > 'utf8-{name}'" in said

@@ -34,6 +34,7 @@ KEPT = KeptExamples.of_user()
 NUM_EVALUATIONS = 10  # in a run, if nothing else is said
 SAMPLE_CHARACTERS = 600
 SHAPES_OF_LORA = {"rank", "targets", "dora", "modules_to_save"}  # what decides its weights
+POSITIONS = ("position_embeddings", "position_embedding", "wpe", "embed_positions")
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # of a config.json
 
 
@@ -46,6 +47,8 @@ def make_tokenizer(settings: Settings) -> Any:
     data, tokenizer = settings.data, tokenizer_of(settings.model.folder)
     if data.task in CHATS and (data.template or not tokenizer.chat_template):
         tokenizer.chat_template = data.template or PLAIN_TEMPLATE
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token  # what rows are filled with, also by others
     return tokenizer
 
 
@@ -141,6 +144,7 @@ class Prepared:
             label_names=self.examples.label_names,
         )
         self._check_vocabulary()
+        self._check_positions()
         parameters = [*self.model.parameters()]
         self.num_parameters = sum(one.numel() for one in parameters)
         self.num_trained = sum(one.numel() for one in parameters if one.requires_grad)
@@ -265,12 +269,31 @@ class Prepared:
 
     def notes(self) -> list[str]:
         """What should be known before the first step."""
-        config: Any = self.model.config
-        length = self.settings.training.length
+        found, length, config = [], self.settings.training.length, self._config
         most = getattr(config.get_text_config(), "max_position_embeddings", None)
         if isinstance(most, int) and length > most:
-            return [f"note: rows of {length} tokens, but the model is made for {most}"]
-        return []
+            found.append(
+                f"note: rows of {length} tokens, but the model is made for {most}: --length {most} "
+                "keeps within that"
+            )
+        rise = self.settings.schedule.warm_up_steps
+        if rise is not None and rise > self.num_steps:
+            found.append(
+                f"note: [schedule] warm_up_steps = {rise}, but the run has {self.num_steps} steps: "
+                "the learning rate rises in all of them. Expected fewer, or warm_up_share"
+            )
+        if self.tokenizer.pad_token_id is None:
+            found.append(
+                "note: the tokenizer has no padding token, nor one that ends texts: rows are "
+                f"filled with token {self._pad_id}, and the exported tokenizer cannot fill rows. "
+                "Name one in tokenizer_config.json: pad_token"
+            )
+        return found
+
+    @property
+    def _config(self) -> Any:
+        model: Any = self.model
+        return model.config
 
     def described(self) -> str:
         """Model, data and steps, for people."""
@@ -283,6 +306,9 @@ class Prepared:
         lines += [f"data: {', '.join(settings.data.source)}", str(self.examples)]
         if self.held_out is not None:
             lines.append(f"evaluation: {self.held_out.num_groups:,} examples")
+        if self.tokenizer.init_kwargs.get("pad_token") is None and self.tokenizer.pad_token:
+            filler = self.tokenizer.pad_token
+            lines.append(f"rows are filled with {filler}: the tokenizer has no padding token")
         return "\n".join([*lines, self.described_rows()])
 
     def described_rows(self) -> str:
@@ -350,6 +376,22 @@ class Prepared:
                 f"token {most}, but the model has {size} embeddings (vocab_size in config.json). "
                 "Expected a tokenizer that belongs to the model: is the folder complete?"
             )
+
+    def _check_positions(self) -> None:
+        sets = [one for one in (self.examples, self.held_out) if one is not None and len(one)]
+        width = min(self.settings.training.length, max(int(one.lengths.max()) for one in sets))
+        for name, module in self.model.named_modules():
+            if name.rpartition(".")[2] not in POSITIONS or not isinstance(module, nn.Embedding):
+                continue
+            padding = module.padding_idx
+            before = getattr(module, "offset", 0 if padding is None else padding + 1)
+            most = module.num_embeddings - before
+            if width > most:
+                raise TrainingError(
+                    f"rows have up to {width} tokens, but {type(base_of(self.model)).__name__} has "
+                    f"learnt positions for {most} ({name}). Expected --length {most} or less: "
+                    "longer texts are cut."
+                )
 
     def batches_of(self, examples: Examples, rows: int | None = None) -> Batches:
         """Batches of so many rows; None: as in training."""

@@ -199,6 +199,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, 1):
+                if number == 1:
+                    _refuse_utf_16(path, line)
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(
@@ -208,6 +210,20 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}, after line {number}: cannot be read: {reason}") from error
+
+
+def _refuse_utf_16(path: Path, beginning: bytes) -> None:
+    """Text of 16 bits a character, as Windows writes it.
+
+    Raises:
+        DataError: a file begins as such a text does.
+    """
+    head = beginning[:64]
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or head.count(0) > len(head) // 4:
+        raise DataError(
+            f"{path}: is UTF-16, expected UTF-8. Convert the file: iconv -f utf-16 -t utf-8 "
+            f"'{path.name}' > 'utf8-{path.name}'"
+        )
 
 
 def _objects(path: Path) -> Iterator[Record]:

@@ -1,0 +1,74 @@
+"""What is said before the first step, with what to do about it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from test_training import Record, tiny, train, write_settings  # noqa: F401 (a fixture)
+
+from l2l.train import TrainingError
+
+
+def with_model(tiny: Path, folder: Path, config: Any) -> Path:  # noqa: F811
+    """The tiny tokenizer beside another configuration."""
+    (folder / "model").mkdir()
+    for path in (tiny / "model").iterdir():
+        (folder / "model" / path.name).write_bytes(path.read_bytes())
+    config.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+SMALL = {"vocab_size": 300, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+
+
+def test_more_positions_than_were_learnt_are_refused(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+    model = {"folder": str(with_model(tiny, tmp_path, transformers.GPT2Config(**SMALL)))}
+    settings = write_settings(tiny, tmp_path, model=model, training={"length": 18, "steps": 1})
+    with pytest.raises(TrainingError, match=r"learnt positions for 16 .*Expected --length 16"):
+        train(settings)
+    settings = write_settings(tiny, tmp_path, model=model, training={"length": 16, "steps": 1})
+    assert train(settings)
+
+
+def test_positions_that_padding_takes_are_not_counted(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+    config = transformers.RobertaConfig(
+        vocab_size=300,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=18,
+        pad_token_id=1,
+    )
+    model = {"folder": str(with_model(tiny, tmp_path, config))}
+    more: dict[str, Any] = {"task": "classification", "model": model}
+    settings = write_settings(tiny, tmp_path, **more, training={"length": 17, "steps": 1})
+    with pytest.raises(TrainingError, match="learnt positions for 16 "):
+        train(settings)
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_said(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+    display = Record()
+    more = {"warm_up_steps": 100}
+    train(write_settings(tiny, tmp_path, schedule=more, training={"steps": 2}), display)
+    assert "warm_up_steps = 100, but the run has 2 steps" in display.text
+    assert "warm_up_share" in display.text
+
+
+def test_rows_beyond_what_the_model_is_made_for_are_said(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+    display = Record()
+    train(write_settings(tiny, tmp_path, training={"length": 256, "steps": 1}), display)
+    assert "the model is made for 128: --length 128 keeps within that" in display.text
+
+
+def test_the_exported_tokenizer_fills_rows(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+    display = Record()
+    train(write_settings(tiny, tmp_path, task="classification", training={"steps": 1}), display)
+    assert "rows are filled with </s>: the tokenizer has no padding token" in display.text
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "run" / "model"
+    )
+    rows = tokenizer(["a cat", "the dog ran over the hill"], padding=True, return_tensors="pt")
+    assert model(**rows).logits.shape == (2, 3)
