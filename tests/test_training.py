@@ -663,6 +663,46 @@ def test_what_the_settings_say_now_holds_and_is_said(
     assert metrics_of(tmp_path, "step")[-1]["learning_rate"] < 1e-3
 
 
+def test_a_run_at_its_end_is_not_taken_for_one_of_other_settings(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(write_settings(tiny, tmp_path, training={"steps": 2}))
+    other = write_settings(tiny, tmp_path, training={"steps": 2}, optimizer={"learning_rate": 0.5})
+    assert cli.main(["train", str(other)]) == 1
+    shown = capsys.readouterr()
+    assert "nothing was trained" in shown.err
+    assert "[optimizer] learning_rate was 0.01 and is 0.5\n" in shown.err
+    assert metrics_of(tmp_path, "step")[-1]["learning_rate"] < 0.01
+
+
+def test_runs_of_different_settings_get_different_folders(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "--model", str(tiny / "model"), "--data", str(tiny / "text.txt")]
+    words += ["--random-init", "--rows", "2", "--length", "16", "--set", "output.tensorboard=false"]
+    runs = {}
+    for rate, steps in (("1e-3", "1"), ("2e-3", "1"), ("1e-3", "2"), ("2e-3", "1")):
+        before = {path: path.read_text() for path in tmp_path.glob("runs/*/metrics.jsonl")}
+        assert cli.main([*words, "--learning-rate", rate, "--steps", steps]) == 0
+        shown = capsys.readouterr().out
+        after = {path: path.read_text() for path in tmp_path.glob("runs/*/metrics.jsonl")}
+        changed = [path.parent.name for path in after if before.get(path) != after[path]]
+        runs[rate, steps, len(runs)] = (changed, "has a run of other settings" in shown)
+    assert list(runs.values()) == [
+        (["model-text"], False),
+        (["model-text-2"], True),
+        (["model-text"], False),  # more steps go on
+        ([], False),  # it is at its end, with the same settings
+    ]
+    assert "is at its end" in shown
+    capsys.readouterr()
+    assert cli.main([*words, "--learning-rate", "3e-3", "--steps", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "runs/model-text-2 has a run of other settings: [optimizer] learning_rate was" in shown
+    assert f"output: {tmp_path / 'runs' / 'model-text-3'}; " in shown
+
+
 def test_other_data_and_another_model_are_refused(tiny: Path, tmp_path: Path) -> None:
     train_until(write_settings(tiny, tmp_path), 2)
     other = tmp_path / "other.txt"

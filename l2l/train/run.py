@@ -35,6 +35,7 @@ from l2l.train.tasks import KINDS
 T = TypeVar("T")
 
 ALONE = World()
+LENGTHS = ("[training] steps", "[training] epochs")  # how lines about these begin
 EXPORT = "export"  # kind of the metrics' line that says that the model was written
 
 
@@ -123,6 +124,7 @@ class Training:
             step, changes = self._compare(latest) if latest is not None else (0, [])
             must_export = self._first_says(lambda: self._must_export(step))
             if latest is not None and step >= self._prepared.num_steps and not must_export:
+                self._refuse_other_settings(changes)
                 self._display.say(
                     f"the run in {self._folder.root} is at its end, step {step}. To go on, say "
                     "--steps with a larger number; to begin anew, --no-resume.",
@@ -147,9 +149,26 @@ class Training:
                 self._write_settings()
                 return self._train(engine)
 
+    def _refuse_other_settings(self, changes: list[str]) -> None:
+        """Let nobody take a run that is at its end for one with these settings.
+
+        Raises:
+            TrainingError: they differ in more than the number of steps.
+        """
+        told = [line for line in changes if not line.startswith(LENGTHS)]
+        if told:
+            lines = "\n  ".join(line.removesuffix(" from here") for line in told)
+            raise TrainingError(
+                f"the run in {self._folder.root} is at its end, and was made with other settings; "
+                "nothing was trained. To train with these, name another folder with --output, or "
+                f"begin anew with --no-resume.\n  {lines}"
+            )
+
     def _introduce(self) -> None:
         """Say what will be trained on what, and where the results go."""
         say, root = self._display.say, self._folder.root
+        for folder, differences in self._settings.passed_over:
+            say(f"note: {folder} has a run of other settings: {'; '.join(differences)}")
         for note in self._prepared.notes():
             say(note, Level.NEEDED)
         say("\n".join(self._prepared.summary()))

@@ -8,6 +8,7 @@ where it was set.
 
 from __future__ import annotations
 
+import itertools
 import json
 import textwrap
 import tomllib
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import ValidationError
+from pydantic import PrivateAttr, ValidationError
 from pydantic.config import ExtraValues
 from pydantic_core import ErrorDetails
 
@@ -41,6 +42,8 @@ Table = Mapping[str, Mapping[str, Any]]  # section -> key -> value, as JSON has 
 Where = Callable[[str, str], str]  # section, key -> where it was set, for people
 WARM_UP_SHARE = 0.03
 LENGTH = 1024
+RUN_FILE = "run.toml"  # in a run's folder
+SAME_RUN = {"training": ("steps", "epochs")}  # a run goes on though they have changed
 RUNS = "runs"  # where run folders are if no output folder is named
 HELP_WIDTH = 86
 EXCLUSIVE = {  # section -> two settings, of which each says the same in its own way
@@ -109,6 +112,7 @@ class Settings(Section):
     samples: sections.SampleSettings
     checkpoint: sections.CheckpointSettings
     output: sections.OutputSettings
+    _passed_over: list[tuple[Path, list[str]]] = PrivateAttr(default_factory=list)
 
     @classmethod
     def read(cls, path: Path | None, *, flags: Sequence[Flag] = ()) -> Self:
@@ -117,12 +121,52 @@ class Settings(Section):
         Raises:
             SettingsError: one of them cannot be used, or something that they name is not there.
         """
-        origin = _Origin(f"{path}: " if path else "", flags)
-        found = cls._made(_table(path, flags), origin)
+        origin, table = _Origin(f"{path}: " if path else "", flags), _table(path, flags)
+        is_named = "folder" in table["output"] if isinstance(table["output"], dict) else True
+        found = cls._made(_with_folder(table, path), origin)
+        if not is_named:
+            found = found._beside_others()
         problems = [*found._contradictions(origin.where), *found._not_there(origin.where)]
         if problems:
             raise SettingsError("\n".join(problems))
         return found
+
+    def _beside_others(self) -> Self:
+        """The same, in a folder of its own if the usual one has a run of other settings."""
+        usual, passed_over = self.output.folder, list[tuple[Path, list[str]]]()
+        names = (usual.with_name(f"{usual.name}-{number}") for number in itertools.count(2))
+        for folder in itertools.chain([usual], names):
+            others = self._others(folder / RUN_FILE)
+            if not others:
+                output = self.output.model_copy(update={"folder": folder})
+                found = self.model_copy(update={"output": output})
+                found._passed_over = passed_over
+                return found
+            passed_over.append((folder, others))
+        raise AssertionError
+
+    def _others(self, file: Path) -> list[str]:
+        """What the settings in a run's file say otherwise; none if there is no such file."""
+        try:
+            earlier = tomllib.loads(file.read_text())
+        except (OSError, ValueError):
+            return []
+        own = self.table()
+        places = {(one, other) for one, others in SAME_RUN.items() for other in others}
+        pairs = [pair for pair in self._differing(earlier) if pair not in places]
+        if self.data.packing is None:
+            pairs = [pair for pair in pairs if pair != ("data", "packing")]
+        pairs += [
+            (section, key)
+            for section, key in (("model", "folder"), ("data", "source"))
+            if earlier.get(section, {}).get(key) != own[section][key]
+        ]
+        return [self._told(earlier, *pair) for pair in pairs]
+
+    @property
+    def passed_over(self) -> Sequence[tuple[Path, list[str]]]:
+        """Folders that the run would usually have, with what their runs set otherwise."""
+        return tuple(self._passed_over)
 
     @classmethod
     def of_table(cls, table: Table) -> Self:
@@ -178,14 +222,21 @@ class Settings(Section):
 
     def differences(self, earlier: Table) -> list[str]:
         """What changes the result between the `table` of earlier settings and these, by line."""
-        lines = []
-        for section, values in self.table().items():
-            for name, key in SECTIONS[section].items():
-                pair = earlier.get(section, {}).get(name), values.get(name)
-                if "same_result" not in key and pair[0] != pair[1]:
-                    before, now = ("not set" if one is None else to_toml(one) for one in pair)
-                    lines.append(f"[{section}] {name} was {before} and is {now} from here")
-        return lines
+        return [f"{self._told(earlier, *pair)} from here" for pair in self._differing(earlier)]
+
+    def _differing(self, earlier: Table) -> list[tuple[str, str]]:
+        """Section and key of what changes the result."""
+        return [
+            (section, name)
+            for section, values in self.table().items()
+            for name, key in SECTIONS[section].items()
+            if "same_result" not in key and earlier.get(section, {}).get(name) != values.get(name)
+        ]
+
+    def _told(self, earlier: Table, section: str, name: str) -> str:
+        values = (table.get(section, {}).get(name) for table in (earlier, self.table()))
+        before, now = ("not set" if one is None else to_toml(one) for one in values)
+        return f"[{section}] {name} was {before} and is {now}"
 
     def _contradictions(self, where: Where) -> Iterator[str]:
         """What only shows when settings are seen together."""
@@ -382,7 +433,18 @@ def _table(path: Path | None, flags: Sequence[Flag]) -> dict[str, Any]:
             found[flag.section].pop(key, None)
     for flag in flags:
         found[flag.section][flag.key] = _located(flag.key, _parsed(flag), here)
-    _fill(found, folder / RUNS, path.stem if path else "")
+    _fill(found)
+    return table
+
+
+def _with_folder(table: dict[str, Any], path: Path | None) -> dict[str, Any]:
+    """The same with the usual run folder if none is named: called as the file, or what it has."""
+    found = defaultdict(dict, {k: v for k, v in table.items() if isinstance(v, dict)})
+    model, source = found["model"].get("folder"), found["data"].get("source")
+    first = source[0] if isinstance(source, list) and source else source
+    parts = (Path(str(part)).name.partition(".")[0] for part in (model, first))
+    runs = (path.absolute().parent if path else Path.cwd()) / RUNS
+    found["output"].setdefault("folder", str(runs / (path.stem if path else "-".join(parts))))
     return table
 
 
@@ -423,8 +485,8 @@ def _located(key: str, value: Any, folder: Path) -> Any:
     return [str(p) if one and p.exists() else one for one, p in zip(sources, paths, strict=True)]
 
 
-def _fill(found: Mapping[str, dict[str, Any]], runs: Path, name: str) -> None:
-    """Set what follows from other settings; a run without `name` is called for model and data."""
+def _fill(found: Mapping[str, dict[str, Any]]) -> None:
+    """Set what follows from other settings."""
     optimizer, training, output = found["optimizer"], found["training"], found["output"]
     lora = found["lora"]
     if lora.setdefault("enabled", bool(lora)) is True and isinstance(lora.get("rank", 16), int):
@@ -445,12 +507,9 @@ def _fill(found: Mapping[str, dict[str, Any]], runs: Path, name: str) -> None:
         found["schedule"].setdefault("warm_up_share", WARM_UP_SHARE)
     is_exact = training.get("precision") == "float32" or lora["enabled"]
     output.setdefault("export_dtype", "float32" if is_exact else "bfloat16")
-    folder, source = found["model"].get("folder"), found["data"].get("source")
+    folder = found["model"].get("folder")
     if isinstance(folder, str):
         training.setdefault("length", _length(Path(folder)))
-    first = source[0] if isinstance(source, list) and source else source
-    parts = (Path(str(part)).name.partition(".")[0] for part in (folder, first))
-    output.setdefault("folder", str(runs / (name or "-".join(parts))))
 
 
 def _length(folder: Path) -> int:
