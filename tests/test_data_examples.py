@@ -534,3 +534,11 @@ def test_the_fingerprint_tells_examples_apart() -> None:
     ]
     assert same[0] == same[1]
     assert len({same[0], *(one.fingerprint() for one in others)}) == 5
+
+
+def test_columns_that_are_not_used_are_told() -> None:
+    rows = [{"id": 1, "text": "yes", "score": 2}, {"id": 2, "text": "no", "source": "x"}]
+    examples = make(*rows)
+    assert examples.unused == ("id", "score", "source")
+    assert "(columns text; not used: 'id', 'score', 'source')" in str(examples)
+    assert make({"text": "yes"}).unused == ()

@@ -251,11 +251,13 @@ class Prepared:
         trained = f", {self.num_trained:,} of them trained" if is_part else ""
         kind = type(base_of(self.model)).__name__
         sources = ", ".join(Path(one).name for one in data.source)
+        unused = examples.told_unused().removeprefix("; ")
+        unused = f" (columns {', '.join(examples.columns.values())}; {unused})" if unused else ""
         held = f", {self.held_out.num_groups:,} to evaluate on" if self.held_out else ""
         epochs, folder = self.num_steps / self.steps_an_epoch, self.settings.model.folder
         return [
             f"model:  {kind}, {self.num_parameters:,} parameters{trained}, {folder}",
-            f"data:   {sources}, {data.task}: {examples.num_groups:,} "
+            f"data:   {sources}{unused}, {data.task}: {examples.num_groups:,} "
             f"{'pairs' if examples.group > 1 else 'examples'}, {examples.ids.numel():,} tokens"
             f"{held}; {self.batches.rows} rows a step, {self.batches.padding:.0%} padding; "
             f"{self.num_steps:,} steps, {epochs:,.3g} epochs",

@@ -143,6 +143,7 @@ class Examples:
     numbers: Mapping[str, Tensor] = field(default_factory=dict)  # [examples], for losses, by name
     records: Sequence[Mapping[str, Any]] = ()  # of the examples, where rewards read them
     columns: Mapping[str, str] = field(default_factory=dict)  # by role
+    unused: tuple[str, ...] = ()  # columns that nothing was made of
     num_records: int = 0
     left_out: Mapping[str, int] = field(default_factory=dict)  # why -> how many
 
@@ -172,11 +173,16 @@ class Examples:
         truncated = int((self.full_lengths > self.lengths).sum())
         return (
             f"{self.num_groups:,} {together} of {self.num_records:,} records (columns "
-            f"{', '.join(self.columns.values())}){notes and f'; left out: {notes}'}\n"
+            f"{', '.join(self.columns.values())}{self.told_unused()})"
+            f"{notes and f'; left out: {notes}'}\n"
             f"{number:,} tokens{share}\n"
             f"the longest has {int(self.full_lengths.max()):,} tokens; "
             f"{f'{truncated:,}' if truncated else 'none'} truncated"
         )
+
+    def told_unused(self) -> str:
+        """Columns that are not used, after what is; empty if all are."""
+        return f"; not used: {', '.join(map(repr, self.unused))}" if self.unused else ""
 
     def numbered_as(self, names: Sequence[str]) -> Examples:
         """The same with classes numbered in this order, if these are their names."""
@@ -263,9 +269,12 @@ def make_examples(
     """
     encoder: Encoder | None = None
     num_records = 0
+    there: dict[str, None] = {}  # names of columns, in order
     for block in _blocks(records):
         encoder = encoder or _encoder(block[0], tokenizer=tokenizer, form=form, like=like)
         num_records += len(block)
+        for record in block:
+            there.update(dict.fromkeys(record.values))
         encoder.encode(block)
         tell(f"tokenizing: {num_records:,} records, {len(encoder.ids):,} tokens so far")
     if encoder is None:
@@ -292,6 +301,9 @@ def make_examples(
         numbers={name: torch.tensor(values) for name, values in encoder.numbers.items()},
         records=encoder.records,
         columns=encoder.columns,
+        unused=tuple(one for one in there if one not in encoder.columns.values())
+        if not encoder.records
+        else (),
         num_records=num_records,
         left_out=encoder.left_out,
     )

@@ -40,7 +40,10 @@ logger = logging.getLogger("l2l")
 MOST_BYTES = 4 << 30  # of all files together
 LEAST_SECONDS = 2.0  # what is tokenized faster is not worth a file
 TENSORS = ("ids", "offsets", "full_lengths", "answers", "token_types", "targets")
-FACTS = ("task", "num_labels", "label_names", "group", "columns", "num_records", "left_out")
+FACTS = (
+    *("task", "num_labels", "label_names", "group", "columns", "unused", "num_records"),
+    "left_out",
+)
 LIBRARIES = ("transformers", "tokenizers")
 NUMBERS = "numbers."  # how names of tensors of `Examples.numbers` begin
 OF_TOKENIZER = (".json", ".txt", ".model", ".jinja")  # files of a model folder that may be its own
@@ -134,7 +137,7 @@ class KeptExamples:
                 for name in names
                 if name.startswith(NUMBERS)
             }
-            facts["label_names"] = tuple(facts["label_names"])
+            facts |= {name: tuple(facts[name]) for name in ("label_names", "unused")}
             examples = Examples(**found, **facts, numbers=numbers)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None

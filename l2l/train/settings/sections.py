@@ -82,8 +82,8 @@ class DataSettings(Section):
     """What it is trained on."""
 
     source: Annotated[Sources, SAME_RESULT]
-    """Training data: .txt or .jsonl, also .gz, a folder of such files, or several of all these;
-    other files, and names of the Hub, through the datasets library."""
+    """Training data: .txt, .jsonl, .json, .csv, .tsv, also .gz, a folder of such files, or several
+    of all these; .parquet, .arrow and names of the Hub through the datasets library."""
     evaluation_source: Annotated[Sources | None, SAME_RESULT] = None
     """Data to evaluate on, in the same form."""
     hold_out: Positive | None = None
