@@ -5,12 +5,17 @@ from typing import Any
 
 import pytest
 import transformers
-from test_training import Record, tiny, train, write_settings  # noqa: F401 (a fixture)
+from test_training import Record, train, write_settings, write_tiny
 
 from l2l.train import TrainingError
 
 
-def with_model(tiny: Path, folder: Path, config: Any) -> Path:  # noqa: F811
+@pytest.fixture(scope="module", name="tiny")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def with_model(tiny: Path, folder: Path, config: Any) -> Path:
     """The tiny tokenizer beside another configuration."""
     (folder / "model").mkdir()
     for path in (tiny / "model").iterdir():
@@ -22,7 +27,7 @@ def with_model(tiny: Path, folder: Path, config: Any) -> Path:  # noqa: F811
 SMALL = {"vocab_size": 300, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
 
 
-def test_more_positions_than_were_learnt_are_refused(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_more_positions_than_were_learnt_are_refused(tiny: Path, tmp_path: Path) -> None:
     model = {"folder": str(with_model(tiny, tmp_path, transformers.GPT2Config(**SMALL)))}
     settings = write_settings(tiny, tmp_path, model=model, training={"length": 18, "steps": 1})
     with pytest.raises(TrainingError, match=r"learnt positions for 16 .*Expected --length 16"):
@@ -31,7 +36,7 @@ def test_more_positions_than_were_learnt_are_refused(tiny: Path, tmp_path: Path)
     assert train(settings)
 
 
-def test_positions_that_padding_takes_are_not_counted(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_positions_that_padding_takes_are_not_counted(tiny: Path, tmp_path: Path) -> None:
     config = transformers.RobertaConfig(
         vocab_size=300,
         hidden_size=16,
@@ -48,7 +53,7 @@ def test_positions_that_padding_takes_are_not_counted(tiny: Path, tmp_path: Path
         train(settings)
 
 
-def test_a_warm_up_that_is_longer_than_the_run_is_said(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_warm_up_that_is_longer_than_the_run_is_said(tiny: Path, tmp_path: Path) -> None:
     display = Record()
     more = {"warm_up_steps": 100}
     train(write_settings(tiny, tmp_path, schedule=more, training={"steps": 2}), display)
@@ -56,13 +61,13 @@ def test_a_warm_up_that_is_longer_than_the_run_is_said(tiny: Path, tmp_path: Pat
     assert "warm_up_share" in display.text
 
 
-def test_rows_beyond_what_the_model_is_made_for_are_said(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_rows_beyond_what_the_model_is_made_for_are_said(tiny: Path, tmp_path: Path) -> None:
     display = Record()
     train(write_settings(tiny, tmp_path, training={"length": 256, "steps": 1}), display)
     assert "the model is made for 128: --length 128 keeps within that" in display.text
 
 
-def test_the_exported_tokenizer_fills_rows(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_exported_tokenizer_fills_rows(tiny: Path, tmp_path: Path) -> None:
     display = Record()
     train(write_settings(tiny, tmp_path, task="classification", training={"steps": 1}), display)
     assert "rows are filled with </s>: the tokenizer has no padding token" in display.text

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_training import Record, tiny, train, write_lines, write_settings  # noqa: F401 (a fixture)
+from test_training import Record, train, write_lines, write_settings, write_tiny
 
 from l2l.hugging_face import tokenizer_of
 from l2l.train import prepared
 from l2l.train.data import Examples, Form, KeptExamples, kept
 from l2l.train.data.kept import FACTS, TENSORS
+
+
+@pytest.fixture(scope="module", name="tiny")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
@@ -32,7 +37,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def own(tiny: Path, tmp_path: Path) -> Path:  # noqa: F811
+def own(tiny: Path, tmp_path: Path) -> Path:
     """The tiny model and its data, to be changed."""
     shutil.copytree(tiny, tmp_path / "own")
     return tmp_path / "own"

@@ -24,7 +24,7 @@ from l2l.hugging_face import (
     with_lora,
 )
 from l2l.model import IGNORED, TokenLoss
-from l2l.train.data import PADDED_TO, PLAIN_TEMPLATE, Batches, Examples, KeptExamples
+from l2l.train.data import PLAIN_TEMPLATE, Batches, Examples, KeptExamples, padded_length
 from l2l.train.folder import TrainingError
 from l2l.train.generating import Speaker
 from l2l.train.settings import CHATS, LANGUAGE_TASKS, GrpoSettings, Settings
@@ -209,7 +209,9 @@ class Prepared:
 
     def num_saves_from(self, step: int) -> int:
         """Checkpoints that are due after a step and those that follow it."""
-        return sum(map(self.is_saved_after, range(step, self.num_steps + 1)))
+        steps = range(step, self.num_steps + 1)
+        best = self.settings.checkpoint.best
+        return sum(self.is_saved_after(n) or (best and self.is_evaluated_after(n)) for n in steps)
 
     def is_evaluated_after(self, step: int) -> bool:
         """Whether an evaluation is due, if there is something to evaluate on."""
@@ -341,7 +343,7 @@ class Prepared:
         """
         sets = (self.examples, self.held_out or self.examples)
         longest = max(int(examples.lengths.max()) for examples in sets)
-        width = min(self.settings.training.length, -(-longest // PADDED_TO) * PADDED_TO)
+        width = min(self.settings.training.length, padded_length(longest))
         fill, batch = {"input_ids": self._pad_id, "labels": IGNORED}, self.batches.batch(0)
         for name, value in batch.items():
             if value.dim() == 2:
@@ -362,7 +364,10 @@ class Prepared:
         examples = make(data.source)
         examples = examples.numbered_as(class_names(settings.model.folder))
         if data.hold_out is not None:
-            return examples.hold_out(data.hold_out, seed=settings.training.seed)
+            number = data.hold_out
+            if number < 1:
+                number = max(1, round(number * examples.num_groups))
+            return examples.hold_out(int(number), seed=settings.training.seed)
         if data.evaluation_source is None:
             return examples, None
         return examples, make(data.evaluation_source, like=examples)

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, final
 
 from l2l.files import write_file
 from l2l.run import StepReport
+from l2l.train.best import Best
 from l2l.train.display import Display, Status
 from l2l.train.folder import RunFolder
 from l2l.train.measures import NOT_MEASURED, Measured
@@ -93,6 +94,7 @@ class Progress:
         *,
         tensorboard: bool,
         steps_an_epoch: float = math.inf,
+        best: Best | None = None,
     ) -> None:
         """The run goes on after `step` of `num_steps`: lines after it go.
 
@@ -102,7 +104,7 @@ class Progress:
             ValueError: the metrics that are there are none.
         """
         self.display = display
-        self._steps_an_epoch = steps_an_epoch
+        self._steps_an_epoch, self.best = steps_an_epoch, best
         self._unread: deque[_Unread] = deque()
         self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # tokens, seconds
         self._has_read = False
@@ -196,6 +198,8 @@ class Progress:
             self._bad_steps.add(record["step"])
         if record["kind"] != "step":
             self._notes.add((record["kind"], record["step"]))
+        if self.best is not None:
+            self.best.see(record)
         if record["kind"] == "evaluation":
             values = {name: value for name, value in record.items() if name not in NOT_METRICS}
             words = (

@@ -19,9 +19,10 @@ from l2l.files import write_file
 from l2l.hugging_face import base_of
 from l2l.model import TokenLoss
 from l2l.planner import measured_hardware, plan
+from l2l.train.best import Best
 from l2l.train.data import packing_holds
 from l2l.train.display import Display, Level
-from l2l.train.export import read_checkpoint
+from l2l.train.export import export_checkpoint, read_checkpoint
 from l2l.train.folder import RunFolder, TrainingError
 from l2l.train.generating import Samples
 from l2l.train.objective import Objective
@@ -30,7 +31,7 @@ from l2l.train.progress import Progress, read_metrics
 from l2l.train.reference import References
 from l2l.train.settings import Settings
 from l2l.train.steps import Steps
-from l2l.train.tasks import KINDS
+from l2l.train.tasks import KINDS, best_of
 
 T = TypeVar("T")
 
@@ -123,7 +124,9 @@ class Training:
                     shutil.copy(self._folder.metrics_file, self._own.metrics_file)
             step, changes = self._compare(latest) if latest is not None else (0, [])
             must_export = self._first_says(lambda: self._must_export(step))
-            if latest is not None and step >= self._prepared.num_steps and not must_export:
+            is_over = self._first_says(lambda: self._is_given_up(step))
+            is_over = is_over or step >= self._prepared.num_steps
+            if latest is not None and is_over and not must_export:
                 self._refuse_other_settings(changes)
                 self._display.say(
                     f"the run in {self._folder.root} is at its end, step {step}. To go on, say "
@@ -187,6 +190,12 @@ class Training:
             self._is_held = True
         self._checkpoints.tidy()
         return self._checkpoints.latest()
+
+    def _is_given_up(self, step: int) -> bool:
+        """Whether the run has ended before its last step, as it did not become better."""
+        records = read_metrics(self._folder.metrics_file) if step else []
+        kept = [one for one in records if one["step"] <= step]
+        return best_of(self._settings, kept).is_given_up(self._settings.evaluation.patience)
 
     def _must_export(self, step: int) -> bool:
         """Whether the model is to be written, and that after this step was not."""
@@ -315,7 +324,7 @@ class Training:
         counts = {
             "present": len(self._checkpoints.all()),
             "saves": prepared.num_saves_from(engine.step_number + 1),
-            "keep": self._settings.checkpoint.keep,
+            "keep": self._settings.checkpoint.keep + self._settings.checkpoint.best,
         }
         exported = itemsize * prepared.num_exported if output.export else 0
         self._first_says(lambda: self._folder.check_disk(nbytes, exported, **counts))
@@ -372,6 +381,7 @@ class Training:
             num_steps,
             tensorboard=output.tensorboard,
             steps_an_epoch=prepared.steps_an_epoch,
+            best=best_of(self._settings),
         )
         samples = Samples(
             self._own,
@@ -399,12 +409,27 @@ class Training:
             if not is_finished:
                 step = f"step {engine.step_number} of {num_steps}"
                 say(f"stopped after {step}. Go on with: l2l train {folder.root}", Level.NEEDED)
-            elif output.export:
-                tokenizer = prepared.tokenizer
-                engine.export(folder.model, dtype=output.export_dtype, tokenizer=tokenizer)
-                progress.note(EXPORT, engine.step_number, folder=folder.model.name)
-                say(f"the trained model is in {folder.model}")
-            return is_finished
+                return False
+            best, last = steps.best, engine.step_number
+            found = f" (step {best.step}: {best.metric} {best.value:.4f})"
+            if last < num_steps:
+                since = best.num_since
+                say(f"ended after step {last}: {since} evaluations were no better{found}")
+            if output.export:
+                self._export(engine, best)
+                progress.note(EXPORT, last, folder=folder.model.name)
+                told = found if self._settings.checkpoint.best and best.step is not None else ""
+                say(f"the trained model is in {folder.model}{told}")
+            return True
+
+    def _export(self, engine: Engine, best: Best) -> None:
+        """Write the model as it is now, or as it was when it was best."""
+        folder, output = self._folder.model, self._settings.output
+        if not self._settings.checkpoint.best or best.step in (None, engine.step_number):
+            engine.export(folder, dtype=output.export_dtype, tokenizer=self._prepared.tokenizer)
+            return
+        kept = self._checkpoints.path_of(best.step or 0)
+        self._first_says(lambda: export_checkpoint(kept, folder, dtype=output.export_dtype))
 
 
 def make_engine(prepared: Prepared, objective: Objective) -> Engine:

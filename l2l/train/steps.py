@@ -47,8 +47,11 @@ class Steps:
 
     def __post_init__(self) -> None:
         self.has_stepped = False
+        assert self.progress.best is not None
+        self.best = self.progress.best
         self._is_stopped = False  # what the ranks have agreed on
         self._saved_step = self.engine.step_number  # it has a checkpoint
+        self._saved_at = time.monotonic()
         self._saving: Saving | None = None
         self._plan: Plan | None = None
         self._is_time_told = False
@@ -64,12 +67,13 @@ class Steps:
         objective = self.objective
         step = first = engine.step_number
         self._evaluate(step)
+        self._spare_best()
         self._draw_samples(step)
-        if step and prepared.is_saved_after(step) and not progress.has("checkpoint", step):
+        if step and self._is_saved_after(step) and not progress.has("checkpoint", step):
             self._note_checkpoint(step)
         progress.lap()
         written = engine.disk_written_bytes
-        while step < prepared.num_steps and not self._must_stop():
+        while not self._is_at_end(step) and not self._must_stop():
             rate = self._learning_rate(step)
             for group in engine.optimizer.param_groups:
                 group["lr"] = rate
@@ -92,14 +96,39 @@ class Steps:
             self._spare_no_longer()
             self._evaluate(step)
             self._draw_samples(step)
-            if prepared.is_saved_after(step):
+            if self._is_saved_after(step):
                 self._save()
+            elif self._is_overdue():
+                self._save(is_planned=False)
         progress.catch_up()
         self._refuse_divergence()
         if step != self._saved_step:
             self._save()
         self._finish_saving()
-        return step >= prepared.num_steps and not self._is_stopped
+        return self._is_at_end(step) and not self._is_stopped
+
+    def _is_at_end(self, step: int) -> bool:
+        """Whether no step is left to be made, or none would make the model better."""
+        patience = self.prepared.settings.evaluation.patience
+        return step >= self.prepared.num_steps or self.best.is_given_up(patience)
+
+    def _is_saved_after(self, step: int) -> bool:
+        """Whether a checkpoint is due, or this is the best model so far."""
+        is_best = self.prepared.settings.checkpoint.best and step == self.best.step
+        return self.prepared.is_saved_after(step) or is_best
+
+    def _is_overdue(self) -> bool:
+        """Whether much time has passed since the last checkpoint; all ranks must ask together."""
+        minutes = self.prepared.settings.checkpoint.every_minutes
+        if minutes is None:
+            return False
+        passed = time.monotonic() - self._saved_at
+        return any(self.world.gather_facts(passed >= 60 * minutes))
+
+    def _spare_best(self) -> None:
+        """Keep the checkpoint of the best evaluation, if that is asked for."""
+        if self.prepared.settings.checkpoint.best and self.best.step is not None:
+            self.checkpoints.best = self.checkpoints.path_of(self.best.step)
 
     def _must_stop(self) -> bool:
         """Whether any rank was told to stop; all ranks must ask together."""
@@ -172,7 +201,7 @@ class Steps:
 
     # -- checkpoints -------------------------------------------------------------------------------
 
-    def _save(self) -> None:
+    def _save(self, *, is_planned: bool = True) -> None:
         """Begin to save; what was begun before is there when this returns."""
         progress, checkpoints, step = self.progress, self.checkpoints, self.engine.step_number
         progress.catch_up()
@@ -180,11 +209,12 @@ class Steps:
         self._spare_no_longer()
         if step < self.prepared.num_steps or progress.num_bad:
             checkpoints.spared = self._last_good()
-        self._note_checkpoint(step, interrupted=self._is_stopped)
+        self._note_checkpoint(step, interrupted=self._is_stopped or not is_planned)
+        self._spare_best()
         progress.status.saving = checkpoints.path_of(step).name
         extra = {**self.prepared.extra(), **self.objective.extra()}
         self._saving = checkpoints.save(self.engine, extra=extra, background=True)
-        self._saved_step = step
+        self._saved_step, self._saved_at = step, time.monotonic()
 
     def _note_checkpoint(self, step: int, *, interrupted: bool = False) -> None:
         """Write down that a checkpoint is begun, perhaps only because the run is stopped."""

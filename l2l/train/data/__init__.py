@@ -9,7 +9,13 @@
 Tokenizers come from outside, as objects with the face of those of transformers.
 """
 
-from l2l.train.data.batching import PADDED_TO, Batches, num_targets, packing_holds
+from l2l.train.data.batching import (
+    PADDED_TO,
+    Batches,
+    num_targets,
+    packing_holds,
+    padded_length,
+)
 from l2l.train.data.encoding import PLAIN_TEMPLATE
 from l2l.train.data.examples import Examples, Form, Task, make_examples
 from l2l.train.data.kept import KeptExamples

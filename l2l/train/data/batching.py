@@ -23,8 +23,8 @@ whose layers pass on a state (Mamba, linear attention), or whose positions are n
 The first token of a part is predicted by nothing that the part contains: its label is ignored. So
 the loss of a packed row is that of its parts one by one, weighted by their labels.
 
-Without packing, rows are padded on the right, to a multiple of 64 tokens so that there are few
-lengths, and batches are made of rows of similar length.
+Without packing, rows are padded on the right, to one of few lengths that are longer by a quarter,
+or seven tokens, at most; and batches are made of rows of similar length.
 
 Examples that belong together, such as the chosen and the rejected one of a pair, stay so: what is
 drawn, sorted and counted then are the groups, and a batch has the rows of each one after the other.
@@ -49,7 +49,8 @@ from l2l.train.data.examples import Examples, members
 
 Batch = dict[str, Tensor]
 
-PADDED_TO = 64  # lengths of rows that are not packed are multiples of this
+PADDED_TO = 64  # long rows that are not packed have multiples of this as their length
+LEAST_MULTIPLE = 8  # and short ones of this
 PACKING_WINDOW = 8192  # parts that are packed together
 SORTING_WINDOW = 32  # batches whose rows are sorted by length together
 TRIAL_TOKENS = 16  # of each document of a trial of packing
@@ -176,8 +177,8 @@ class Batches:
 
     def _width(self, row_tokens: Tensor) -> int:
         """The length of a batch of rows with so many tokens."""
-        multiple = -(-int(row_tokens.max()) // PADDED_TO) * PADDED_TO
-        return self.length if self.packing else min(self.length, multiple)
+        longest = int(row_tokens.max())
+        return self.length if self.packing else min(self.length, padded_length(longest))
 
     def _build(self, groups: Tensor) -> Batch:
         examples, chosen = self.examples, members(groups, self.examples.group)
@@ -210,6 +211,13 @@ class Batches:
         if examples.token_types is not None:
             batch["token_type_ids"] = types
         return batch | ({"position_ids": positions} if self.packing else {"attention_mask": mask})
+
+
+def padded_length(length: int) -> int:
+    """The length that rows of so many tokens are filled up to, where they are not packed."""
+    eighth = 1 << max(0, (length - 1).bit_length() - 3)
+    multiple = min(PADDED_TO, max(LEAST_MULTIPLE, eighth))
+    return -(-length // multiple) * multiple
 
 
 def num_targets(batch: Mapping[str, Tensor]) -> int:

@@ -256,6 +256,11 @@ class Settings(Section):
                 f"{where('evaluation', asked[0])} is set, but there is nothing to evaluate on. "
                 "Expected [data] evaluation_source (--evaluation-data FILE) or hold_out too."
             )
+        if self.checkpoint.best and data.evaluation_source is None and data.hold_out is None:
+            yield (
+                f"{where('checkpoint', 'best')} is set, but there is nothing to evaluate on. "
+                "Expected [data] evaluation_source (--evaluation-data FILE) or hold_out too."
+            )
         if self.evaluation.answer_marker is not None and data.task != "instruct":
             yield f"{where('evaluation', 'answer_marker')} is for instruct, not {data.task}."
         if optimizer.name == "adafactor" and training.clip_norm:

@@ -45,6 +45,12 @@ def _not_empty(path: Any) -> Any:
     return path
 
 
+def _number_or_share(value: float) -> float:
+    if value <= 0 or (value >= 1 and value != int(value)):
+        raise ValueError("expected a number of examples, or a share between 0 and 1")
+    return value
+
+
 Folder = Annotated[Path, BeforeValidator(_not_empty), Field(strict=False)]
 Sources = Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
 Size = Annotated[str, AfterValidator(_size)]
@@ -86,8 +92,9 @@ class DataSettings(Section):
     of all these; .parquet, .arrow and names of the Hub through the datasets library."""
     evaluation_source: Annotated[Sources | None, SAME_RESULT] = None
     """Data to evaluate on, in the same form."""
-    hold_out: Positive | None = None
-    """Examples of the training data to evaluate on, instead of training on."""
+    hold_out: Annotated[float, AfterValidator(_number_or_share)] | None = None
+    """Examples of the training data to evaluate on, instead of training on; below 1 a share of
+    them, such as 0.05."""
     task: Task = "causal"
     """causal: texts. instruct: prompts or chats, of which the answers are learnt. classification,
     regression: texts or pairs of texts with a class or a number. dpo, orpo, simpo, reward: a better
@@ -350,12 +357,15 @@ class ScheduleSettings(Section):
         if self.shape == "warmup_stable_decay":
             begin = max(rise, total - round(self.decay_share * total))
         done = min(1.0, max(0, step - begin) / max(1, total - begin))
-        left = {
-            "linear": lambda: 1.0 - done,
-            "polynomial": lambda: (1.0 - done) ** self.power,
-            "cosine_with_restarts": lambda: _half_wave(self.cycles * done % 1 if done < 1 else 1),
-        }.get(self.shape, lambda: _half_wave(done))()
-        return self.minimum_ratio + (1.0 - self.minimum_ratio) * left
+        return self.minimum_ratio + (1.0 - self.minimum_ratio) * self._left(done)
+
+    def _left(self, done: float) -> float:
+        """From 1 to 0, when this share of the way down is done."""
+        if self.shape in ("linear", "polynomial"):
+            return float((1.0 - done) ** (self.power if self.shape == "polynomial" else 1.0))
+        if self.shape == "cosine_with_restarts" and done < 1.0:
+            return _half_wave(self.cycles * done % 1.0)
+        return _half_wave(done)
 
 
 def _half_wave(done: float) -> float:
@@ -393,6 +403,14 @@ class EvaluationSettings(Section):
     """Rows of a batch. Default: as in training."""
     most_batches: Annotated[Positive | None, SAME_RESULT] = None
     """Evaluate only on the first so many batches. Default: on all."""
+    patience: Positive | None = None
+    """End the run after so many evaluations in a row that are no better than the best one."""
+    least_gain: Amount | None = None
+    """By how much an evaluation must be better to count as better. Default: 0."""
+    metric: str | None = None
+    """What better means, for patience and [checkpoint] best, such as loss or f1. Default: accuracy
+    of classification, pearson of regression, reward of grpo, rewards/accuracies of reward, else
+    loss. Of loss and perplexity less is better."""
     answer_marker: Annotated[str | None, SAME_RESULT] = None
     """instruct: also answer the prompts, and count answers that are exactly right after this text,
     such as "####"; "": as a whole."""
@@ -422,8 +440,13 @@ class CheckpointSettings(Section):
 
     every_steps: Annotated[Natural, SAME_RESULT] = 200
     """Steps between checkpoints; 0: only at the end."""
+    every_minutes: Annotated[float | None, Field(gt=0), SAME_RESULT] = None
+    """Also save when so much time has passed since the last checkpoint."""
     keep: Annotated[Positive, SAME_RESULT] = 2
     """Checkpoints that are kept."""
+    best: bool = False
+    """Also save whenever an evaluation is the best so far, keep that, and export its model at the
+    end instead of the last one."""
 
 
 class OutputSettings(Section):

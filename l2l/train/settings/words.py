@@ -40,7 +40,10 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("dataset", "datasets", "dataset_name", "data_files"), "data.source"),
     **dict.fromkeys(("train_file", "train_data", "data_path"), "data.source"),
     **dict.fromkeys(("validation_file", "eval_file", "eval_data", "eval_dataset"), EVALUATION),
-    **dict.fromkeys(("val_set_size", "test_size", "validation_split"), "data.hold_out"),
+    **dict.fromkeys(
+        ("val_set_size", "test_size", "validation_split"),
+        "data.hold_out, a number of examples or a share",
+    ),
     "chat_template": "data.template",
     **dict.fromkeys(("dataset_text_field", "text_column", "text_field"), "columns.text"),
     **dict.fromkeys(("label_column", "label_column_name"), "columns.label"),
@@ -64,6 +67,10 @@ ELSEWHERE: Mapping[str, str] = {
         ("report_to", "use_wandb", "wandb_project"),
         "output.tensorboard, true or false; metrics.jsonl has all numbers in any case",
     ),
+    "load_best_model_at_end": "checkpoint.best",
+    "metric_for_best_model": "evaluation.metric",
+    "early_stopping_patience": "evaluation.patience",
+    "early_stopping_threshold": "evaluation.least_gain",
     "torch_compile": "training.compile",
     "max_completion_length": "grpo.max_new_tokens",
     **dict.fromkeys(
