@@ -24,6 +24,8 @@ from l2l import cli
 from l2l.checkpoint.checkpoint import CheckpointError, CheckpointFolder
 from l2l.checkpoint.manifest import checksum_of
 from l2l.cli import train as train_module
+from l2l.engine import Engine
+from l2l.hugging_face import RandomInit
 from l2l.planner import planning
 from l2l.train import RunFolder, Training, TrainingError, prepared
 from l2l.train import run as run_module
@@ -310,6 +312,45 @@ def test_the_learning_rate_follows_the_schedule(tiny: Path, tmp_path: Path) -> N
     train(write_settings(tiny, tmp_path, schedule=more, training={"steps": 4}))
     rates = [record["learning_rate"] for record in metrics_of(tmp_path, "step")]
     assert rates == pytest.approx([0.005, 0.01, 0.01, 0.005])
+
+
+def test_parameters_may_have_a_learning_rate_of_their_own(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a rate of 0 stay; the others learn as if there were nothing else."""
+    groups = [
+        {"parameters": "layers", "learning_rate": 0.0, "weight_decay": 0.0},
+        {"parameters": r"^lm_head\.", "learning_rate": 0.02, "weight_decay": 0.5},
+    ]
+    made, make = [], run_module.make_engine
+    monkeypatch.setattr(run_module, "make_engine", lambda *a: made.append(make(*a)) or made[-1])
+    optimizer = {"learning_rate": 1e-2, "groups": groups}
+    schedule = {"shape": "linear", "warm_up_steps": 2}
+    path = write_settings(
+        tiny, tmp_path, optimizer=optimizer, schedule=schedule, training={"steps": 4}
+    )
+    begin = {name: one.clone() for name, one in weights_at_first(tiny).items()}
+    train_until(path, 2)
+    assert train(path)
+    rates = {(one["lr"], one["weight_decay"]) for one in made[-1].optimizer.param_groups}
+    assert rates == {(0.0, 0.0), (0.01, 0.5), (0.005, 0.01), (0.005, 0.0)}  # half of the top
+    for name, weight in weights_of(tmp_path).items():
+        assert torch.equal(weight, begin[name]) == (".layers." in name), name
+    settings = Settings.read(tmp_path / "run" / "run.toml")
+    assert [one.parameters for one in settings.optimizer.groups] == ["layers", r"^lm_head\."]
+    optimizer["groups"] = [{"parameters": "moon", "learning_rate": 1.0}]
+    with pytest.raises(TrainingError, match="'moon' is in the name of no parameter"):
+        train(write_settings(tiny, tmp_path, optimizer=optimizer), resume=False)
+    optimizer["groups"] = [{"parameters": "(", "learning_rate": 1.0}]
+    with pytest.raises(SettingsError, match="no regular expression"):
+        train(write_settings(tiny, tmp_path, optimizer=optimizer), resume=False)
+
+
+def weights_at_first(tiny: Path) -> dict[str, torch.Tensor]:
+    """What random_init gives."""
+    model = prepared.empty_model(tiny / "model")
+    with Engine(model, weights=RandomInit(0), precision="float32", seed=0) as engine:
+        return engine.state_dict()
 
 
 def test_an_evaluation_may_be_of_some_batches_only(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -145,6 +146,7 @@ class Prepared:
         )
         self._check_vocabulary()
         self._check_positions()
+        self._check_groups()
         parameters = [*self.model.parameters()]
         self.num_parameters = sum(one.numel() for one in parameters)
         self.num_trained = sum(one.numel() for one in parameters if one.requires_grad)
@@ -398,6 +400,15 @@ class Prepared:
                     f"rows have up to {width} tokens, but {type(base_of(self.model)).__name__} has "
                     f"learnt positions for {most} ({name}). Expected --length {most} or less: "
                     "longer texts are cut."
+                )
+
+    def _check_groups(self) -> None:
+        names = [name for name, one in self.model.named_parameters() if one.requires_grad]
+        for group in self.settings.optimizer.groups:
+            if not any(re.search(group.parameters, name) for name in names):
+                raise TrainingError(
+                    f"[optimizer] groups: {group.parameters!r} is in the name of no parameter that "
+                    f"is trained. They are called {', '.join(names[:4])}, ..."
                 )
 
     def batches_of(self, examples: Examples, rows: int | None = None) -> Batches:

@@ -49,6 +49,7 @@ class Steps:
         self.has_stepped = False
         assert self.progress.best is not None
         self.best = self.progress.best
+        self._tops = [group["lr"] for group in self.engine.optimizer.param_groups]
         self._is_stopped = False  # what the ranks have agreed on
         self._saved_step = self.engine.step_number  # it has a checkpoint
         self._saved_at = time.monotonic()
@@ -75,8 +76,7 @@ class Steps:
         written = engine.disk_written_bytes
         while not self._is_at_end(step) and not self._must_stop():
             rate = self._learning_rate(step)
-            for group in engine.optimizer.param_groups:
-                group["lr"] = rate
+            self._set_rates(step, rate)
             report = engine.step(objective.batch(step, prepared.batches, engine))
             step, self.has_stepped = step + 1, True
             if step == first + 1 and prepared.num_saves_from(step) > 1:
@@ -140,6 +140,13 @@ class Steps:
         settings = self.prepared.settings
         factor = settings.schedule.factor(step, total=self.prepared.num_steps)
         return settings.optimizer.learning_rate * factor
+
+    def _set_rates(self, step: int, rate: float) -> None:
+        """Let groups with a learning rate of their own follow the same schedule."""
+        settings = self.prepared.settings
+        factor = settings.schedule.factor(step, total=self.prepared.num_steps)
+        for group, top in zip(self.engine.optimizer.param_groups, self._tops, strict=True):
+            group["lr"] = rate if top == settings.optimizer.learning_rate else top * factor
 
     def _evaluate(self, step: int) -> None:
         """Evaluate after a step, if it is time and was not done."""

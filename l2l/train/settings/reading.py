@@ -376,6 +376,10 @@ def help_text() -> str:
 
 def to_toml(value: Any) -> str:
     """A value as a TOML file has it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {to_toml(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(to_toml, value))}]"
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 

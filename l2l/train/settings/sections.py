@@ -7,6 +7,7 @@ The docstring below a key is its description. Errors, `l2l train --help-settings
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -49,6 +50,14 @@ def _number_or_share(value: float) -> float:
     if value <= 0 or (value >= 1 and value != int(value)):
         raise ValueError("expected a number of examples, or a share between 0 and 1")
     return value
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from error
+    return text
 
 
 Folder = Annotated[Path, BeforeValidator(_not_empty), Field(strict=False)]
@@ -265,6 +274,14 @@ class GrpoSettings(Section):
     """By whose standard deviation advantages are divided."""
 
 
+class GroupSettings(Section):
+    """Settings of the optimizer for some parameters."""
+
+    parameters: Annotated[str, AfterValidator(_pattern)]
+    learning_rate: Amount | None = None
+    weight_decay: Amount | None = None
+
+
 class OptimizerSettings(Section):
     """How weights are updated. Every optimizer takes some of these, under torch's names."""
 
@@ -277,6 +294,10 @@ class OptimizerSettings(Section):
     """Default: 0.01 with adamw, else 0."""
     decay_biases_and_norms: bool = False
     """Whether weight decay is for biases and norms too, all that is not a matrix."""
+    groups: Annotated[tuple[GroupSettings, ...], Field(strict=False)] = ()
+    """Other settings for some parameters, the first that is for one: a list of tables such as
+    {parameters = "embed_tokens|lm_head", learning_rate = 1e-6, weight_decay = 0.0}, where
+    parameters is a regular expression that is searched for in their names."""
     betas: Pair | None = None
     """adamw [0.9, 0.999], lion [0.9, 0.99]."""
     eps: Amount | Pair | None = None
@@ -299,14 +320,27 @@ class OptimizerSettings(Section):
             ValueError: they exclude each other.
         """
         taken = taken_by(self.name)
-        own = self.model_dump(exclude_none=True, exclude={"name", "decay_biases_and_norms"})
+        apart = {"name", "decay_biases_and_norms", "groups"}
+        own = self.model_dump(exclude_none=True, exclude=apart)
         for key, value in own.items():
             if key not in taken:
                 raise ValueError(f"{key} is not for {self.name}. Expected {', '.join(taken)}.")
             if isinstance(value, tuple) != isinstance(taken[key], tuple):
                 raise ValueError(f"{key} = {value}. Expected the like of {taken[key]}.")
         groups = None if self.decay_biases_and_norms else without_decay
+        if self.groups:
+            groups = self.group_of
         return OPTIMIZERS[self.name](lr=own.pop("learning_rate"), **own, groups=groups)
+
+    def group_of(self, name: str, parameter: nn.Parameter) -> Mapping[str, Any] | None:
+        """What is otherwise for a parameter; None: nothing."""
+        found = {} if self.decay_biases_and_norms else dict(without_decay(name, parameter) or {})
+        for group in self.groups:
+            if re.search(group.parameters, name):
+                given = {"lr": group.learning_rate, "weight_decay": group.weight_decay}
+                found |= {key: value for key, value in given.items() if value is not None}
+                break
+        return found or None
 
 
 class ScheduleSettings(Section):
