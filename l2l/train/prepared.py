@@ -21,6 +21,7 @@ from l2l.hugging_face import (
     class_names,
     empty_model,
     read_json,
+    sees_what_follows,
     tokenizer_of,
     with_lora,
 )
@@ -64,6 +65,14 @@ def make_model(
     folder, task = settings.model.folder, KINDS[settings.data.task].head
     if task == "causal":
         model = empty_model(folder)
+        if sees_what_follows(model):
+            raise TrainingError(
+                f"{type(model).__name__} lets each token see those that follow it, so it cannot "
+                f"learn to predict them, as {settings.data.task} would. Expected --task masked, "
+                "classification or another task for such models; or a model that writes texts."
+            )
+    elif task == "masked":
+        model = empty_model(folder, task=task)
     else:
         model = empty_model(folder, task=task, num_labels=num_labels)
         config: Any = model.config
@@ -332,8 +341,14 @@ class Prepared:
         lines.append(_shortened(self.tokenizer.decode(ids)))
         if self.examples.records:
             return "\n".join(lines)
-        if labels.dim() == 1:
-            return "\n".join([*lines, f"label: {labels[0].item()}"])
+        if labels.dim() == 1 or labels.is_floating_point():
+            return "\n".join([*lines, f"label: {labels[0].tolist()}"])
+        if self.examples.token_targets is not None:
+            told = f"labels: {labels[0][labels[0] != IGNORED].tolist()}"
+            return "\n".join([*lines, _shortened(told)])
+        if self.settings.data.task == "masked":
+            share = self.settings.data.masked_share
+            return "\n".join([*lines, f"of which {share:.0%} are hidden, and learnt"])
         learnt = labels[0][labels[0] != IGNORED]
         lines.append(f"of which is learnt ({learnt.numel()} tokens):")
         return "\n".join([*lines, _shortened(self.tokenizer.decode(learnt))])
@@ -348,7 +363,7 @@ class Prepared:
         width = min(self.settings.training.length, padded_length(longest))
         fill, batch = {"input_ids": self._pad_id, "labels": IGNORED}, self.batches.batch(0)
         for name, value in batch.items():
-            if value.dim() == 2:
+            if value.dim() == 2 and not value.is_floating_point():
                 missing = (0, max(0, width - value.shape[1]))
                 batch[name] = nn.functional.pad(value, missing, value=fill.get(name, 0))
         return batch

@@ -17,11 +17,14 @@ from l2l.train.objective import (
     Dpo,
     Kto,
     Language,
+    Masked,
+    MultiLabel,
     Objective,
     Orpo,
     Regression,
     Reward,
     Simpo,
+    WordClassification,
 )
 from l2l.train.settings import Settings
 
@@ -42,6 +45,11 @@ KINDS: Mapping[Task, Kind] = {
     "causal": Kind(Language),
     "instruct": Kind(Language),
     "classification": Kind(Classification, "classification", "accuracy", more_is_better=True),
+    "masked": Kind(Masked, "masked"),
+    "multi-label": Kind(MultiLabel, "multi-label", "f1", more_is_better=True),
+    "token-classification": Kind(
+        WordClassification, "token-classification", "f1", more_is_better=True
+    ),
     "regression": Kind(Regression, "regression", "pearson", more_is_better=True),
     "dpo": Kind(Dpo),
     "orpo": Kind(Orpo),

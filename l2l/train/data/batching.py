@@ -160,7 +160,7 @@ class Batches:
 
     def _draw(self, epoch: int) -> Tensor:
         """The rows of an epoch in the order in which they come."""
-        generator = _generator(self.seed, "epoch", epoch)
+        generator = seeded(f"{self.seed} epoch {epoch}")
         order = torch.randperm(self.num_rows, generator=generator)
         if self.packing:
             return order
@@ -194,6 +194,8 @@ class Batches:
                 ids[row, here] = examples.ids[there]
                 labels[row, here] = examples.ids[there]
                 labels[row, at] = IGNORED
+                if examples.token_targets is not None:
+                    labels[row, here] = examples.token_targets[there].long()
                 if examples.answers is not None:
                     labels[row, here].masked_fill_(~examples.answers[there], IGNORED)
                 if examples.token_types is not None:
@@ -269,8 +271,9 @@ def packing_holds(evaluate: Callable[[Batch], float], batch: Mapping[str, Tensor
 # --------------------------------------------------------------------------------------------------
 
 
-def _generator(seed: int, purpose: str, number: int) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed} {purpose} {number}".encode()).digest()
+def seeded(words: str) -> torch.Generator:
+    """Random numbers that follow from a text."""
+    digest = hashlib.sha256(words.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
 
 
@@ -300,7 +303,8 @@ def _cut(examples: Examples, length: int) -> tuple[Tensor, Tensor]:
 
 def _is_whole(examples: Examples) -> bool:
     """Whether each has a row of its own: one with a label, of a pair, or for rewards."""
-    return examples.targets is not None or examples.group > 1 or bool(examples.records)
+    has_labels = examples.targets is not None or examples.token_targets is not None
+    return has_labels or examples.group > 1 or bool(examples.records)
 
 
 def _pack(lengths: Tensor, length: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -313,7 +317,7 @@ def _pack(lengths: Tensor, length: int, seed: int) -> tuple[Tensor, Tensor]:
         the parts, row by row, and for each row the place after its last one.
     """
     rows: list[list[int]] = []
-    order = torch.randperm(lengths.numel(), generator=_generator(seed, "packing", 0))
+    order = torch.randperm(lengths.numel(), generator=seeded(f"{seed} packing 0"))
     for window in torch.split(order, PACKING_WINDOW):
         window = window[lengths[window].argsort(descending=True, stable=True)]
         rooms: list[tuple[int, int]] = []  # (tokens left, row), sorted

@@ -65,9 +65,10 @@ SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of messa
 
 VALUE = r"\d{1,4000}"  # of a text that Python makes a number of
 Class = int | str
+A_CLASS = "a class: an integer from 0 on, or a text"
 LABELS_ARE = {
     "regression": "a finite number, as the task is regression",
-    "classification": "a class: an integer from 0 on, or a text; or another task, as regression",
+    "classification": f"{A_CLASS}; or another task, as regression",
 }
 
 
@@ -250,9 +251,11 @@ class Conversations(Encoder):
         return [_message(record, number, dict(one)) for number, one in enumerate(value, 1)]
 
 
-@final
 class Sentences(Encoder):
     """A text or two, with a label."""
+
+    def _label(self, record: Record) -> None:
+        self.labels.add(record.value(self.columns["label"]), record)
 
     @override
     def encode(self, block: list[Record]) -> None:
@@ -262,7 +265,7 @@ class Sentences(Encoder):
             sentences = [self._text(record, role) for role in roles]
             if any(sentences):
                 texts.append(sentences)
-                self.labels.add(record.value(self.columns["label"]), record)
+                self._label(record)
         self.left_out[EMPTY] += len(block) - len(texts)
         sides = [list(side) for side in zip(*texts, strict=True)]
         found = self._tokenized(*sides)
@@ -324,7 +327,8 @@ class Labels:
         """
         label = _number(value) if self._task == "regression" else _class(value)
         if label is None:
-            raise record.error(f"the label is {shown(value)}. Expected {LABELS_ARE[self._task]}.")
+            what = LABELS_ARE.get(self._task, A_CLASS)
+            raise record.error(f"the label is {shown(value)}. Expected {what}.")
         if type(label) is not type(next(iter(self._labels), label)):
             kind = "integers" if isinstance(label, str) else "texts"
             raise record.error(f"the label is {shown(value)}, but the labels before are {kind}.")

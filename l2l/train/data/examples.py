@@ -6,6 +6,9 @@
 | instruct | a prompt and an answer, or a conversation | the answers |
 | classification | a text or two, and a class | the class |
 | regression | a text or two, and a number | the number |
+| multi-label | a text or two, and a list of classes | which of all classes it has |
+| token-classification | a list of words, and one of their classes | the class of every word |
+| masked | a text | tokens that are hidden, by all others |
 | dpo, orpo, simpo, reward | a prompt, and a better and a worse completion | which is better |
 | kto | a prompt, a completion, and whether it is desirable | that |
 | grpo | a prompt, and whatever rewards read | completions of the model's own, by their rewards |
@@ -32,6 +35,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from l2l.model import IGNORED
+from l2l.train.data.encoders import MaskedTexts, SeveralLabels, WordLabels
 from l2l.train.data.encoding import Conversations, Documents, Encoder, Labels, Sentences
 from l2l.train.data.preferences import Judged, Pairs, Prompts
 from l2l.train.data.reading import DataError, Record, listed
@@ -39,8 +44,11 @@ from l2l.train.data.reading import DataError, Record, listed
 Task = Literal[
     "causal",
     "instruct",
+    "masked",
     "classification",
+    "multi-label",
     "regression",
+    "token-classification",
     "dpo",
     "orpo",
     "simpo",
@@ -51,6 +59,9 @@ Task = Literal[
 PAIR = ("prompt", "chosen", "rejected")
 ROLES: Mapping[Task, tuple[str, ...]] = {
     "causal": ("text",),
+    "masked": ("text",),
+    "token-classification": ("text", "label"),
+    "multi-label": ("text", "pair", "label"),
     "instruct": ("messages", "prompt", "input", "completion"),
     "classification": ("text", "pair", "label"),
     "regression": ("text", "pair", "label"),
@@ -63,6 +74,9 @@ ROLES: Mapping[Task, tuple[str, ...]] = {
 }
 ENCODERS: Mapping[Task, type[Encoder]] = {
     "causal": Documents,
+    "masked": MaskedTexts,
+    "token-classification": WordLabels,
+    "multi-label": SeveralLabels,
     "instruct": Conversations,
     "classification": Sentences,
     "regression": Sentences,
@@ -75,6 +89,8 @@ ENCODERS: Mapping[Task, type[Encoder]] = {
 }
 
 TEXTS = ("text", "content", "document")
+WORDS = ("tokens", "words")
+TAGS = ("ner_tags", "tags", "labels", "pos_tags", "label")
 MESSAGES = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "instruction", "question", "query", "input")
 COMPLETIONS = ("completion", "output", "response", "answer")
@@ -94,6 +110,13 @@ PAIRED = {"chosen": ("chosen",), "rejected": ("rejected",)}
 JUDGED: Mapping[Task, Mapping[str, Sequence[str]]] = {  # the roles besides the prompt
     **dict.fromkeys(("dpo", "orpo", "simpo", "reward"), PAIRED),
     "kto": {"completion": COMPLETIONS, "label": LABELS},
+}
+
+USUAL: Mapping[Task, Mapping[str, Sequence[str]]] = {  # the roles, where these are all
+    "causal": {"text": TEXTS},
+    "masked": {"text": TEXTS},
+    "token-classification": {"text": WORDS, "label": TAGS},
+    "grpo": {"prompt": PROMPTS},
 }
 
 BLOCK_RECORDS = 1000  # tokenized at once, by as many threads as the tokenizer uses
@@ -136,7 +159,8 @@ class Examples:
     full_lengths: Tensor  # [examples], int64: before truncation
     answers: Tensor | None = None  # [tokens], bool: what is learnt; None: all, or rows have labels
     token_types: Tensor | None = None  # [tokens], uint8; None: the tokenizer makes none
-    targets: Tensor | None = None  # [examples], int64 or float32: labels of rows
+    targets: Tensor | None = None  # [examples], int64 or float32: labels of rows; or of each class
+    token_targets: Tensor | None = None  # [tokens], int32: labels of tokens, or IGNORED
     num_labels: int | None = None  # of rows: how many classes, or 1
     label_names: tuple[str, ...] = ()  # of classes, in the order of their numbers, if texts
     group: int = 1  # examples that come one after the other and are never parted: pairs
@@ -169,7 +193,9 @@ class Examples:
             learnt = int(self.answers.sum() - self.answers[self.offsets[:-1]].sum())
         together = {1: "examples", 2: "pairs"}[self.group]
         share = f", {learnt:,} of them learnt ({learnt / max(1, number):.0%})"
-        share = share if self.targets is None and not self.records else ""
+        labels = (self.targets, self.token_targets)
+        is_text = all(one is None for one in labels) and self.task != "masked"
+        share = share if is_text and not self.records else ""
         truncated = int((self.full_lengths > self.lengths).sum())
         return (
             f"{self.num_groups:,} {together} of {self.num_records:,} records (columns "
@@ -186,10 +212,20 @@ class Examples:
 
     def numbered_as(self, names: Sequence[str]) -> Examples:
         """The same with classes numbered in this order, if these are their names."""
-        if self.targets is None or not self.label_names or set(names) != {*self.label_names}:
+        if not self.label_names or set(names) != {*self.label_names}:
             return self
         numbers = torch.tensor([names.index(name) for name in self.label_names])
-        return replace(self, targets=numbers[self.targets], label_names=tuple(names))
+        if self.token_targets is not None:
+            there = self.token_targets != IGNORED
+            found = self.token_targets.clone()
+            found[there] = numbers[found[there].long()].int()
+            return replace(self, token_targets=found, label_names=tuple(names))
+        targets = self.targets
+        if targets is not None and targets.dim() == 2:
+            targets = targets[:, numbers.argsort()]
+        elif targets is not None:
+            targets = numbers[targets]
+        return replace(self, targets=targets, label_names=tuple(names))
 
     def with_numbers(self, **numbers: Tensor) -> Examples:
         """The same with more that is known of each example."""
@@ -210,6 +246,7 @@ class Examples:
             answers=None if self.answers is None else self.answers[tokens],
             token_types=None if self.token_types is None else self.token_types[tokens],
             targets=None if self.targets is None else self.targets[indices],
+            token_targets=None if self.token_targets is None else self.token_targets[tokens],
             numbers={name: one[indices] for name, one in self.numbers.items()},
             records=[self.records[index] for index in indices.tolist()] if self.records else (),
             num_records=num_records,
@@ -232,7 +269,8 @@ class Examples:
         """A short text that differs if anything differs that a model is trained on."""
         digest = hashlib.sha256(f"{self.task} {self.num_labels} {self.label_names}".encode())
         parts = (self.ids, self.offsets, self.answers, self.token_types, self.targets)
-        for tensor in (*parts, *self.numbers.values()):
+        more = [] if self.token_targets is None else [self.token_targets]
+        for tensor in (*parts, *more, *self.numbers.values()):
             kind = "none" if tensor is None else f"{tensor.dtype} {tensor.numel()} "
             digest.update(kind.encode())
             if tensor is not None:
@@ -286,6 +324,11 @@ def make_examples(
         raise DataError(f"{what} (columns {', '.join(encoder.columns.values())}).")
     has_labels = "label" in encoder.columns and not encoder.numbers
     targets, classes = encoder.labels.finish() if has_labels else (None, [])
+    of_tokens = None
+    if isinstance(encoder, WordLabels) and targets is not None:
+        of_tokens, targets = encoder.token_targets(targets), None
+    if isinstance(encoder, SeveralLabels) and targets is not None:
+        targets = encoder.matrix(targets, classes)
     answers, types = encoder.answers, encoder.types
     return Examples(
         task=form.task,
@@ -295,6 +338,7 @@ def make_examples(
         answers=torch.frombuffer(answers, dtype=torch.bool) if answers else None,
         token_types=torch.frombuffer(types, dtype=torch.uint8) if types else None,
         targets=targets,
+        token_targets=of_tokens,
         num_labels=max(1, len(classes)) if has_labels else None,
         label_names=tuple(one for one in classes if isinstance(one, str)),
         group=encoder.group,
@@ -330,7 +374,7 @@ def _encoder(first: Record, *, tokenizer: Any, form: Form, like: Examples | None
             stacklevel=3,
         )
     known: Iterable[int | str] = ()
-    if like is not None and form.task == "classification":
+    if like is not None and form.task != "regression":
         known = like.label_names or range(like.num_labels or 0)
     columns, labels = _find_columns(first, form), Labels(form.task, known)
     return ENCODERS[form.task](tokenizer, columns, labels, form.max_length)
@@ -359,8 +403,8 @@ def _find_columns(record: Record, form: Form) -> dict[str, str]:
             raise record.error(f"{what} {listed(usual)}. {advice}, or name another task.")
         return found
 
-    if form.task == "causal":
-        return {"text": find("text", TEXTS)}
+    if form.task in USUAL:
+        return {role: find(role, usual) for role, usual in USUAL[form.task].items()}
     if form.task == "instruct":
         if "messages" in named or (not named and any(name in there for name in MESSAGES)):
             return {"messages": find("messages", MESSAGES)}
@@ -368,8 +412,6 @@ def _find_columns(record: Record, form: Form) -> dict[str, str]:
         about = named.get("input") or (None if "prompt" in named else INPUTS.get(prompt))
         middle = {"input": about} if about else {}
         return {"prompt": prompt, **middle, "completion": find("completion", COMPLETIONS)}
-    if form.task == "grpo":
-        return {"prompt": find("prompt", PROMPTS)}
     if form.task in JUDGED:
         prompt = named.get("prompt") or next((name for name in PROMPTS if name in there), "")
         found = {role: find(role, usual) for role, usual in JUDGED[form.task].items()}

@@ -39,7 +39,7 @@ logger = logging.getLogger("l2l")
 
 MOST_BYTES = 4 << 30  # of all files together
 LEAST_SECONDS = 2.0  # what is tokenized faster is not worth a file
-TENSORS = ("ids", "offsets", "full_lengths", "answers", "token_types", "targets")
+TENSORS = ("ids", "offsets", "full_lengths", "answers", "token_types", "targets", "token_targets")
 FACTS = (
     *("task", "num_labels", "label_names", "group", "columns", "unused", "num_records"),
     "left_out",

@@ -246,7 +246,8 @@ class Settings(Section):
             if None not in (getattr(values, one), getattr(values, other)):
                 yield f"{where(section, one)} and {other} are both set. Set only one of them."
         if data.packing and data.task not in LANGUAGE_TASKS:
-            yield f"{where('data', 'packing')}: {data.task} has one label per row. Set it to false."
+            what = "rows of its own" if data.task == "masked" else "one label per row"
+            yield f"{where('data', 'packing')}: {data.task} has {what}. Set it to false."
         if data.template is not None and data.task not in CHATS:
             yield f"{where('data', 'template')} is set, but {data.task} has no chats to use it for."
         yield from self._not_taken(where)

@@ -105,13 +105,17 @@ class DataSettings(Section):
     """Examples of the training data to evaluate on, instead of training on; below 1 a share of
     them, such as 0.05."""
     task: Task = "causal"
-    """causal: texts. instruct: prompts or chats, of which the answers are learnt. classification,
-    regression: texts or pairs of texts with a class or a number. dpo, orpo, simpo, reward: a better
+    """causal: texts. instruct: prompts or chats, of which the answers are learnt. masked: texts, of
+    which hidden tokens are learnt by those around them. classification, multi-label, regression:
+    texts or pairs of texts with a class, a list of classes or a number. token-classification: lists
+    of words and of their classes. dpo, orpo, simpo, reward: a better
     and a worse completion of a prompt; kto: single ones, desirable or not. grpo: prompts, and
     rewards of what the model makes of them."""
     packing: bool | None = None
     """Put several examples into a row; they do not see each other. Default: for language models,
     where the model keeps them apart."""
+    masked_share: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """masked: share of the tokens that are hidden and learnt, at least one of each row."""
     documents: DocumentsEnd = "blank lines"
     """What separates the documents of a .txt file."""
     template: str | None = None
@@ -122,11 +126,11 @@ class ColumnSettings(Section):
     """Names of the data's columns. Default: found by the names that are usual."""
 
     text: str | None = None
-    """Of causal, classification and regression."""
+    """Of texts; the words of token-classification."""
     pair: str | None = None
-    """A second text of classification, regression."""
+    """A second text of classification, multi-label, regression."""
     label: str | None = None
-    """Of classification, regression and kto."""
+    """Of classification, multi-label, token-classification, regression and kto."""
     prompt: str | None = None
     """Of instruct, and before completions."""
     input: str | None = None
