@@ -77,3 +77,45 @@ def test_the_exported_tokenizer_fills_rows(tiny: Path, tmp_path: Path) -> None:
     )
     rows = tokenizer(["a cat", "the dog ran over the hill"], padding=True, return_tensors="pt")
     assert model(**rows).logits.shape == (2, 3)
+
+
+def test_a_head_of_other_classes_may_be_made_anew(tiny: Path, tmp_path: Path) -> None:
+    train(write_settings(tiny, tmp_path, task="classification", training={"steps": 1}))
+    model = {"folder": str(tmp_path / "run" / "model"), "random_init": False}
+    (tmp_path / "other.csv").write_text("text,label\n" + "a cat,yes\nthe dog,no\n" * 8)
+    data = {"source": str(tmp_path / "other.csv"), "hold_out": 2}
+    more: dict[str, Any] = {"task": "classification", "data": data, "training": {"steps": 1}}
+    output = {"folder": str(tmp_path / "second")}
+    path = write_settings(tiny, tmp_path, model=model, output=output, **more)
+    with pytest.raises(ValueError, match=r"For a head of other classes .*--allow-missing-weights"):
+        train(path)
+    allowed = {**model, "allow_missing_weights": True}
+    path = write_settings(tiny, tmp_path, model=allowed, output=output, **more)
+    with pytest.warns(UserWarning, match="begin with random values.*score.weight"):
+        assert train(path)
+    old, new = (
+        transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "model")
+        for name in ("run", "second")
+    )
+    assert (old.config.num_labels, new.config.num_labels) == (3, 2)
+    assert new.config.id2label == {0: "no", 1: "yes"}
+    change = (old.model.embed_tokens.weight - new.model.embed_tokens.weight).abs().max()
+    assert change < 0.02, "all but the head is what it was, but for a step"
+
+
+def test_classes_that_do_not_occur_are_said_and_kept(tiny: Path, tmp_path: Path) -> None:
+    train(write_settings(tiny, tmp_path, task="classification", training={"steps": 1}))
+    lines = (tiny / "classification.jsonl").read_text().splitlines()
+    (tmp_path / "two.jsonl").write_text("\n".join(one for one in lines if '"dog"' not in one))
+    model = {"folder": str(tmp_path / "run" / "model"), "random_init": False}
+    data = {"source": str(tmp_path / "two.jsonl"), "hold_out": 2}
+    output = {"folder": str(tmp_path / "second")}
+    more: dict[str, Any] = {"model": model, "data": data, "output": output}
+    display = Record()
+    train(
+        write_settings(tiny, tmp_path, task="classification", training={"steps": 1}, **more),
+        display,
+    )
+    assert "note: no example has the model's classes 'dog'; its head keeps them" in display.text
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "second" / "model")
+    assert config.id2label == {0: "cat", 1: "count", 2: "dog"}

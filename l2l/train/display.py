@@ -86,7 +86,8 @@ class Display:
         self._stream = stream
         self._every_steps = every_steps
         self._level = level
-        self._last = self._passed = time.monotonic()
+        self._last = time.monotonic()
+        self._passed: float | None = None  # when work was told of before
         self._last_step = 0
 
     def say(self, text: str, level: Level = Level.USUAL) -> None:
@@ -96,9 +97,12 @@ class Display:
 
     def say_passing(self, text: str) -> None:
         """How far some work is that takes a while: now and then such a text is said."""
-        if time.monotonic() - self._passed >= PASSING_SECONDS:
-            self._passed = time.monotonic()
+        now = time.monotonic()
+        if self._passed is not None and now - self._passed < PASSING_SECONDS:
+            return
+        if self._passed is not None:
             self.say(text)
+        self._passed = now
 
     def _write(self, text: str) -> None:
         self._stream.write(text + "\n")

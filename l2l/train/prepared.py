@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from l2l.device import parse_bytes
@@ -291,6 +292,7 @@ class Prepared:
                 f"note: rows of {length} tokens, but the model is made for {most}: --length {most} "
                 "keeps within that"
             )
+        found += self._absent_classes()
         rise = self.settings.schedule.warm_up_steps
         if rise is not None and rise > self.num_steps:
             found.append(
@@ -304,6 +306,21 @@ class Prepared:
                 "Name one in tokenizer_config.json: pad_token"
             )
         return found
+
+    def _absent_classes(self) -> list[str]:
+        """A note about classes that no example has, but that the model knows."""
+        examples = self.examples
+        there = examples.targets if examples.token_targets is None else examples.token_targets
+        if there is None or not examples.label_names:
+            return []
+        numbers = there.nonzero()[:, 1] if there.dim() == 2 else there
+        seen = {*torch.unique(numbers).tolist()}
+        absent = [repr(name) for n, name in enumerate(examples.label_names) if n not in seen]
+        if not absent:
+            return []
+        return [
+            f"note: no example has the model's classes {', '.join(absent)}; its head keeps them"
+        ]
 
     @property
     def _config(self) -> Any:

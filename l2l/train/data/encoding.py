@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import json
 import math
 import re
 import sys
@@ -226,7 +227,9 @@ class Conversations(Encoder):
         return [prompt, max(whole.rstrip(), prompt, key=len)]
 
     def _render(self, record: Record, messages: list[dict[str, Any]], *, ask: bool) -> str:
-        settings = {"chat_template": self._template, "add_generation_prompt": ask}
+        settings: dict[str, Any] = {"chat_template": self._template, "add_generation_prompt": ask}
+        if tools := self._tools(record):
+            settings["tools"] = tools
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **settings))
         except Exception as error:  # templates raise what they like
@@ -234,7 +237,28 @@ class Conversations(Encoder):
             what = f"the chat template refuses the messages (of {roles}): {error}"
             raise record.error(what) from error
 
+    def _tools(self, record: Record) -> Any:
+        """What a record says of tools: a list, or its JSON; None: nothing."""
+        found = record.values.get(self.columns.get("tools", ""))
+        if isinstance(found, str) and found.strip():
+            try:
+                found = json.loads(found)
+            except ValueError as error:
+                raise record.error(f"the tools are {shown(found)}, which is no JSON.") from error
+        if found and not isinstance(found, list | tuple):
+            raise record.error(f"the tools are {shown(found)}. Expected a list, or its JSON.")
+        return found or None
+
     def _messages(self, record: Record) -> list[dict[str, Any]]:
+        """The conversation, perhaps after what the system is told."""
+        messages = self._spoken(record)
+        is_there = self.columns.get("system") in record.values
+        told = self._text(record, "system") if is_there else ""
+        if told and messages and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": told}, *messages]
+        return messages
+
+    def _spoken(self, record: Record) -> list[dict[str, Any]]:
         if "messages" not in self.columns:
             prompt, answer = self._text(record, "prompt"), self._text(record, "completion")
             if self.columns.get("input") in record.values:

@@ -62,7 +62,7 @@ ROLES: Mapping[Task, tuple[str, ...]] = {
     "masked": ("text",),
     "token-classification": ("text", "label"),
     "multi-label": ("text", "pair", "label"),
-    "instruct": ("messages", "prompt", "input", "completion"),
+    "instruct": ("messages", "prompt", "input", "completion", "system", "tools"),
     "classification": ("text", "pair", "label"),
     "regression": ("text", "pair", "label"),
     "dpo": PAIR,
@@ -93,6 +93,7 @@ WORDS = ("tokens", "words")
 TAGS = ("ner_tags", "tags", "labels", "pos_tags", "label")
 MESSAGES = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "instruction", "question", "query", "input")
+BESIDE = {"system": ("system_prompt", "system"), "tools": ("tools",)}  # of a conversation
 COMPLETIONS = ("completion", "output", "response", "answer")
 INPUTS = {"instruction": "input"}  # what such a prompt is about, where it is there and not blank
 PAIRS = {  # what goes with such a text, if it is there
@@ -141,7 +142,7 @@ class Form:
     def __post_init__(self) -> None:
         roles, task = ROLES[self.task], f"task {self.task!r}"
         if "messages" in roles and "messages" in self.columns:
-            roles, task = ("messages",), f"{task} with messages"
+            roles, task = ("messages", "system", "tools"), f"{task} with messages"
         others = [role for role in self.columns if role not in roles]
         if others:
             what = f"columns name the {others[0]}, which {task} does not use"
@@ -211,21 +212,23 @@ class Examples:
         return f"; not used: {', '.join(map(repr, self.unused))}" if self.unused else ""
 
     def numbered_as(self, names: Sequence[str]) -> Examples:
-        """The same with classes numbered in this order, if these are their names."""
-        if not self.label_names or set(names) != {*self.label_names}:
+        """The same with classes numbered in this order, if these are all of their names."""
+        if not self.label_names or not {*self.label_names} <= {*names}:
             return self
         numbers = torch.tensor([names.index(name) for name in self.label_names])
+        named: dict[str, Any] = {"label_names": tuple(names), "num_labels": len(names)}
         if self.token_targets is not None:
             there = self.token_targets != IGNORED
             found = self.token_targets.clone()
             found[there] = numbers[found[there].long()].int()
-            return replace(self, token_targets=found, label_names=tuple(names))
+            return replace(self, token_targets=found, **named)
         targets = self.targets
         if targets is not None and targets.dim() == 2:
-            targets = targets[:, numbers.argsort()]
+            given, targets = targets, targets.new_zeros(len(targets), len(names))
+            targets[:, numbers] = given
         elif targets is not None:
             targets = numbers[targets]
-        return replace(self, targets=targets, label_names=tuple(names))
+        return replace(self, targets=targets, **named)
 
     def with_numbers(self, **numbers: Tensor) -> Examples:
         """The same with more that is known of each example."""
@@ -392,7 +395,7 @@ def _find_columns(record: Record, form: Form) -> dict[str, str]:
     """
     named, there = form.columns, record.values
     for role, name in named.items():
-        if role != "input":  # which single records may lack
+        if role not in ("input", "system", "tools"):  # which single records may lack
             record.value(name)
 
     def find(role: str, usual: Sequence[str]) -> str:
@@ -406,12 +409,17 @@ def _find_columns(record: Record, form: Form) -> dict[str, str]:
     if form.task in USUAL:
         return {role: find(role, usual) for role, usual in USUAL[form.task].items()}
     if form.task == "instruct":
+        beside = {role: name for role, name in named.items() if role in BESIDE}
+        if not named:
+            usual = ((role, next((n for n in BESIDE[role] if n in there), "")) for role in BESIDE)
+            beside = {role: name for role, name in usual if name}
         if "messages" in named or (not named and any(name in there for name in MESSAGES)):
-            return {"messages": find("messages", MESSAGES)}
+            return {"messages": find("messages", MESSAGES), **beside}
         prompt = find("prompt", PROMPTS)
         about = named.get("input") or (None if "prompt" in named else INPUTS.get(prompt))
         middle = {"input": about} if about else {}
-        return {"prompt": prompt, **middle, "completion": find("completion", COMPLETIONS)}
+        completion = find("completion", COMPLETIONS)
+        return {"prompt": prompt, **middle, "completion": completion, **beside}
     if form.task in JUDGED:
         prompt = named.get("prompt") or next((name for name in PROMPTS if name in there), "")
         found = {role: find(role, usual) for role, usual in JUDGED[form.task].items()}

@@ -88,7 +88,8 @@ class ModelSettings(Section):
     random_init: bool = False
     """Begin with random weights; the folder then needs no weights."""
     allow_missing_weights: bool = False
-    """Begin with random values for weights that the folder lacks, not only for new heads."""
+    """Begin with random values for weights that the folder lacks, or has in another shape, such as
+    a head for other classes; not only for new heads."""
     layer_list: str | None = None
     """Dotted name of the list of layers, for a model that has several."""
 
@@ -139,6 +140,11 @@ class ColumnSettings(Section):
     """The answer to the prompt."""
     messages: str | None = None
     """A conversation, of instruct."""
+    system: str | None = None
+    """A text that conversations begin with, of instruct. If prompt or messages are named, it is
+    used only if it is named too; so with tools."""
+    tools: str | None = None
+    """Tools that the model may call, of instruct: a list, or its JSON, for the chat template."""
     chosen: str | None = None
     """The better completion, of dpo, orpo, simpo and reward."""
     rejected: str | None = None
