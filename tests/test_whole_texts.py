@@ -25,6 +25,7 @@ from l2l.train import Settings, Training, TrainingError
 from l2l.train.data import Form, make_examples, read_records
 
 NAMES = list(TEXTS)
+LABELLED = ("token-classification", "multi-label")
 TAGS = {"cat": "ANIMAL", "dog": "ANIMAL", "mat": "THING", "moon": "THING", "hill": "THING"}
 
 
@@ -95,7 +96,10 @@ def test_what_a_run_says_of_its_model_is_what_plain_pytorch_says(
     assert last["loss"] == pytest.approx(total / count, abs=1e-5)
 
 
-@pytest.mark.parametrize("task", ["masked", "token-classification", "multi-label"])
+@pytest.mark.parametrize(
+    "task",
+    ["masked", *(pytest.param(one, marks=pytest.mark.thorough) for one in LABELLED)],
+)
 def test_such_a_run_goes_on_exactly(task: str, bert: Path, tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("whole", "parts")]
     for path in paths:
