@@ -741,7 +741,7 @@ def test_runs_of_different_settings_get_different_folders(
     assert cli.main([*words, "--learning-rate", "3e-3", "--steps", "1"]) == 0
     shown = capsys.readouterr().out
     assert "runs/model-text-2 has a run of other settings: [optimizer] learning_rate was" in shown
-    assert f"output: {tmp_path / 'runs' / 'model-text-3'}; " in shown
+    assert "output: runs/model-text-3; " in shown
 
 
 def test_other_data_and_another_model_are_refused(tiny: Path, tmp_path: Path) -> None:

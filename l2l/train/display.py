@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import TextIO
 
 from l2l.device import format_bytes
@@ -136,6 +137,12 @@ def open_display(stream: TextIO, *, every_steps: int, level: Level = Level.USUAL
 
         return LiveDisplay(stream, level=level)
     return Display(stream, every_steps=every_steps, level=level)
+
+
+def near(path: Path) -> Path:
+    """A path as short as it is from where one is."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def format_seconds(seconds: float) -> str:

@@ -28,6 +28,7 @@ from l2l.hugging_face import (
 )
 from l2l.model import IGNORED, TokenLoss
 from l2l.train.data import PLAIN_TEMPLATE, Batches, Examples, KeptExamples, padded_length
+from l2l.train.display import near
 from l2l.train.folder import TrainingError
 from l2l.train.generating import Speaker
 from l2l.train.settings import CHATS, LANGUAGE_TASKS, GrpoSettings, Settings
@@ -270,7 +271,7 @@ class Prepared:
         held = f", {self.held_out.num_groups:,} to evaluate on" if self.held_out else ""
         epochs, folder = self.num_steps / self.steps_an_epoch, self.settings.model.folder
         return [
-            f"model:  {kind}, {self.num_parameters:,} parameters{trained}, {folder}",
+            f"model:  {kind}, {self.num_parameters:,} parameters{trained}, {near(folder)}",
             f"data:   {sources}{unused}, {data.task}: {examples.num_groups:,} "
             f"{'pairs' if examples.group > 1 else 'examples'}, {examples.ids.numel():,} tokens"
             f"{held}; {self.batches.rows} rows a step, {self.batches.padding:.0%} padding; "

@@ -21,7 +21,7 @@ from l2l.model import TokenLoss
 from l2l.planner import measured_hardware, plan
 from l2l.train.best import Best
 from l2l.train.data import packing_holds
-from l2l.train.display import Display, Level
+from l2l.train.display import Display, Level, near
 from l2l.train.export import export_checkpoint, read_checkpoint
 from l2l.train.folder import RunFolder, TrainingError
 from l2l.train.generating import Samples
@@ -169,9 +169,9 @@ class Training:
 
     def _introduce(self) -> None:
         """Say what will be trained on what, and where the results go."""
-        say, root = self._display.say, self._folder.root
+        say, root = self._display.say, near(self._folder.root)
         for folder, differences in self._settings.passed_over:
-            say(f"note: {folder} has a run of other settings: {'; '.join(differences)}")
+            say(f"note: {near(folder)} has a run of other settings: {'; '.join(differences)}")
         for note in self._prepared.notes():
             say(note, Level.NEEDED)
         say("\n".join(self._prepared.summary()))
