@@ -221,6 +221,24 @@ def test_differences_are_those_that_change_the_result(folder: Path) -> None:
     ]
 
 
+def test_what_earlier_settings_do_not_have_is_as_it_was(folder: Path) -> None:
+    """Settings of before a key was added."""
+    before = read(folder).table()
+    del before["schedule"]["power"], before["optimizer"]["groups"], before["data"]["masked_share"]
+    assert read(folder).differences(before) == []
+    more = "[schedule]\npower = 2.0"
+    assert read(folder, more).differences(before) == [
+        "[schedule] power was not set and is 2.0 from here"
+    ]
+
+
+def test_when_to_evaluate_changes_the_result_where_it_decides(folder: Path) -> None:
+    hold = "hold_out = 2\n[evaluation]\nevery_steps = "
+    for more, number in (("", 0), ("\npatience = 2", 1), ("\n[checkpoint]\nbest = true", 1)):
+        before = read(folder, f"{hold}5{more}").table()
+        assert len(read(folder, f"{hold}6{more}").differences(before)) == number
+
+
 # --------------------------------------------------------------------------------------------------
 # Refusals
 

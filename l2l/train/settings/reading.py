@@ -225,12 +225,14 @@ class Settings(Section):
         return [f"{self._told(earlier, *pair)} from here" for pair in self._differing(earlier)]
 
     def _differing(self, earlier: Table) -> list[tuple[str, str]]:
-        """Section and key of what changes the result."""
+        """Section and key of what changes the result; what is not there has its default."""
+        decides = self.checkpoint.best or self.evaluation.patience is not None
         return [
             (section, name)
             for section, values in self.table().items()
             for name, key in SECTIONS[section].items()
-            if "same_result" not in key and earlier.get(section, {}).get(name) != values.get(name)
+            if ("same_result" not in key or (decides and section == "evaluation"))
+            and earlier.get(section, {}).get(name, key["default"]) != values.get(name)
         ]
 
     def _told(self, earlier: Table, section: str, name: str) -> str:
