@@ -47,7 +47,7 @@ def test_a_step_reaches_a_share_of_its_bounds() -> None:
     assert BOUNDS.share(4.0) == 0.5
     assert BOUNDS.shares(4.0) == {"compute": 0.25, "link": 0.5, "host": 0.125}
     assert BOUNDS.describe(4.0) == (
-        "the link at 50% of the measured rate; matrix products 25%, the host's memory 12%"
+        "the link at 50% of its rate; matrix products 25%, the host's memory 12%"
     )
 
 

@@ -1,26 +1,29 @@
-"""The command line: verbs, flags, a table for people and a last line for scripts."""
+"""The command line: verbs, flags, a table for people or JSON for scripts."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from l2l import cli
+from l2l.cli import verbs
 from l2l.cli.plan import Source
 from l2l.parameter_server import load_kernel
 from l2l.planner.hardware import H200
 
 
-def test_the_host_benchmark_ends_with_a_line_of_json(capsys: pytest.CaptureFixture[str]):
+def test_the_host_benchmark_is_a_table_or_json(capsys: pytest.CaptureFixture[str]):
     kernel = load_kernel()
     assert kernel is not None
     level = kernel.level
-    assert cli.main(["bench", "host", "--parameters", "2e5", "--level", "portable"]) == 0
+    assert cli.main(["bench", "host", "--parameters", "2e5", "--level", "portable", "--json"]) == 0
     kernel.set_level(level)
-    lines = capsys.readouterr().out.strip().splitlines()
-    found = json.loads(lines[-1])
+    shown = capsys.readouterr()
+    lines = shown.err.strip().splitlines()
+    found = json.loads(shown.out)
     assert found["num_parameters"] == 200_000
     assert found["level"] == "portable"
     names = [one["name"] for one in found["results"]]
@@ -47,12 +50,30 @@ def test_a_kernel_that_was_not_built_is_named(monkeypatch, capsys: pytest.Captur
     assert "make kernel" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["bench"], ["fly"], ["bench", "moon"]])
+@pytest.mark.parametrize("words", [["bench"], ["fly"], ["bench", "moon"]])
 def test_an_incomplete_command_shows_its_usage(words, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stopped:
         cli.main(words)
     assert stopped.value.code == 2
     assert "usage: l2l" in capsys.readouterr().err
+
+
+def test_without_a_verb_the_help_is_shown(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([])
+    assert not stopped.value.code
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: l2l")
+    assert all(verb in shown for verb in verbs.VERBS)
+
+
+def test_the_version_is_told_with_those_of_its_libraries(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert not stopped.value.code
+    shown = capsys.readouterr().out
+    assert f"torch {torch.__version__.partition('+')[0]}" in shown
+    assert f"transformers {transformers.__version__}" in shown
 
 
 def test_flags_of_the_host_benchmark(capsys: pytest.CaptureFixture[str]):
@@ -122,11 +143,9 @@ def folder(tmp_path: Path) -> Path:
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any], str]:
     """Status, last line and all that was printed of `l2l plan`."""
-    status = cli.main(["plan", *words])
+    status = cli.main(["plan", *words, "--json"])
     shown = capsys.readouterr()
-    lines = shown.out.strip().splitlines()
-    found = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
-    return status, found, shown.out + shown.err
+    return status, json.loads(shown.out) if shown.out else {}, shown.out + shown.err
 
 
 SMALL = ("--rows", "4", "--length", "256", "--device-memory", "12GiB")
@@ -134,7 +153,7 @@ SMALL = ("--rows", "4", "--length", "256", "--device-memory", "12GiB")
 
 @pytest.mark.usefixtures("nothing_here")
 @pytest.mark.parametrize("what", ["folder", "file", "shape"])
-def test_a_plan_is_printed_and_ends_with_a_line_of_json(
+def test_a_plan_is_printed_and_is_json_if_asked_for(
     what: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = {"folder": str(folder), "file": str(folder / "config.json"), "shape": "1b"}
@@ -153,6 +172,10 @@ def test_a_plan_is_printed_and_ends_with_a_line_of_json(
         assert name in shown
         assert value in shown
     assert "link, to the device" not in shown
+    assert cli.main(["plan", words[what], *SMALL]) == 0
+    plain = capsys.readouterr()
+    assert not plain.err
+    assert plain.out == shown.replace(f"{json.dumps(found)}\n", "")
 
 
 @pytest.mark.usefixtures("nothing_here")
@@ -314,8 +337,19 @@ def test_the_help_of_a_plan_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train", "--learning_rate", "1e-3"], "Did you mean --learning-rate? l2l train --help"),
+        (["train", "--learning_rate", "1e-3"], "--learning_rate: Here it is --learning-rate."),
+        (["train", "--learnin-rate", "1e-3"], "--learnin-rate: Did you mean --learning-rate?"),
+        (["train", "--batch-size=8"], "--batch-size: Here it is --rows: all rows of a step"),
+        (["train", "--lr", "1"], "--lr: Here it is --learning-rate."),
+        (["train", "--max_seq_length", "9"], "--max_seq_length: Here it is --length."),
+        (["train", "--gradient_accumulation_steps", "4"], "Here it is --rows: all rows of a step"),
+        (["train", "--num_train_epochs", "1"], "Here it is --epochs."),
+        (["train", "--report_to", "wandb"], "Here it is --set output.tensorboard=VALUE: true"),
+        (["train", "--warmup-ratio", "0.1"], "Here it is --set schedule.warm_up_share=VALUE."),
+        (["train", "--clip_norm", "1"], "Here it is --set training.clip_norm=VALUE."),
+        (["train", "--gradient_checkpointing"], "Nothing is called so here: what is kept and"),
         (["bench", "step", "--device-memry=8GiB"], "Did you mean --device-memory?"),
+        (["plan", "3.2b", "--batch_size", "8"], "--batch_size: Here it is --rows: all rows"),
         (["plan", "3.2b", "--moments", "8bit"], "unknown: --moments 8bit. l2l plan --help"),
     ],
 )

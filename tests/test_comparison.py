@@ -247,7 +247,7 @@ def test_one_point_is_enough_for_axes_and_none_is_said(kind):
 
 def test_engine_and_plain_loop_train_the_same_model_side_by_side(tmp_path):
     options = "--shape tiny --tokens 256 --length 32 --steps 1 --warm-up 1 --time-limit 300"
-    command = f"-m l2l bench step {options} --systems engine plain --plain-variants eager"
+    command = f"-m l2l bench step {options} --systems engine plain --plain-variants eager --json"
     done = subprocess.run(
         [sys.executable, *command.split(), "--folder", str(tmp_path)],
         cwd=ROOT,
@@ -256,8 +256,8 @@ def test_engine_and_plain_loop_train_the_same_model_side_by_side(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    found = json.loads(lines[-1])
+    lines = done.stderr.splitlines()
+    found = json.loads(done.stdout)
     assert json.loads((tmp_path / "results.json").read_text()) == found
     engine, plain = found["results"]
     assert [engine["status"], plain["status"]] == [MEASURED, MEASURED]

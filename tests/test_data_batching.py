@@ -9,7 +9,7 @@ import torch
 from families import FAMILIES, VOCABULARY, build_bert, build_gpt2, build_llama
 from torch import Tensor, nn
 
-from l2l.train.data import Batches, Examples, num_targets, packing_holds
+from l2l.train.data import Batches, Examples, num_targets, packing_holds, padded_length
 
 PAD = 0
 IGNORED = -100
@@ -127,7 +127,7 @@ def test_rows_are_padded_on_the_right_to_a_multiple() -> None:
     batches = Batches(make(5, 3), pad_id=PAD, rows=2, length=100, packing=False)
     (batch,) = batches.in_order()
     assert set(batch) == {"input_ids", "labels", "attention_mask"}
-    assert batch["input_ids"].shape == (2, 64)
+    assert batch["input_ids"].shape == (2, 8)
     assert batch["input_ids"][1, :5].tolist() == [6, 7, 8, PAD, PAD]
     assert batch["labels"][1, :5].tolist() == [IGNORED, 7, 8, IGNORED, IGNORED]
     assert batch["attention_mask"].sum(1).tolist() == [5, 3]
@@ -137,7 +137,7 @@ def test_rows_are_padded_on_the_right_to_a_multiple() -> None:
 
 
 def test_the_length_of_a_batch_is_at_most_that_of_a_row() -> None:
-    batches = Batches(make(60, 90), pad_id=PAD, rows=1, length=100, packing=False)
+    batches = Batches(make(60, 97), pad_id=PAD, rows=1, length=100, packing=False)
     assert [batch["input_ids"].shape[1] for batch in batches.in_order()] == [64, 100]
 
 
@@ -407,3 +407,14 @@ def test_packing_can_be_tried_on_the_shortest_rows(length) -> None:
     model = build("llama", "sdpa")
     batch = next(Batches(documents(), pad_id=PAD, rows=1, length=length).in_order())
     assert packing_holds(lambda one: plain_loss(model, one), batch)
+
+
+def test_short_rows_are_padded_by_little() -> None:
+    lengths = [padded_length(number) for number in range(1, 2000)]
+    assert lengths[:3] == [8, 8, 8]
+    assert [padded_length(number) for number in (64, 65, 128, 129, 257)] == [64, 80, 128, 160, 320]
+    for number, length in enumerate(lengths, 1):
+        assert number <= length <= max(number + 7, 1.25 * number)
+        assert length % 8 == 0
+    assert lengths == sorted(lengths)
+    assert len({*lengths[:512]}) <= 24, "few lengths, of which each is compiled for"

@@ -4,6 +4,7 @@ Two tokenizers, made here: one of single bytes, whose tokens can be read, and on
 takes pairs as BERT's does.
 """
 
+import json
 from typing import Any
 
 import pytest
@@ -534,3 +535,49 @@ def test_the_fingerprint_tells_examples_apart() -> None:
     ]
     assert same[0] == same[1]
     assert len({same[0], *(one.fingerprint() for one in others)}) == 5
+
+
+def test_columns_that_are_not_used_are_told() -> None:
+    rows = [{"id": 1, "text": "yes", "score": 2}, {"id": 2, "text": "no", "source": "x"}]
+    examples = make(*rows)
+    assert examples.unused == ("id", "score", "source")
+    assert "(columns text; not used: 'id', 'score', 'source')" in str(examples)
+    assert make({"text": "yes"}).unused == ()
+
+
+TOLD = (
+    "{% if tools %}[{{ tools | map(attribute='name') | join(',') }}]{% endif %}"
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def test_what_the_system_is_told_and_tools_are_used() -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.chat_template = TOLD
+    row = {"system_prompt": "be kind", "prompt": "hi", "completion": "yes", "id": 1}
+    told = make(row, {**row, "system_prompt": " "}, task="instruct", tokenizer=tokenizer)
+    assert whole(told, 0) == "system:be kind;user:hi;assistant:yes;</s>"
+    assert whole(told, 1) == "user:hi;assistant:yes;</s>"
+    assert told.unused == ("id",)
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    tools = [{"name": "clock"}, {"name": "map"}]
+    for given in (tools, json.dumps(tools)):
+        row = {"messages": said, "tools": given, "system": "be kind"}
+        expected = "[clock,map]system:be kind;user:hi;assistant:yes;</s>"
+        assert whole(make(row, task="instruct", tokenizer=tokenizer)) == expected
+    first = {"messages": [{"role": "system", "content": "own"}, *said], "system": "be kind"}
+    found = whole(make(first, task="instruct", tokenizer=tokenizer))
+    assert found == "system:own;user:hi;assistant:yes;</s>"
+    named = make(row, task="instruct", tokenizer=tokenizer, columns={"messages": "messages"})
+    assert whole(named) == "user:hi;assistant:yes;</s>", "only what is named too"
+    with pytest.raises(DataError, match="the tools are 'clock', which is no JSON"):
+        make({**row, "tools": "clock"}, task="instruct", tokenizer=tokenizer)
+
+
+def test_fewer_classes_than_the_model_has_keep_its_numbers() -> None:
+    rows = [{"text": "a", "label": "dog"}, {"text": "b", "label": "cat"}]
+    examples = make(*rows, task="classification").numbered_as(["bird", "cat", "dog"])
+    assert examples.targets.tolist() == [2, 1]
+    assert (examples.num_labels, examples.label_names) == (3, ("bird", "cat", "dog"))
+    assert make(*rows, task="classification").numbered_as(["cat", "bird"]).num_labels == 2

@@ -141,6 +141,84 @@ def test_a_folder_without_data_says_what_is_in_it(tmp_path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
+# Tables and lists
+
+
+CSV = 'text, label\r\n"one, ""two""\nthree",1\r\n\r\nfour,\r\n'
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_rows_of_csv_have_their_names_and_lines(compressed: bool, tmp_path: Path) -> None:
+    path = tmp_path / ("a.csv.gz" if compressed else "a.csv")
+    data = b"\xef\xbb\xbf" + CSV.encode()
+    path.write_bytes(gzip.compress(data) if compressed else data)
+    first, second = read_records(path)
+    assert first.values == {"text": 'one, "two"\nthree', "label": "1"}
+    assert first.place == f"{path}, line 3"
+    assert second.values == {"text": "four", "label": None}
+    assert second.place == f"{path}, line 5"
+
+
+def test_values_may_be_parted_by_tabs_and_be_long(tmp_path: Path) -> None:
+    long = "word, " * 50_000
+    write(tmp_path / "a.tsv", f"text\tlabel\n{long}\tb\n")
+    (record,) = read_records(tmp_path / "a.tsv")
+    assert record.values == {"text": long, "label": "b"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a,b\n1\n", "line 2: found 1 values, expected 2: 'a', 'b'"),
+        ("a,b\n1,2,3\n", "line 2: found 3 values"),
+        ("a,a\n1,2\n", "line 1: columns have the same name"),
+        ('a,b\n"1,2\n', "line 2: unexpected end of data"),
+        ("a,b\n", "is empty"),
+    ],
+)
+def test_what_is_no_csv_is_named_with_its_line(text: str, said: str, tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", text)
+    assert said in refusal(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"text": "1"},\n {"text": "2"}]',
+        '{"version": 1, "data": [{"text": "1"}, {"text": "2"}], "ids": [3]}',
+        '{"text": "1"}\n{"text": "2"}\n',
+    ],
+)
+def test_lists_of_objects_are_read(text: str, tmp_path: Path) -> None:
+    write(tmp_path / "a.json", text)
+    records = list(read_records(tmp_path / "a.json"))
+    assert [record.values for record in records] == [{"text": "1"}, {"text": "2"}]
+    assert "a.json" in records[1].place
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[{"text": "1"},', "is not JSON at line 1"),
+        ("[1, 2]", "found [1, 2]. Expected a list of objects"),
+        ("[]", "is empty"),
+        ('[{"text": "\\ud800"}]', "unpaired surrogate, \\ud800"),
+        ("7", "found 7. Expected a list of objects"),
+    ],
+)
+def test_what_is_no_list_of_objects_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    write(tmp_path / "a.json", text)
+    assert said in refusal(tmp_path / "a.json")
+
+
+def test_a_parquet_file_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"text": "1"}, {"text": "2"}]).to_parquet(tmp_path / "a.parquet")
+    records = list(read_records(tmp_path / "a.parquet"))
+    assert [record.values for record in records] == [{"text": "1"}, {"text": "2"}]
+
+
+# --------------------------------------------------------------------------------------------------
 # The rest is left to the datasets library.
 
 
@@ -153,7 +231,9 @@ def test_without_the_datasets_library_the_error_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.parquet", "")
-    with pytest.raises(DataError, match=rf"{what}.*pip install datasets.*\.jsonl\.gz need nothing"):
+    with pytest.raises(
+        DataError, match=rf"{what}.*pip install datasets.*also with \.gz, need nothing"
+    ):
         read_records(source)
 
 
@@ -161,8 +241,7 @@ def test_without_the_datasets_library_the_error_says_how_to_get_it(
     ("source", "call"),
     [
         ("a.parquet", ("parquet", {"data_files": "a.parquet"})),
-        ("a.csv.gz", ("csv", {"data_files": "a.csv.gz"})),
-        ("a.tsv", ("csv", {"data_files": "a.tsv", "sep": "\t"})),
+        ("a.arrow", ("arrow", {"data_files": "a.arrow"})),
         ("owner/name", ("owner/name", None, {})),
         ("name@part:test[:5]", ("name", "part", {"split": "test[:5]"})),
     ],
@@ -179,7 +258,7 @@ def test_other_files_and_names_go_to_the_datasets_library(
     library = types.SimpleNamespace(load_dataset=load_dataset)
     monkeypatch.setitem(sys.modules, "datasets", library)
     monkeypatch.chdir(tmp_path)
-    for name in ("a.parquet", "a.csv.gz", "a.tsv"):
+    for name in ("a.parquet", "a.arrow"):
         write(tmp_path / name, "")
     records = list(read_records(source))
     *names, settings = call
@@ -215,3 +294,12 @@ def test_what_is_json_but_no_text_or_number_is_refused_with_its_line(
     path.write_text('{"text": "\\ud83d\\ude00 whole"}\n' + line + "\n")
     with pytest.raises(DataError, match=rf"data.jsonl, line 2: {said}"):
         list(read_records(path))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_utf_16_is_named_with_what_to_do(encoding: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes('{"text": "some words"}\n'.encode(encoding))
+    said = refusal(tmp_path / name)
+    assert "is UTF-16, expected UTF-8" in said
+    assert f"iconv -f utf-16 -t utf-8 '{name}' > 'utf8-{name}'" in said

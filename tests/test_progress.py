@@ -14,7 +14,7 @@ from typing_extensions import override
 from l2l.cli.report import draw_losses
 from l2l.planner import Bounds
 from l2l.train import display as display_module
-from l2l.train.display import Display, Status, format_seconds, open_display
+from l2l.train.display import Display, Level, Status, format_seconds, open_display
 from l2l.train.folder import RunFolder
 from l2l.train.live_display import LiveDisplay
 from l2l.train.progress import INTERRUPTED, NUM_DETAILED, Progress, open_events, read_metrics
@@ -53,7 +53,7 @@ class Silent(Display):
         self.shown: list[Status] = []
 
     @override
-    def say(self, text: str) -> None:
+    def say(self, text: str, level: Level = Level.USUAL) -> None:
         self.said.append(text)
 
     @override
@@ -247,6 +247,9 @@ STATUS = Status(
     step=7,
     num_steps=10,
     loss=1.5,
+    learning_rate=2e-5,
+    gradient_norm=0.25,
+    epoch=1.75,
     tokens_per_second=12345.6,
     seconds_left=200.0,
     peak_bytes=3 * 2**30,
@@ -275,9 +278,38 @@ def test_a_plain_line_has_all_that_is_known() -> None:
     stream = io.StringIO()
     Display(stream, every_steps=7).show(STATUS)
     assert stream.getvalue() == (
-        "step 7/10  loss 1.5000  12,346 tokens/s  about 3 min left  device 3.00 GiB of 8.00 GiB  "
-        "bound by link at 50%  skipped 2 steps, not finite\n"
+        "step 7/10  epoch 1.75  loss 1.5000  learning rate 2.00e-05  gradient norm 0.250  "
+        "12,346 tokens/s  bound by link at 50%  about 3 min left  device 3.00 GiB of 8.00 GiB  "
+        "skipped 2 steps, not finite\n"
     )
+
+
+@pytest.mark.parametrize("level", list(Level))
+def test_a_display_says_what_is_at_its_level(level: Level) -> None:
+    stream = io.StringIO()
+    display = Display(stream, every_steps=1, level=level)
+    for one in Level:
+        display.say(one.name, one)
+    display.show(Status(step=1, num_steps=1))
+    expected = [one.name for one in Level if one <= level]
+    shown = stream.getvalue().split()
+    assert shown[: len(expected)] == expected
+    assert ("step" in shown) == (level > Level.NEEDED)
+
+
+def test_work_that_takes_long_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(display_module.time, "monotonic", lambda: now)
+    stream = io.StringIO()
+    display = Display(stream, every_steps=1)
+    for passed in (1, 2, 6, 7, 12):
+        now = 100.0 + passed
+        display.say_passing(f"after {passed}")
+    assert stream.getvalue().split("\n") == ["after 6", "after 12", ""]
+
+
+def test_a_quiet_terminal_is_not_drawn_on() -> None:
+    assert type(open_display(Terminal(), every_steps=1, level=Level.NEEDED)) is Display
 
 
 def test_a_long_silence_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,11 +368,21 @@ def test_the_status_follows_the_run(tmp_path: Path) -> None:
     assert last.tokens_per_second
     assert last.seconds_left
     assert (last.step, last.num_steps, last.loss) == (3, 10, 1 / 3)
+    assert (last.learning_rate, last.gradient_norm, last.epoch) == (0.1, 0.5, 0.0)
     assert (last.bounds, last.peak_bytes, last.saving) == (BOUNDS, 10, "step-00000002")
     assert last.step_seconds
     for line in lines_of(tmp_path):
         assert line["bound"] == "link"
         assert line["share_of_bound"] > 0
+
+
+def test_epochs_are_counted(tmp_path: Path) -> None:
+    display, folder = Silent(), RunFolder(tmp_path)
+    run = Progress(folder, display, 4, 10, tensorboard=False, steps_an_epoch=2.5)
+    run.step_begun(5, FakeReport(5), learning_rate=0.1)
+    run.catch_up()
+    run.close()
+    assert display.shown[-1].epoch == 2.0
 
 
 def test_times_are_for_people() -> None:

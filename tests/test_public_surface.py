@@ -149,6 +149,7 @@ def test_members_of_a_plan() -> None:
         "phases",
         "predicted_seconds",
         "scaling",
+        "sentence",
         "total_bytes",
     ]
 

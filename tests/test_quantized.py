@@ -318,8 +318,8 @@ def test_the_command_line_plans_it(tmp_path: Path, capsys: pytest.CaptureFixture
     found = {}
     for options in ([], ["--lora"], ["--lora", "--base", "nf4"]):
         command = ["plan", str(tmp_path), "--rows", "2", "--length", "16", *options]
-        assert cli.main(command) == 0
-        found[len(options)] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert cli.main([*command, "--json"]) == 0
+        found[len(options)] = json.loads(capsys.readouterr().out)
     assert found[0]["parameters"] < found[1]["parameters"] == found[3]["parameters"]
     assert found[0]["host_bytes"] > found[1]["host_bytes"] > found[3]["host_bytes"]
     assert cli.main(["plan", str(tmp_path), "--base", "nf4"]) == 2

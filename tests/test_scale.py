@@ -54,9 +54,10 @@ def test_the_largest_model_grows_with_the_host():
 
 def test_a_model_is_trained_and_described(capsys: pytest.CaptureFixture[str]):
     words = "bench scale --shape tiny --parameters 2e5 --tokens 64 --length 32 --steps 2"
-    assert cli.main(words.split()) == 0
-    lines = capsys.readouterr().out.strip().splitlines()
-    (found,) = json.loads(lines[-1])
+    assert cli.main([*words.split(), "--json"]) == 0
+    shown = capsys.readouterr()
+    lines = shown.err.strip().splitlines()
+    (found,) = json.loads(shown.out)
     assert found["num_parameters"] >= 2e5
     assert len(found["steps"]) == 2
     assert all(math.isfinite(step["loss"]) for step in found["steps"])
@@ -69,9 +70,10 @@ def test_a_model_is_trained_and_described(capsys: pytest.CaptureFixture[str]):
 
 def test_several_optimizers_each_have_a_row(capsys: pytest.CaptureFixture[str]):
     words = "bench scale --shape tiny --parameters 2e5 --tokens 64 --length 32 --steps 1"
-    assert cli.main([*words.split(), "--optimizer", "adamw", "adamw-8bit"]) == 0
-    lines = capsys.readouterr().out.strip().splitlines()
-    assert [one["optimizer"] for one in json.loads(lines[-1])] == ["adamw", "adamw-8bit"]
+    assert cli.main([*words.split(), "--json", "--optimizer", "adamw", "adamw-8bit"]) == 0
+    shown = capsys.readouterr()
+    lines = shown.err.strip().splitlines()
+    assert [one["optimizer"] for one in json.loads(shown.out)] == ["adamw", "adamw-8bit"]
     assert sum(line.startswith("| adamw") for line in lines) >= 2
 
 

@@ -9,12 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import l2l
 from l2l import cli
 from l2l.cli.train import FLAGS
-from l2l.train.settings import SECTIONS, Flag, ScheduleSettings, Settings, SettingsError, help_text
+from l2l.train.settings import (
+    SECTIONS,
+    Flag,
+    ScheduleSettings,
+    Settings,
+    SettingsError,
+    answer,
+    help_text,
+    reading,
+)
+from l2l.train.settings.words import ELSEWHERE
 
 MINIMAL = """
 [model]
@@ -70,7 +81,21 @@ def test_what_is_not_said_has_its_default(folder: Path) -> None:
     assert found.optimizer.betas == (0.9, 0.999)
     assert found.schedule.warm_up_share == 0.03
     assert found.output.folder == folder / "runs" / "run"
-    assert found.output.export_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("number", "device", "expected"),
+    [(0, None, "float32"), (1, None, "bfloat16"), (1, "cpu", "float32"), (1, "cuda:0", "bfloat16")],
+)
+def test_on_the_cpu_precision_is_float32_unless_said(
+    number: int, device: str, expected: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "num_devices", lambda: number)
+    more = f'[training]\ndevice = "{device}"' if device else ""
+    found = read(folder, more)
+    assert found.training.precision == found.output.export_dtype == expected
+    for said in ("bfloat16", "float16"):
+        assert read(folder, more, precision=said).training.precision == said
 
 
 def test_paths_are_relative_to_the_file_and_flags_to_where_one_is(
@@ -196,6 +221,24 @@ def test_differences_are_those_that_change_the_result(folder: Path) -> None:
     ]
 
 
+def test_what_earlier_settings_do_not_have_is_as_it_was(folder: Path) -> None:
+    """Settings of before a key was added."""
+    before = read(folder).table()
+    del before["schedule"]["power"], before["optimizer"]["groups"], before["data"]["masked_share"]
+    assert read(folder).differences(before) == []
+    more = "[schedule]\npower = 2.0"
+    assert read(folder, more).differences(before) == [
+        "[schedule] power was not set and is 2.0 from here"
+    ]
+
+
+def test_when_to_evaluate_changes_the_result_where_it_decides(folder: Path) -> None:
+    hold = "hold_out = 2\n[evaluation]\nevery_steps = "
+    for more, number in (("", 0), ("\npatience = 2", 1), ("\n[checkpoint]\nbest = true", 1)):
+        before = read(folder, f"{hold}5{more}").table()
+        assert len(read(folder, f"{hold}6{more}").differences(before)) == number
+
+
 # --------------------------------------------------------------------------------------------------
 # Refusals
 
@@ -205,6 +248,13 @@ def test_differences_are_those_that_change_the_result(folder: Path) -> None:
     [
         ("[training]\nstepss = 3", ["[training] has no setting stepss", "Did you mean steps?"]),
         ("[training]\nlearning_rate = 1", ["Did you mean learning_rate in [optimizer]?"]),
+        ("[training]\nbatch_size = 8", ["batch_size. Here it is rows in [training]: all rows of"]),
+        ("[training]\nlr = 1e-4", ["no setting lr. Here it is learning_rate in [optimizer]."]),
+        ("[training]\nnum_train_epochs = 1", ["Here it is epochs in [training]."]),
+        ("[training]\nreport_to = 'wandb'", ["Here it is tensorboard in [output]: true or false"]),
+        ("max_seq_length = 8", ["has no setting max_seq_length. Here it is length in [training]."]),
+        ("gradient_accumulation_steps = 8", ["Here it is rows in [training]"]),
+        ("trust_remote_code = true", ["Nothing is called so here"]),
         ("[trainin]\nsteps = 3", ["trainin is no section", "Did you mean training?", "memory"]),
         ("[xyz]\nsteps = 3", ["xyz is no section. Expected one of model, data"]),
         ("[training]\nrows = 0", ["rows = 0", "greater than or equal to 1", "Rows of a step."]),
@@ -312,6 +362,58 @@ def test_model_and_data_must_be_named_and_be_there(folder: Path) -> None:
         Settings.read(path)
 
 
+def test_every_word_from_elsewhere_leads_to_a_setting_and_is_none() -> None:
+    for word in ELSEWHERE:
+        found = answer(word, lambda section, key: SECTIONS[section][key] and f"{section}.{key}")
+        assert found.startswith((" Here it is ", " Nothing is called so here: "))
+        assert found.endswith(".")
+    homes = {key for keys in SECTIONS.values() for key in keys}
+    assert not homes & set(ELSEWHERE)
+    assert answer("moon", lambda *_: "") == ""
+
+
+def test_any_setting_may_be_set_by_a_flag(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = (
+        "schedule.warm_up_steps=7",
+        "optimizer.betas=[0.5, 0.9]",
+        "schedule.shape=linear",
+        "memory.disk=fast",
+    )
+    path = folder / "run.toml"
+    path.write_text(MINIMAL + "[schedule]\nwarm_up_share = 0.5")
+    found = Settings.read(path, flags=[Flag.of_text(text) for text in texts])
+    assert (found.schedule.warm_up_steps, found.schedule.warm_up_share) == (7, None)
+    assert found.optimizer.betas == (0.5, 0.9)
+    assert found.schedule.shape == "linear"
+    assert found.memory.disk == Path.cwd() / "fast"
+    for text, words in (
+        ("warm_up_steps=7", "Did you mean schedule.warm_up_steps?"),
+        ("schedule.warm_up_step=7", "Did you mean warm_up_steps?"),
+        ("schedle.shape=linear", "Did you mean schedule?"),
+        ("training.lr=1", "Here it is optimizer.learning_rate."),
+    ):
+        with pytest.raises(SettingsError) as refused:
+            Flag.of_text(text)
+        assert words in str(refused.value)
+        assert cli.main(["train", str(path), "--set", text]) == 2
+        assert words in capsys.readouterr().err
+    assert cli.main(["train", str(path), "--set", "training.rows=0"]) == 2
+    assert "--set training.rows = 0: expected" in capsys.readouterr().err
+
+
+def test_several_data_may_follow_one_flag(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Settings] = []
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("l2l.cli.train._run", lambda settings, *_: seen.append(settings) or 0)
+    words = ["train", "--model", "model", "--random-init", "--data", "text.txt", "other.txt"]
+    (folder / "more.toml").write_text("[training]\nrows = 3")
+    for more in ([], ["more.toml"], ["--data", "text.txt"]):
+        assert cli.main([*words, *more]) == 0
+    sources = [[Path(one).name for one in settings.data.source] for settings in seen]
+    assert sources == [["text.txt", "other.txt"]] * 2 + [["text.txt", "other.txt", "text.txt"]]
+    assert [settings.training.rows for settings in seen] == [8, 3, 8], "a TOML file is no data"
+
+
 # --------------------------------------------------------------------------------------------------
 # Schedules
 
@@ -328,6 +430,37 @@ def test_schedules_rise_evenly_and_then_follow_their_shape() -> None:
     cosine = factors(5, shape="cosine", warm_up_steps=1, minimum_ratio=0.1)
     expected = [1.0, *(0.1 + 0.45 * (1 + math.cos(math.pi * n / 4)) for n in range(4))]
     assert cosine == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "theirs"),
+    [
+        ("linear", {}, {}),
+        ("cosine", {}, {}),
+        ("constant_with_warmup", {}, {}),
+        ("inverse_sqrt", {}, {}),
+        ("cosine_with_restarts", {"cycles": 3}, {"num_cycles": 3}),
+        ("polynomial", {"power": 2.0, "minimum_ratio": 0.1}, {"power": 2.0, "lr_end": 0.1}),
+        ("cosine_with_min_lr", {"minimum_ratio": 0.2}, {"min_lr_rate": 0.2}),
+        (
+            "warmup_stable_decay",
+            {"decay_share": 0.25, "minimum_ratio": 0.1},
+            {"num_decay_steps": 10, "min_lr_ratio": 0.1},
+        ),
+    ],
+)
+@pytest.mark.parametrize("rise", [0, 6])
+def test_schedules_are_those_of_transformers_after_the_warm_up(
+    name: str, settings: dict, theirs: dict, rise: int
+) -> None:
+    """In the warm-up the first step of transformers is made with a rate of 0; ours is not."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = transformers.get_scheduler(name, optimizer, rise, 40, theirs)
+    (expected,) = ([one(step) for step in range(40)] for one in scheduler.lr_lambdas)
+    found = factors(40, shape=name, warm_up_steps=rise, **settings)
+    assert found[rise:] == pytest.approx(expected[rise:], abs=1e-12)
+    if "minimum_ratio" not in settings:  # from which one of theirs rises
+        assert found[:rise] == pytest.approx(expected[1 : rise + 1])
 
 
 def test_schedules_have_sense_at_their_ends() -> None:
@@ -351,7 +484,7 @@ def test_the_help_is_a_toml_file_with_every_setting() -> None:
     said = [line for line in text.splitlines() if not line.startswith("#  ") and "..." not in line]
     found = tomllib.loads("\n".join(line.removeprefix("# ") for line in said))
     assert found["training"]["rows"] == 8
-    assert found["schedule"] == {"shape": "cosine", "minimum_ratio": 0.0}
+    assert found["schedule"].items() >= {"shape": "cosine", "minimum_ratio": 0.0}.items()
 
 
 def test_flags_say_what_their_settings_say(capsys: pytest.CaptureFixture[str]) -> None:
@@ -385,7 +518,7 @@ def test_an_adapter_is_trained_if_anything_is_said_of_it(folder: Path) -> None:
     plain = read(folder)
     assert plain.lora.make() is None
     assert "lora" not in plain.table()
-    assert plain.output.export_dtype == "bfloat16"
+    assert read(folder, precision="bfloat16").output.export_dtype == "bfloat16"
     for found in (read(folder, "[lora]\nrank = 4"), read(folder, lora_rank="4", lora=True)):
         lora = found.lora.make()
         assert lora is not None

@@ -24,12 +24,14 @@ from l2l import cli
 from l2l.checkpoint.checkpoint import CheckpointError, CheckpointFolder
 from l2l.checkpoint.manifest import checksum_of
 from l2l.cli import train as train_module
+from l2l.engine import Engine
+from l2l.hugging_face import RandomInit
 from l2l.planner import planning
 from l2l.train import RunFolder, Training, TrainingError, prepared
 from l2l.train import run as run_module
 from l2l.train import steps as steps_module
 from l2l.train.data import Batches
-from l2l.train.display import Display, Status
+from l2l.train.display import Display, Level, Status
 from l2l.train.folder import checkpoints_to_come
 from l2l.train.progress import read_metrics
 from l2l.train.settings import Settings, SettingsError, to_toml
@@ -109,8 +111,12 @@ class Record(Display):
         self._then = then
 
     @override
-    def say(self, text: str) -> None:
+    def say(self, text: str, level: Level = Level.USUAL) -> None:
         self.said.append(text)
+
+    @override
+    def say_passing(self, text: str) -> None:
+        pass
 
     @override
     def show(self, status: Status) -> None:
@@ -307,6 +313,45 @@ def test_the_learning_rate_follows_the_schedule(tiny: Path, tmp_path: Path) -> N
     train(write_settings(tiny, tmp_path, schedule=more, training={"steps": 4}))
     rates = [record["learning_rate"] for record in metrics_of(tmp_path, "step")]
     assert rates == pytest.approx([0.005, 0.01, 0.01, 0.005])
+
+
+def test_parameters_may_have_a_learning_rate_of_their_own(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a rate of 0 stay; the others learn as if there were nothing else."""
+    groups = [
+        {"parameters": "layers", "learning_rate": 0.0, "weight_decay": 0.0},
+        {"parameters": r"^lm_head\.", "learning_rate": 0.02, "weight_decay": 0.5},
+    ]
+    made, make = [], run_module.make_engine
+    monkeypatch.setattr(run_module, "make_engine", lambda *a: made.append(make(*a)) or made[-1])
+    optimizer = {"learning_rate": 1e-2, "groups": groups}
+    schedule = {"shape": "linear", "warm_up_steps": 2}
+    path = write_settings(
+        tiny, tmp_path, optimizer=optimizer, schedule=schedule, training={"steps": 4}
+    )
+    begin = {name: one.clone() for name, one in weights_at_first(tiny).items()}
+    train_until(path, 2)
+    assert train(path)
+    rates = {(one["lr"], one["weight_decay"]) for one in made[-1].optimizer.param_groups}
+    assert rates == {(0.0, 0.0), (0.01, 0.5), (0.005, 0.01), (0.005, 0.0)}  # half of the top
+    for name, weight in weights_of(tmp_path).items():
+        assert torch.equal(weight, begin[name]) == (".layers." in name), name
+    settings = Settings.read(tmp_path / "run" / "run.toml")
+    assert [one.parameters for one in settings.optimizer.groups] == ["layers", r"^lm_head\."]
+    optimizer["groups"] = [{"parameters": "moon", "learning_rate": 1.0}]
+    with pytest.raises(TrainingError, match="'moon' is in the name of no parameter"):
+        train(write_settings(tiny, tmp_path, optimizer=optimizer), resume=False)
+    optimizer["groups"] = [{"parameters": "(", "learning_rate": 1.0}]
+    with pytest.raises(SettingsError, match="no regular expression"):
+        train(write_settings(tiny, tmp_path, optimizer=optimizer), resume=False)
+
+
+def weights_at_first(tiny: Path) -> dict[str, torch.Tensor]:
+    """What random_init gives."""
+    model = prepared.empty_model(tiny / "model")
+    with Engine(model, weights=RandomInit(0), precision="float32", seed=0) as engine:
+        return engine.state_dict()
 
 
 def test_an_evaluation_may_be_of_some_batches_only(
@@ -660,6 +705,46 @@ def test_what_the_settings_say_now_holds_and_is_said(
     assert metrics_of(tmp_path, "step")[-1]["learning_rate"] < 1e-3
 
 
+def test_a_run_at_its_end_is_not_taken_for_one_of_other_settings(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(write_settings(tiny, tmp_path, training={"steps": 2}))
+    other = write_settings(tiny, tmp_path, training={"steps": 2}, optimizer={"learning_rate": 0.5})
+    assert cli.main(["train", str(other)]) == 1
+    shown = capsys.readouterr()
+    assert "nothing was trained" in shown.err
+    assert "[optimizer] learning_rate was 0.01 and is 0.5\n" in shown.err
+    assert metrics_of(tmp_path, "step")[-1]["learning_rate"] < 0.01
+
+
+def test_runs_of_different_settings_get_different_folders(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "--model", str(tiny / "model"), "--data", str(tiny / "text.txt")]
+    words += ["--random-init", "--rows", "2", "--length", "16", "--set", "output.tensorboard=false"]
+    runs = {}
+    for rate, steps in (("1e-3", "1"), ("2e-3", "1"), ("1e-3", "2"), ("2e-3", "1")):
+        before = {path: path.read_text() for path in tmp_path.glob("runs/*/metrics.jsonl")}
+        assert cli.main([*words, "--learning-rate", rate, "--steps", steps]) == 0
+        shown = capsys.readouterr().out
+        after = {path: path.read_text() for path in tmp_path.glob("runs/*/metrics.jsonl")}
+        changed = [path.parent.name for path in after if before.get(path) != after[path]]
+        runs[rate, steps, len(runs)] = (changed, "has a run of other settings" in shown)
+    assert list(runs.values()) == [
+        (["model-text"], False),
+        (["model-text-2"], True),
+        (["model-text"], False),  # more steps go on
+        ([], False),  # it is at its end, with the same settings
+    ]
+    assert "is at its end" in shown
+    capsys.readouterr()
+    assert cli.main([*words, "--learning-rate", "3e-3", "--steps", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "runs/model-text-2 has a run of other settings: [optimizer] learning_rate was" in shown
+    assert "output: runs/model-text-3; " in shown
+
+
 def test_other_data_and_another_model_are_refused(tiny: Path, tmp_path: Path) -> None:
     train_until(write_settings(tiny, tmp_path), 2)
     other = tmp_path / "other.txt"
@@ -779,12 +864,46 @@ def test_flags_alone_train_and_plain_lines_show_it(
     words += ["--precision", "float32", "--output", "run"]
     assert cli.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("step 10/10  loss ") for line in lines)
+    assert any(
+        re.match(r"step 10/10  epoch 0\.50  loss [\d.]+  learning rate ", line) for line in lines
+    )
     assert any(line.startswith("saved step-00000010: ") for line in lines)
     assert lines[-1] == f"the trained model is in {tmp_path / 'run' / 'model'}"
     assert next((tmp_path / "run" / "events").iterdir()).stat().st_size
     settings = Settings.read(tmp_path / "run" / "run.toml")
     assert (settings.training.rows, settings.training.steps) == (2, 10)
+
+
+def test_five_lines_matter_and_the_rest_comes_if_asked(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = str(write_settings(tiny, tmp_path))
+    more = ["--no-resume", "--set", "evaluation.every_steps=0"]
+    shown = {}
+    for level in ("--quiet", "--set=output.every_steps=10", "--verbose"):
+        assert cli.main(["train", settings, *more, level]) == 0
+        shown[level] = capsys.readouterr().out
+    quiet, usual, verbose = (text.splitlines() for text in shown.values())
+    assert quiet == []
+    names = [line.partition(":")[0] for line in usual if re.match(r"\w+:\s", line)]
+    assert names == ["model", "data", "output", "plan", "time"]
+    assert "LlamaForCausalLM, 14,800 parameters, " in usual[1]
+    assert "text.txt, causal: 30 examples, 536 tokens, 6 to evaluate on; 4 rows a step" in usual[2]
+    assert "8 steps, 1.33 epochs" in usual[2]
+    assert usual[3].startswith(f"output: {tmp_path / 'run'}; ")
+    assert any("all layers are streamed" in line and "plan:" in line for line in usual)
+    assert any(
+        re.match(r"time:   about 0 s to the end, .* [5-7] more steps", line) for line in usual
+    )
+    assert not any("choices:" in line or "exp_avg" in line for line in usual)
+    assert {"choices:"} <= set(verbose)
+    assert any("columns text" in line for line in verbose)
+    both = ["train", settings, "--quiet", "--verbose"]
+    with pytest.raises(SystemExit):
+        cli.main(both)
+    # a run at its end trains nothing, and says so even then
+    assert cli.main(["train", settings, "--quiet"]) == 0
+    assert "is at its end, step 8" in capsys.readouterr().out
 
 
 def test_what_goes_wrong_is_said_and_where_only_if_asked(

@@ -31,7 +31,7 @@ from l2l.planner import Bounds
 
 HELP = """Train one model for a few steps with this engine and, in the same run, with other
 systems: plain PyTorch with everything on the device, FSDP2, DeepSpeed and RoundPipe, the last two
-where they are installed. Each runs in a process of its own. Prints a table; the last line is JSON.
+where they are installed. Each runs in a process of its own. Prints a table.
 Ends with status 1 if a run failed."""
 
 SYSTEMS = (ENGINE, *dict.fromkeys(system for system, _ in PEERS))

@@ -32,7 +32,7 @@ from l2l.parameter_server import AdamW
 
 HELP = """From a model in memory to the end of the first step: seconds by phase, and ten steps
 beside ten steady ones; in a process with an empty home (cold), then in one with what that has left
-there (warm). Prints a table; the last line is JSON. Ends with status 1 if a run failed."""
+there (warm). Prints a table. Ends with status 1 if a run failed."""
 
 TEN = 10
 MOST_STEPS = 500  # until layers run compiled

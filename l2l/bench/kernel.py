@@ -1,4 +1,4 @@
-"""Measurements that users can repeat: a table for people, and last one line of JSON for scripts.
+"""Measurements that users can repeat: a table for people, or one line of JSON for scripts.
 
 `measure_host` times the host optimizers, which are bound by memory traffic: parameters/s times the
 bytes each moves per parameter, beside what a plain copy moves on the same machine in the same run.
@@ -33,7 +33,7 @@ from l2l.parameter_server import (
 
 HELP = """Time the host optimizers against this machine's copy bandwidth, torch's fused AdamW
 and, where it is installed, DeepSpeed's CPUAdam: alone, and while the link to the accelerator copies
-both ways. Prints a table; the last line is JSON."""
+both ways. Prints a table."""
 
 Step = Callable[[], Any]
 

@@ -157,7 +157,7 @@ def measure_scales(scales: Sequence[Scale], tell: Tell) -> list[ScaleResult]:
         return [_measure(scales[0], tell)]
     results = []
     for scale in scales:
-        words = [*as_words(scale), "--optimizer", scale.optimizer]
+        words = [*as_words(scale), "--optimizer", scale.optimizer, "--json"]
         command = [sys.executable, "-m", "l2l", "bench", "scale", *words]
         with child_process.started(command) as process:
             assert process.stdout is not None

@@ -467,6 +467,7 @@ class CheckpointFolder:
             raise ValueError(f"keep={keep}; expected at least 1 checkpoint.")
         self.root = root
         self.spared: Path | None = None  # a checkpoint that is kept in any case
+        self.best: Path | None = None  # another one
         self._keep = keep
         self._is_tidy = is_tidy
 
@@ -536,7 +537,7 @@ class CheckpointFolder:
         """Delete the oldest checkpoints, all but as many as are kept, of which this is one."""
         others = [path for path in self.all() if path != newest]
         for old in others[: max(0, len(others) + 1 - self._keep)]:
-            if old != self.spared:
+            if old not in (self.spared, self.best):
                 files.remove_folder(old)
 
     def _point_to(self, folder: Path) -> None:

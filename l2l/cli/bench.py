@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
 from functools import partial
 
 from l2l.bench import comparison, first, kernel, scale
@@ -14,6 +16,7 @@ SUBJECTS = {  # each has its HELP, its options, and `run`: a table, the same as 
     "first": (first, "the first step"),
     "scale": (scale, "the largest model"),
 }
+JSON = "print one line of JSON; what is for people goes to the standard error"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -22,12 +25,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, (subject, about) in SUBJECTS.items():
         own = subjects.add_parser(name, help=about, description=subject.HELP)
         subject.add_options(own)
+        own.add_argument("--json", action="store_true", help=JSON)
         own.set_defaults(parser=own)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """`l2l bench`; returns the exit status."""
     subject, _ = SUBJECTS[parsed.subject]
-    table, found, status = subject.run(parsed, partial(print, flush=True))
-    print(f"{table}\n{json.dumps(found)}")
+    with contextlib.redirect_stdout(sys.stderr if parsed.json else sys.stdout):
+        table, found, status = subject.run(parsed, partial(print, flush=True))
+        print(table)
+    if parsed.json:
+        print(json.dumps(found))
     return int(status)

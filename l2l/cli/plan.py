@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,15 +25,19 @@ from l2l.page import require_library
 from l2l.parameter_server import OPTIMIZERS, HostBudget
 from l2l.planner import (
     H200,
+    NOT_MEASURED,
+    SHEETS,
     DoesNotFitError,
     Hardware,
     KeptPlans,
     Plan,
     Together,
+    card,
     largest_model,
     look,
     measured_hardware,
     plan,
+    with_host,
 )
 
 HELP = """Plan a training step: which layers stay on the device and which are streamed, how much is
@@ -40,10 +46,12 @@ is allocated and no weights are read, so any machine can plan for any model and 
 
 EXAMPLES = """examples:
   l2l plan 3.2b --device-memory 8GiB
+  l2l plan ~/models/Qwen2.5-14B --card 'RTX 4090' --lora --host-memory 64GiB
+  l2l plan ~/models/Qwen2.5-14B --card all
   l2l plan ~/models/Llama-3.3-70B --device-memory 40GiB --host-memory 1TiB --clip-norm 1
   l2l plan config.json --rows 16 --length 4096 --optimizer adamw-8bit --largest
 
-The last line is JSON. Ends with status 1 if the model does not fit, and says what would."""
+Ends with status 1 if the model does not fit, and says what would."""
 
 LARGEST = {"adamw": "AdamW, exact", "adamw-8bit": "AdamW, 8-bit moments", "adafactor": "Adafactor"}
 MAX_LAYERS = 1024
@@ -55,14 +63,24 @@ ASSUMED = (
     "{} between devices of a host, {} across hosts, nothing else on either. Simulated line by\n"
     "line, as a single device is; not measured."
 )
+NOTHING_KEPT = {"keep": 0.0, "num_kept_cells": 0}  # of results, which host memory may take
+BY_SHEET = """by data sheets: nothing was measured. Of what these promise, as much is
+assumed to be reached as was measured on an H200. The host is taken for that of the H200, which
+updates weights faster than a desktop does: --host-rate says otherwise."""
 FLAGS = {  # what errors advise, as it is said here
     r"layers='dotted\.name'": "--layer-list NAME",
     r"(device|host)_memory='([^']*)'": r"--\1-memory \2",
     r"optimizer=l2l\.AdamW\(moments='8bit'\)": "--optimizer adamw-8bit",
     r"optimizer=l2l\.Adafactor\(\)": "--optimizer adafactor",
 }
-
-
+WORDS = {  # what flags are called elsewhere
+    **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "--rows: all rows of a step"),
+    "gradient_accumulation_steps": "--rows: batch size x gradient accumulation steps",
+    **dict.fromkeys(("max_seq_length", "max_length", "seq_len", "block_size"), "--length"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip"), "--clip-norm"),
+    **dict.fromkeys(("bf16", "fp16", "dtype"), "--precision"),
+    "lora_r": "--lora-rank",
+}
 DISK = """for what host memory has no room for: room and sustained rates of reading and
 writing, such as 2TB@6.5/5GB/s; or a folder, which is measured"""
 
@@ -78,7 +96,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     batch.add_argument("--length", type=int, default=1024, help="tokens per row (default: 1024)")
     memory = partial(parser.add_argument_group("memory").add_argument, metavar="SIZE")
     memory("--device-memory", help="for the engine, such as 8GiB (default: 90%% of the device's)")
-    words = "95%% of what is free if the plan is for this machine, else not limited"
+    words = "95%% of what is free if the plan is for this machine, else what is needed"
     memory("--host-memory", help=f"for the parameter server and the stash (default: {words})")
     memory("--disk", metavar="DISK", help=DISK)
     add = parser.add_argument_group("training").add_argument
@@ -92,11 +110,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     words = "of a model that has several, such as decoder.layers"
     add("--layer-list", metavar="NAME", help=words)
     _add_adapter(parser)
-    add = parser.add_argument_group("the machine").add_argument
+    _add_machines(parser)
+    words = "also print how many layers of this shape could be trained at most"
+    parser.add_argument("--largest", action="store_true", help=words)
+    words = "print one line of JSON; what is for people goes to the standard error"
+    parser.add_argument("--json", action="store_true", help=words)
+
+
+def _add_machines(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the machine").add_mutually_exclusive_group()
+    words = "plan for common cards, by their data sheets: 'RTX 4090', a100-80gb, several, or all"
+    group.add_argument("--card", nargs="+", metavar="NAME", help=words)
     words = "plan for another machine, described by its ~/.cache/l2l/hardware-*.json (default: "
     words += "this machine's measured accelerator, or an H200 if there is none)"
-    add("--machine", type=Path, metavar="FILE", help=words)
-    add("--hardware", action="store_true", help="print the machine's measured rates")
+    group.add_argument("--machine", type=Path, metavar="FILE", help=words)
+    add = parser.add_argument_group("of the machine").add_argument
+    words = "what exact AdamW reads and writes a second on the host, such as 40GB/s: l2l bench host"
+    add("--host-rate", metavar="RATE", help=f"{words} (default: as measured)")
+    add("--hardware", action="store_true", help="print the machine's rates")
     add = parser.add_argument_group("several devices, each with the batch above").add_argument
     add("--world", type=int, metavar="N", help="print how 1, 2, 4, .. N would scale")
     add("--per-host", type=int, default=8, help="devices of a host (default: 8)")
@@ -106,8 +137,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--network", default="50GB/s", metavar="RATE", help=words)
     words = "how much faster a host of several devices updates than that of one (default: as many "
     add("--host-speed", type=float, metavar="TIMES", help=words + "times as it has devices)")
-    words = "also print how many layers of this shape could be trained at most"
-    parser.add_argument("--largest", action="store_true", help=words)
 
 
 def _add_adapter(parser: argparse.ArgumentParser) -> None:
@@ -121,35 +150,34 @@ def _add_adapter(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help=words)
 
 
+def answer_to(key: str) -> str:
+    """What an unknown flag is called here, as a sentence; empty if that is not known."""
+    return f" Here it is {WORDS[key]}." if key in WORDS else ""
+
+
 def run(parsed: argparse.Namespace) -> int:
     """`l2l plan`; returns the exit status."""
     if parsed.html is not None:
         require_library()
     try:
-        found = _planned(parsed)
+        with contextlib.redirect_stdout(sys.stderr if parsed.json else sys.stdout):
+            found = _planned(parsed)
     except ValueError as error:
         raise ValueError(_with_flags(str(error))) from error
-    print(json.dumps(found))
+    if parsed.json:
+        print(json.dumps(found))
     return 0 if found["fits"] else 1
 
 
 def _planned(parsed: argparse.Namespace) -> dict[str, Any]:
     """Print all that was asked for; returns it as data."""
-    hardware = None if parsed.machine is None else _read_machine(parsed.machine)
-    here = measured_hardware() if hardware is None else None
-    machine = hardware or here or H200
     if parsed.base is not None and not parsed.lora:
         raise ValueError("--base is of weights that are not trained: expected --lora beside it.")
     lora = Lora(rank=parsed.lora_rank, alpha=2.0 * parsed.lora_rank) if parsed.lora else None
     source, num_rows = Source(parsed.model, parsed.length, lora), _num_rows(parsed)
-    if here is not None:
-        print(f"for this machine: {here.device_name}")
-    elif hardware is not None:
-        print(f"for {hardware.device_name}, as {parsed.machine} has it")
-    else:
-        print(f"for {H200.device_name}: there is no accelerator here, and no --machine was given")
+    machines = _machines(parsed)
     if parsed.hardware:
-        print(f"{machine}\n")
+        print("\n".join(f"{machine or measured_hardware() or H200}\n" for machine in machines))
     model: Any = source.make(None)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(most, int) and parsed.length > most:
@@ -163,38 +191,108 @@ def _planned(parsed: argparse.Namespace) -> dict[str, Any]:
         "base": parsed.base,
         "compile": not parsed.no_compile,
         "layers": _layer_list(parsed),
-        "hardware": hardware,
+        "hardware": machines[0],
     }
-    found: dict[str, Any] = {
-        "model": parsed.model,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "machine": machine.device_name,
-        **_plan(parsed, model, settings),
-    }
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    found: dict[str, Any] = {"model": parsed.model, "parameters": parameters}
+    if len(machines) > 1:
+        return found | _compare(parsed, model, settings, machines)
+    machine = machines[0] or measured_hardware() or H200
+    found |= {"machine": machine.device_name, **_plan(parsed, model, settings)}
     if parsed.largest:
         found["largest"] = _largest(parsed, source, settings)
     return {**found, "hardware": asdict(machine)} if parsed.hardware else found
 
 
-def _plan(parsed: argparse.Namespace, model: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
-    """Print the plan, or what would fit."""
-    asked = {
+def _machines(parsed: argparse.Namespace) -> list[Hardware | None]:
+    """What the plan is for, which is said; None: this machine, or an H200."""
+    found: list[Hardware | None] = [None]
+    if parsed.card is not None:
+        names = list(SHEETS) if parsed.card == ["all"] else parsed.card
+        found = [card(name) for name in names]
+        print(f"for {names[0] if len(names) == 1 else f'{len(names)} cards'}: {BY_SHEET}")
+    elif parsed.machine is not None:
+        found = [_read_machine(parsed.machine)]
+        print(f"for {found[0].device_name}, as {parsed.machine} has it" if found[0] else "")
+    elif (here := measured_hardware()) is not None:
+        print(f"for this machine: {here.device_name}")
+    else:
+        print(f"for {H200.device_name}: there is no accelerator here, and neither --card nor")
+        print("--machine says for which one")
+    if parsed.host_rate is None:
+        return found
+    rate = parse_bytes(parsed.host_rate.removesuffix("/s"), name="--host-rate")
+    return [with_host(machine or measured_hardware() or H200, rate) for machine in found]
+
+
+def _compare(
+    parsed: argparse.Namespace,
+    model: nn.Module,
+    settings: dict[str, Any],
+    machines: Sequence[Hardware | None],
+) -> dict[str, Any]:
+    """Print and return what fits which of several cards."""
+    print(
+        f"{'':<18}{'device memory':>24}{'host memory':>14}{'s a step':>10}{'tokens/s':>10}  bound"
+    )
+    rows: list[dict[str, Any]] = []
+    for machine in machines:
+        assert machine is not None
+        name = machine.device_name.removesuffix(NOT_MEASURED)
+        row: dict[str, Any] = {"machine": machine.device_name, "fits": False}
+        try:
+            made = _make_plan(parsed, model, {**settings, "hardware": machine})
+        except DoesNotFitError as error:
+            row["reason"] = _with_flags(str(error))
+            print(f"{name:<18}does not fit: {row['reason'].partition('. ')[0]}")
+        else:
+            row |= {"fits": True, **_facts(made)}
+            device = " of ".join(
+                format_bytes(row[f"device_{key}"]) for key in ("bytes", "budget_bytes")
+            )
+            seconds, speed = row["predicted_seconds"], row["tokens_per_second"]
+            text = f"{name:<18}{device:>24}{format_bytes(row['host_bytes']):>14}"
+            print(f"{text}{seconds:>10.2f}{speed:>10,.0f}  {made.bound}", flush=True)
+        rows.append(row)
+    return {"fits": any(row["fits"] for row in rows), "cards": rows}
+
+
+def _is_unlimited(parsed: argparse.Namespace, settings: dict[str, Any]) -> bool:
+    """Whether nobody knows how much host memory there is: then only what is needed is planned."""
+    is_here = settings["hardware"] is None and measured_hardware() is not None
+    return parsed.host_memory is None and not is_here
+
+
+def _asked(parsed: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    """What `plan` and `look` are asked for."""
+    return {
+        "overrides": NOTHING_KEPT if _is_unlimited(parsed, settings) else None,
         "optimizer": OPTIMIZERS[parsed.optimizer](),
         "clip_norm": parsed.clip_norm or None,
         "host_memory": parsed.host_memory,
         "disk": parsed.disk,
         **settings,
     }
+
+
+def _make_plan(parsed: argparse.Namespace, model: nn.Module, settings: dict[str, Any]) -> Plan:
+    return plan(model, world=_world(parsed), **_asked(parsed, settings))
+
+
+def _plan(parsed: argparse.Namespace, model: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
+    """Print the plan, or what would fit."""
     try:
-        made = plan(model, world=_world(parsed), **asked)
+        made = _make_plan(parsed, model, settings)
     except DoesNotFitError as error:
         reason = _with_flags(str(error))
         print(reason, file=sys.stderr)
         return {"fits": False, "reason": reason}
     print(made)
+    if _is_unlimited(parsed, settings):
+        print("host memory is what is needed: a step may be faster with more of it (--host-memory)")
     found = {"fits": True, **_facts(made), "choices": dict(made.choices)}
     if parsed.html is not None:
-        preview = look(model, kept=KeptPlans.of_user(), **asked)
+        preview = look(model, kept=KeptPlans.of_user(), **_asked(parsed, settings))
         found["html"] = write_plan(parsed.html, parsed.model, preview)
     if made.scaling:
         speed = parsed.host_speed or parsed.per_host

@@ -23,9 +23,11 @@ from l2l.train import (
     SECTIONS,
     Display,
     Flag,
+    Level,
     RunFolder,
     Settings,
     Training,
+    answer,
     help_text,
     open_display,
 )
@@ -84,13 +86,7 @@ FLAGS = {  # flag -> section, key, what it takes; nothing: it switches something
     "--random-init": ("model", "random_init", ""),
     "--allow-missing-weights": ("model", "allow_missing_weights", ""),
 }
-SEVERAL = (
-    "--data",
-    "--evaluation-data",
-    "--lora-target",
-    "--lora-save",
-    "--reward",
-)  # may be given more than once
+SEVERAL = ("--data", "--evaluation-data", "--lora-target", "--lora-save", "--reward")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -101,8 +97,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for flag, (section, name, value) in FLAGS.items():
         how: dict[str, Any] = {"action": "store_const", "const": True}
         if value:
-            how = {"action": "append" if flag in SEVERAL else "store", "metavar": value}
+            how = {"metavar": value}
+            how |= {"action": "extend", "nargs": "+"} if flag in SEVERAL else {}
         group.add_argument(flag, help=SECTIONS[section][name]["help"].replace("%", "%%"), **how)
+    words = "any other setting of a TOML file, such as schedule.warm_up_steps=100"
+    group.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=words
+    )
+    levels = parser.add_mutually_exclusive_group()
+    words = "also show the whole plan, and all about the data"
+    levels.add_argument("--verbose", action="store_true", help=words)
+    levels.add_argument("--quiet", action="store_true", help="show only what has to be known")
     switches = {
         "--dry-run": "show data, a batch and the plan, and stop; nothing is written",
         "--no-resume": "start over; an existing run in the folder is moved aside and kept",
@@ -120,7 +125,7 @@ def run(parsed: argparse.Namespace) -> int:
         return 0
     stopping = _Stopping()
     signals.handle(stopping.handle)
-    path = parsed.settings
+    path = parsed.settings or _taken_for_data(parsed.data)
     if path is not None and path.is_dir():
         path = RunFolder(path).settings_file
     try:
@@ -134,19 +139,49 @@ def run(parsed: argparse.Namespace) -> int:
     return status
 
 
+def answer_to(key: str) -> str:
+    """What an unknown flag is called here, as a sentence; empty if that is not known."""
+    homes = [name for name, keys in SECTIONS.items() if key in keys]
+    if len(homes) == 1:
+        return f" Here it is {_how_to_set(homes[0], key)}."
+    return answer(key, _how_to_set)
+
+
+def _how_to_set(section: str, key: str) -> str:
+    flags = [flag for flag, (*place, _) in FLAGS.items() if place == [section, key]]
+    return flags[0] if flags else f"--set {section}.{key}=VALUE"
+
+
+def _taken_for_data(sources: list[str] | None) -> Path | None:
+    """A TOML file or run folder that stands behind a flag that takes several values."""
+    if not sources or len(sources) < 2:
+        return None
+    last = Path(sources[-1])
+    if last.suffix != ".toml" and not RunFolder(last).settings_file.is_file():
+        return None
+    return Path(sources.pop())
+
+
 def _flags(parsed: argparse.Namespace) -> list[Flag]:
+    """What was set on the command line.
+
+    Raises:
+        SettingsError: what follows --set is no setting.
+    """
     given = {flag: getattr(parsed, flag.removeprefix("--").replace("-", "_")) for flag in FLAGS}
-    return [
+    flags = [
         Flag(word=flag, section=section, key=key, value=given[flag])
         for flag, (section, key, _) in FLAGS.items()
         if given[flag] is not None
     ]
+    return flags + [Flag.of_text(text) for text in parsed.set]
 
 
 def _run(settings: Settings, parsed: argparse.Namespace, world: World, stopping: _Stopping) -> int:
     with open(os.devnull, "w") as nowhere:  # the first rank speaks for all
         stream = nowhere if world.rank else sys.stdout
-        display = open_display(stream, every_steps=settings.output.every_steps)
+        level = Level.DETAIL if parsed.verbose else Level.NEEDED if parsed.quiet else Level.USUAL
+        display = open_display(stream, every_steps=settings.output.every_steps, level=level)
         try:
             with _said_by(display):
                 training = Training(
@@ -228,10 +263,11 @@ def _said_by(display: Display) -> Iterator[None]:
     class Handler(logging.Handler):
         @override
         def emit(self, record: logging.LogRecord) -> None:
-            display.say(record.getMessage())
+            needed = record.levelno >= logging.WARNING
+            display.say(record.getMessage(), Level.NEEDED if needed else Level.DETAIL)
 
     def show(message: Any, *_: Any, **__: Any) -> None:
-        display.say(f"note: {message}")
+        display.say(f"note: {message}", Level.NEEDED)
 
     logger, handler, shows = logging.getLogger("l2l"), Handler(), warnings.showwarning
     level = logger.level

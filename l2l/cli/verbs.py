@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
+from importlib import metadata
 
 from l2l.cli import signals
 
@@ -19,6 +21,7 @@ VERBS = {
     "export": "the model of a checkpoint, for others",
     "bench": "measure this machine",
 }
+SHOWN = ("l2l", "torch", "transformers")  # whose versions are told
 
 
 def run(arguments: Sequence[str] | None) -> int:
@@ -27,15 +30,16 @@ def run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="l2l",
         description="Layer-to-layer training: models that do not fit the device.",
-        epilog="What is kept from run to run (measured rates, plans, proofs, compiled programs) is "
-        "in ~/.cache/l2l: delete that folder, or a part of it, and it is made anew.",
+        epilog="What is kept from run to run (measured rates, plans, proofs, compiled programs, "
+        "tokens) is in ~/.cache/l2l: delete that folder, or a part of it, and it is made anew.",
     )
+    parser.add_argument("--version", action="version", version=_versions())
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     add = partial(verbs.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter)
     parsers = {name: add(name, help=about) for name, about in VERBS.items()}
     name = words[0] if words else ""
     if name not in VERBS:
-        parser.parse_args(words)  # shows the help, or says what is wrong
+        parser.parse_args(words or ["--help"])  # shows the help, or says what is wrong
         return 2
     try:
         verb = importlib.import_module(f"l2l.cli.{name}")
@@ -51,7 +55,8 @@ def run(arguments: Sequence[str] | None) -> int:
     verb.add_options(own)
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
-        parsed.parser.error(_unknown(parsed.parser, unknown))
+        answer = getattr(verb, "answer_to", None)
+        own.exit(2, _unknown(parsed.parser, unknown, answer))
     if name == "train":
         return int(verb.run(parsed))
     try:
@@ -67,10 +72,28 @@ def run(arguments: Sequence[str] | None) -> int:
     return status
 
 
-def _unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
-    """What to say of arguments that a verb does not take."""
+def _versions() -> str:
+    """What is installed, for who asks or reports something."""
+    found = []
+    for name in SHOWN:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return ", ".join([*found, f"Python {platform.python_version()}"])
+
+
+def _unknown(
+    parser: argparse.ArgumentParser, words: Sequence[str], answer: Callable[[str], str] | None
+) -> str:
+    """What to say of arguments that a verb does not take; it may know an answer to one."""
     known = [option for action in parser._actions for option in action.option_strings]
-    given = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("-")]
-    close = [match for word in given for match in get_close_matches(word, known, n=1, cutoff=0.75)]
-    hint = f" Did you mean {' and '.join(close)}?" if close else ""
-    return f"unknown: {' '.join(words)}.{hint} {parser.prog} --help lists what there is."
+    lines = [
+        f"{parser.prog}: unknown: {' '.join(words)}. {parser.prog} --help lists what there is."
+    ]
+    for word in (word.partition("=")[0] for word in words if word.startswith("--")):
+        close = get_close_matches(word.replace("_", "-"), known, n=1, cutoff=0.75)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        hint = (answer and answer(word.removeprefix("--").replace("-", "_"))) or hint
+        lines += [f"  {word}:{hint}"] if hint else []
+    return "\n".join(lines) + "\n"

@@ -11,6 +11,7 @@ from l2l.hugging_face.folder import (
     library,
     read_config,
     read_json,
+    sees_what_follows,
     tokenizer_of,
 )
 from l2l.hugging_face.weights import Incoming, RandomInit

@@ -16,7 +16,11 @@ from l2l.model import copy_tree
 
 ALL_LINEAR = "all-linear"
 PRINTED = r"\(\n.*\n\)"  # what torch prints of a module, beside its kind
-TASK_TYPES = {"causal": "CAUSAL_LM", "classification": "SEQ_CLS", "regression": "SEQ_CLS"}
+TASK_TYPES = {
+    "causal": "CAUSAL_LM",
+    **dict.fromkeys(("classification", "multi-label", "regression"), "SEQ_CLS"),
+    "token-classification": "TOKEN_CLS",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

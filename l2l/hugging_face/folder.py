@@ -24,6 +24,8 @@ TASKS = {
     "masked": "AutoModelForMaskedLM",
     "classification": "AutoModelForSequenceClassification",
     "regression": "AutoModelForSequenceClassification",
+    "multi-label": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
 }
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -147,7 +149,8 @@ def empty_model(
 
     Args:
         folder: with a config.json, or that file.
-        task: "causal", "masked", "classification" or "regression".
+        task: "causal", "masked", "classification", "multi-label", "regression" or
+            "token-classification".
         num_labels: classes, or numbers to predict. None: as many as the configuration has; one for
             regression.
         attention: transformers' attn_implementation. None: its default.
@@ -184,6 +187,17 @@ def empty_model(
     return done
 
 
+def sees_what_follows(model: nn.Module) -> bool:
+    """Whether a model with a head for next tokens lets each token see those after it.
+
+    So do models that were made to find hidden tokens, unless their configuration says otherwise.
+    """
+    config: Any = base_of(model).config
+    known: Any = importlib.import_module("transformers.models.auto.modeling_auto")
+    is_masked = config.model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return is_masked and not getattr(config, "is_decoder", False)
+
+
 def _config_file(folder: Path | str) -> Path:
     path = Path(folder).expanduser()
     return path / "config.json" if path.is_dir() else path
@@ -192,8 +206,9 @@ def _config_file(folder: Path | str) -> Path:
 def _label_settings(task: str, num_labels: int | None) -> dict[str, Any]:
     if task == "regression":
         return {"num_labels": num_labels or 1, "problem_type": "regression"}
-    if task == "classification" and num_labels is not None:
-        return {"num_labels": num_labels, "problem_type": "single_label_classification"}
+    if task in ("classification", "multi-label") and num_labels is not None:
+        which = "single" if task == "classification" else "multi"
+        return {"num_labels": num_labels, "problem_type": f"{which}_label_classification"}
     return {} if num_labels is None else {"num_labels": num_labels}
 
 

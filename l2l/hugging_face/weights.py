@@ -79,7 +79,7 @@ class Incoming:
             model: on the meta device.
             weights: a folder, a file, or random ones.
             seed: of what no file has.
-            allow_missing: whether that may be more than a new head.
+            allow_missing: whether that may be more than a new head, and what has other shapes.
 
         Raises:
             ValueError: something is missing or does not fit, by name.
@@ -107,7 +107,7 @@ class Incoming:
             seed = weights.seed
         else:
             self._path = Path(weights).expanduser()
-            self._find()
+            self._find(allow_misfits=allow_missing)
         found = {owner for _, owners in self._deliveries for owner in owners.values()}
         self._missing = [
             name for name, one in self._tensors.all.items() if one.is_meta and name not in found
@@ -186,7 +186,7 @@ class Incoming:
 
     # ----------------------------------------------------------------------------------------------
 
-    def _find(self) -> None:
+    def _find(self, *, allow_misfits: bool) -> None:
         """Find out what the files have for the model."""
         files = self._files = WeightFiles(self._path)
         refuse_quantized(files.folder)
@@ -194,7 +194,7 @@ class Incoming:
         recipes, unexpected, empty = self._recipes()
         order = {name: index for index, name in enumerate(files.shapes)}
         recipes.sort(key=lambda recipe: order.get(recipe.sources[0], 0))
-        self._match(recipes, empty)
+        self._match(recipes, empty, allow_misfits=allow_misfits)
         if unexpected:
             found = f"{self._path} has {len(unexpected)} tensors for which "
             found += f"{type(self._model).__name__} has no place, not used: {listed(unexpected)}"
@@ -217,8 +217,8 @@ class Incoming:
         recipes, self._read = whole_model(self._model, files.folder)
         return recipes, (), lambda name: self._read(name).to("meta")
 
-    def _match(self, recipes: Iterable[Recipe], empty: Read) -> None:
-        """Say what is wanted of which recipe."""
+    def _match(self, recipes: Iterable[Recipe], empty: Read, *, allow_misfits: bool) -> None:
+        """Say what is wanted of which recipe; of misfits nothing, if they are allowed."""
         found: dict[str, tuple[Recipe, str]] = {}
         wrong: list[str] = []
         for recipe in recipes:
@@ -234,10 +234,12 @@ class Incoming:
                     found[owner] = recipe, name
                     owners[name] = owner
             self._deliveries.append((recipe, owners))
-        if wrong:
+        if wrong and not allow_misfits:
             raise ValueError(
                 f"{self._path} does not fit {type(self._model).__name__}: {joined(wrong)}. "
-                "Expected the weights of a model with this configuration (config.json)."
+                "Expected the weights of a model with this configuration (config.json). For a head "
+                "of other classes pass allow_missing_weights=True (l2l train: "
+                "--allow-missing-weights): what does not fit then begins with random values."
             )
 
     def _refuse_different(

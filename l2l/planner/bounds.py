@@ -89,4 +89,4 @@ class Bounds:
             if name != self.lane
         )
         share = self.share(step_seconds)
-        return f"{WORDS[self.lane]} at {share:.0%} of the measured rate; {', '.join(others)}"
+        return f"{WORDS[self.lane]} at {share:.0%} of its rate; {', '.join(others)}"

@@ -321,6 +321,20 @@ class Plan:
             return max(self.phases().values())
         return sum(line.nbytes for line in self.ledger if line.place == place)
 
+    def sentence(self) -> str:
+        """The plan in a line."""
+        choices = dict(self.choices)
+        tail, kept = choices["tail"].removeprefix("none: "), choices["kept, not recomputed"]
+        limit = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
+        parts = [
+            f"{choices['precision']}, {tail}",
+            f"microbatches of {choices['microbatch']}",
+            *([] if kept == "nothing" else [f"{kept} is kept"]),
+            f"{format_bytes(self.total_bytes('device'))}{limit} of the device",
+            f"{format_bytes(self.total_bytes('host'))} of host memory",
+        ]
+        return "; ".join(parts) + (f"; {self.bound} bound" if self.bound else "")
+
     def __str__(self) -> str:
         labels = [line.purpose for line in self.ledger] + [name for name, _ in self.choices]
         width = max(map(len, labels), default=0) + 2

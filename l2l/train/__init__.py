@@ -33,11 +33,11 @@ A run is stopped between two steps: `Training.stop` may be called at any time, b
     export       the model of a checkpoint
 """
 
-from l2l.train.display import Display, format_seconds, open_display
+from l2l.train.display import Display, Level, format_seconds, open_display
 from l2l.train.export import export_checkpoint
 from l2l.train.folder import RunFolder, TrainingError
 from l2l.train.planned import Planned
 from l2l.train.progress import Record, read_metrics
 from l2l.train.run import Training
-from l2l.train.settings import SECTIONS, Flag, Settings, help_text
+from l2l.train.settings import SECTIONS, Flag, Settings, answer, help_text
 from l2l.train.tasks import KINDS

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
-from l2l.train.display import Display, Status
+from l2l.train.display import Display, Level, Status
 
 REFRESH_SECONDS = 0.2
 
@@ -40,15 +40,16 @@ class LiveDisplay(Display):
     update weights.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, level: Level = Level.USUAL) -> None:
         """Nothing is drawn before the first step."""
+        super().__init__(stream, every_steps=1, level=level)
         columns = ("step", MofNCompleteColumn(), BarColumn(), TaskProgressColumn())
         console = Console(file=stream)
         self._progress = _StepsAndFacts(*columns, console=console, auto_refresh=False)
         self._last = 0.0
 
     @override
-    def say(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @override

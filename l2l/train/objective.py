@@ -9,6 +9,7 @@ Steps and evaluations know nothing else of tasks (tasks.py has the objective of 
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
@@ -21,7 +22,7 @@ from l2l.distributed import World
 from l2l.engine import Engine
 from l2l.model import IGNORED, LossFunction, Split, TokenLoss
 from l2l.train import losses
-from l2l.train.data import Batches, num_targets
+from l2l.train.data import Batches, num_targets, seeded
 from l2l.train.evaluation import (
     accuracy,
     f1,
@@ -30,6 +31,7 @@ from l2l.train.evaluation import (
     perplexity,
     spearman_correlation,
 )
+from l2l.train.folder import TrainingError
 from l2l.train.losses import Completions, Judgement
 from l2l.train.measures import CHOSEN, REJECTED, Measures, added, means_of
 from l2l.train.settings import PreferenceSettings
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from l2l.train.prepared import Prepared
 
 Batch = dict[str, Tensor]
+MASKS, KEPT = 0.8, 0.1  # of hidden tokens: the mask stands there; they stand there themselves
 
 
 class Objective:
@@ -104,6 +107,62 @@ class Language(Objective):
         return {"loss": loss, "perplexity": perplexity(loss)}
 
 
+@final
+class Masked(Objective):
+    """Tokens that are hidden, by all others: which ones is drawn anew for every step."""
+
+    def __init__(self, prepared: Prepared, world: World) -> None:
+        super().__init__(prepared, world)
+        if prepared.tokenizer.mask_token_id is None:
+            raise TrainingError(
+                "masked needs a token that hides others, and the tokenizer has none (mask_token). "
+                "Expected the tokenizer of a model that was trained so, or --task causal."
+            )
+
+    @override
+    def batch(self, step: int, batches: Batches, engine: Engine) -> Batch:
+        del engine
+        return own_rows(self._hidden(batches.batch(step), str(step)), self.world)
+
+    @override
+    def ready(self, batch: Batch, engine: Engine) -> Batch:
+        return super().ready(self._to_evaluate(batch), engine)
+
+    @override
+    def weight(self, batch: Batch) -> int:
+        return int((self._to_evaluate(batch)["labels"] != IGNORED).sum())
+
+    def _to_evaluate(self, batch: Batch) -> Batch:
+        """The same texts hide the same tokens every time."""
+        words = hashlib.sha256(batch["input_ids"].numpy().tobytes()).hexdigest()
+        return self._hidden(batch, words)
+
+    @override
+    def assess(self, engine: Engine, batch: Batch) -> tuple[float, Any]:
+        return engine.evaluate(self.ready(batch, engine)), None
+
+    @override
+    def metrics(self, loss: float, found: Sequence[Any]) -> dict[str, float]:
+        return {"loss": loss, "perplexity": perplexity(loss)}
+
+    def _hidden(self, batch: Batch, drawn_by: str) -> Batch:
+        """Hide some tokens: most by the mask, some by any other, and some not, as BERT learns."""
+        tokenizer, settings = self.prepared.tokenizer, self.prepared.settings
+        generator = seeded(f"{settings.training.seed} masked {drawn_by}")
+        ids = batch["input_ids"]
+        special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
+        chances = torch.rand(ids.shape, generator=generator)
+        chances[special | (batch["attention_mask"] == 0)] = 2.0  # never
+        hidden = chances < settings.data.masked_share
+        least = chances.argmin(1, keepdim=True)
+        hidden |= torch.zeros_like(hidden).scatter(1, least, value=True) & (chances < 1.0)
+        kind = torch.rand(ids.shape, generator=generator)
+        others = torch.randint(len(tokenizer), ids.shape, generator=generator)
+        found = torch.where(hidden & (kind < MASKS), tokenizer.mask_token_id, ids)
+        found = torch.where(hidden & (kind >= MASKS + KEPT), others, found)
+        return {**batch, "input_ids": found, "labels": ids.masked_fill(~hidden, IGNORED)}
+
+
 class Scored(Objective, ABC):
     """Rows with a label each, and the scores that the model gives them."""
 
@@ -149,6 +208,45 @@ class Classification(Scored):
         parts = [f1(chosen, wanted, positive=number) for number in positive]
         found = {"accuracy": accuracy(chosen, wanted), "f1": sum(parts) / len(parts)}
         return {**found, "matthews": matthews_correlation(chosen, wanted)}
+
+
+@final
+class MultiLabel(Scored):
+    """Any number of classes."""
+
+    @override
+    def compare(self, scores: Tensor, wanted: Tensor) -> dict[str, float]:
+        chosen = (scores > 0).long()
+        exact = (chosen == wanted.long()).all(-1)
+        found = f1(chosen, wanted.long())
+        return {"f1": found, "accuracy": exact.double().mean().item()}
+
+
+@final
+class WordClassification(Objective):
+    """Classes of words."""
+
+    @override
+    def weight(self, batch: Batch) -> int:
+        return int((batch["labels"] != IGNORED).sum())
+
+    @override
+    def assess(self, engine: Engine, batch: Batch) -> tuple[float, Any]:
+        own = self.ready(batch, engine)
+        outputs = engine.predict(own)
+        there = own["labels"] != IGNORED
+        here = float(outputs.loss) * int(there.sum()), outputs.logits.argmax(-1).cpu()[there]
+        everybody = self.world.gather_facts((*here, own["labels"][there]))
+        loss = sum(part for part, _, _ in everybody) / max(1, self.weight(batch))
+        chosen = torch.cat([one for _, one, _ in everybody])
+        return loss, (chosen, torch.cat([one for _, _, one in everybody]))
+
+    @override
+    def metrics(self, loss: float, found: Sequence[Any]) -> dict[str, float]:
+        chosen, wanted = (torch.cat(parts) for parts in zip(*found, strict=True))
+        occurring = sorted({*chosen.tolist(), *wanted.tolist()})
+        parts = [f1(chosen, wanted, positive=number) for number in occurring]
+        return {"loss": loss, "accuracy": accuracy(chosen, wanted), "f1": sum(parts) / len(parts)}
 
 
 @final

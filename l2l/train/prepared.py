@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from l2l.device import parse_bytes
@@ -19,19 +22,23 @@ from l2l.hugging_face import (
     class_names,
     empty_model,
     read_json,
+    sees_what_follows,
     tokenizer_of,
     with_lora,
 )
 from l2l.model import IGNORED, TokenLoss
-from l2l.train.data import PADDED_TO, PLAIN_TEMPLATE, Batches, Examples, make_examples, read_records
+from l2l.train.data import PLAIN_TEMPLATE, Batches, Examples, KeptExamples, padded_length
+from l2l.train.display import near
 from l2l.train.folder import TrainingError
 from l2l.train.generating import Speaker
 from l2l.train.settings import CHATS, LANGUAGE_TASKS, GrpoSettings, Settings
 from l2l.train.tasks import KINDS
 
+KEPT = KeptExamples.of_user()
 NUM_EVALUATIONS = 10  # in a run, if nothing else is said
 SAMPLE_CHARACTERS = 600
 SHAPES_OF_LORA = {"rank", "targets", "dora", "modules_to_save"}  # what decides its weights
+POSITIONS = ("position_embeddings", "position_embedding", "wpe", "embed_positions")
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # of a config.json
 
 
@@ -44,6 +51,8 @@ def make_tokenizer(settings: Settings) -> Any:
     data, tokenizer = settings.data, tokenizer_of(settings.model.folder)
     if data.task in CHATS and (data.template or not tokenizer.chat_template):
         tokenizer.chat_template = data.template or PLAIN_TEMPLATE
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token  # what rows are filled with, also by others
     return tokenizer
 
 
@@ -58,6 +67,14 @@ def make_model(
     folder, task = settings.model.folder, KINDS[settings.data.task].head
     if task == "causal":
         model = empty_model(folder)
+        if sees_what_follows(model):
+            raise TrainingError(
+                f"{type(model).__name__} lets each token see those that follow it, so it cannot "
+                f"learn to predict them, as {settings.data.task} would. Expected --task masked, "
+                "classification or another task for such models; or a model that writes texts."
+            )
+    elif task == "masked":
+        model = empty_model(folder, task=task)
     else:
         model = empty_model(folder, task=task, num_labels=num_labels)
         config: Any = model.config
@@ -121,13 +138,14 @@ def weight_options(settings: Settings) -> dict[str, Any]:
 class Prepared:
     """Tokenizer, examples, batches and model, as the settings say."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Read the data and make the model, without weights.
+    def __init__(self, settings: Settings, *, tell: Callable[[str], None] = lambda _: None) -> None:
+        """Read the data and make the model, without weights; `tell` is told how far that is.
 
         Raises:
             ValueError: they are not as the settings say.
         """
         self.settings = settings
+        self._tell = tell
         self.tokenizer = make_tokenizer(settings)
         self._pad_id = pad_id_of(self.tokenizer)
         self.examples, self.held_out = self._read()
@@ -138,6 +156,8 @@ class Prepared:
             label_names=self.examples.label_names,
         )
         self._check_vocabulary()
+        self._check_positions()
+        self._check_groups()
         parameters = [*self.model.parameters()]
         self.num_parameters = sum(one.numel() for one in parameters)
         self.num_trained = sum(one.numel() for one in parameters if one.requires_grad)
@@ -202,7 +222,9 @@ class Prepared:
 
     def num_saves_from(self, step: int) -> int:
         """Checkpoints that are due after a step and those that follow it."""
-        return sum(map(self.is_saved_after, range(step, self.num_steps + 1)))
+        steps = range(step, self.num_steps + 1)
+        best = self.settings.checkpoint.best
+        return sum(self.is_saved_after(n) or (best and self.is_evaluated_after(n)) for n in steps)
 
     def is_evaluated_after(self, step: int) -> bool:
         """Whether an evaluation is due, if there is something to evaluate on."""
@@ -237,16 +259,79 @@ class Prepared:
             **self.identity,
         }
 
+    def summary(self) -> list[str]:
+        """Model and data, a line each."""
+        data, examples = self.settings.data, self.examples
+        is_part = self.num_trained != self.num_parameters
+        trained = f", {self.num_trained:,} of them trained" if is_part else ""
+        kind = type(base_of(self.model)).__name__
+        sources = ", ".join(Path(one).name for one in data.source)
+        unused = examples.told_unused().removeprefix("; ")
+        unused = f" (columns {', '.join(examples.columns.values())}; {unused})" if unused else ""
+        held = f", {self.held_out.num_groups:,} to evaluate on" if self.held_out else ""
+        epochs, folder = self.num_steps / self.steps_an_epoch, self.settings.model.folder
+        return [
+            f"model:  {kind}, {self.num_parameters:,} parameters{trained}, {near(folder)}",
+            f"data:   {sources}{unused}, {data.task}: {examples.num_groups:,} "
+            f"{'pairs' if examples.group > 1 else 'examples'}, {examples.ids.numel():,} tokens"
+            f"{held}; {self.batches.rows} rows a step, {self.batches.padding:.0%} padding; "
+            f"{self.num_steps:,} steps, {epochs:,.3g} epochs",
+        ]
+
+    @property
+    def steps_an_epoch(self) -> float:
+        """Steps in which all rows come once."""
+        iterations = self.settings.grpo.num_iterations
+        return self.batches.num_rows / self.batches.rows * iterations
+
+    def notes(self) -> list[str]:
+        """What should be known before the first step."""
+        found, length, config = [], self.settings.training.length, self._config
+        most = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(most, int) and length > most:
+            found.append(
+                f"note: rows of {length} tokens, but the model is made for {most}: --length {most} "
+                "keeps within that"
+            )
+        found += self._absent_classes()
+        rise = self.settings.schedule.warm_up_steps
+        if rise is not None and rise > self.num_steps:
+            found.append(
+                f"note: [schedule] warm_up_steps = {rise}, but the run has {self.num_steps} steps: "
+                "the learning rate rises in all of them. Expected fewer, or warm_up_share"
+            )
+        if self.tokenizer.pad_token_id is None:
+            found.append(
+                "note: the tokenizer has no padding token, nor one that ends texts: rows are "
+                f"filled with token {self._pad_id}, and the exported tokenizer cannot fill rows. "
+                "Name one in tokenizer_config.json: pad_token"
+            )
+        return found
+
+    def _absent_classes(self) -> list[str]:
+        """A note about classes that no example has, but that the model knows."""
+        examples = self.examples
+        there = examples.targets if examples.token_targets is None else examples.token_targets
+        if there is None or not examples.label_names:
+            return []
+        numbers = there.nonzero()[:, 1] if there.dim() == 2 else there
+        seen = {*torch.unique(numbers).tolist()}
+        absent = [repr(name) for n, name in enumerate(examples.label_names) if n not in seen]
+        if not absent:
+            return []
+        return [
+            f"note: no example has the model's classes {', '.join(absent)}; its head keeps them"
+        ]
+
+    @property
+    def _config(self) -> Any:
+        model: Any = self.model
+        return model.config
+
     def described(self) -> str:
         """Model, data and steps, for people."""
         settings, kind = self.settings, type(base_of(self.model)).__name__
-        length = settings.training.length
-        config: Any = self.model.config
-        most = getattr(config.get_text_config(), "max_position_embeddings", None)
-        lines = []
-        if isinstance(most, int) and length > most:
-            lines.append(f"note: rows of {length} tokens, but the model is made for {most}")
-        lines += [f"model: {kind}, {self.num_parameters:,} parameters, {settings.model.folder}"]
+        lines = [f"model: {kind}, {self.num_parameters:,} parameters, {settings.model.folder}"]
         if settings.lora.enabled:
             base = settings.lora.base
             beside = "" if base is None else f", beside linear weights in {base}"
@@ -254,6 +339,9 @@ class Prepared:
         lines += [f"data: {', '.join(settings.data.source)}", str(self.examples)]
         if self.held_out is not None:
             lines.append(f"evaluation: {self.held_out.num_groups:,} examples")
+        if self.tokenizer.init_kwargs.get("pad_token") is None and self.tokenizer.pad_token:
+            filler = self.tokenizer.pad_token
+            lines.append(f"rows are filled with {filler}: the tokenizer has no padding token")
         return "\n".join([*lines, self.described_rows()])
 
     def described_rows(self) -> str:
@@ -271,8 +359,14 @@ class Prepared:
         lines.append(_shortened(self.tokenizer.decode(ids)))
         if self.examples.records:
             return "\n".join(lines)
-        if labels.dim() == 1:
-            return "\n".join([*lines, f"label: {labels[0].item()}"])
+        if labels.dim() == 1 or labels.is_floating_point():
+            return "\n".join([*lines, f"label: {labels[0].tolist()}"])
+        if self.examples.token_targets is not None:
+            told = f"labels: {labels[0][labels[0] != IGNORED].tolist()}"
+            return "\n".join([*lines, _shortened(told)])
+        if self.settings.data.task == "masked":
+            share = self.settings.data.masked_share
+            return "\n".join([*lines, f"of which {share:.0%} are hidden, and learnt"])
         learnt = labels[0][labels[0] != IGNORED]
         lines.append(f"of which is learnt ({learnt.numel()} tokens):")
         return "\n".join([*lines, _shortened(self.tokenizer.decode(learnt))])
@@ -284,25 +378,34 @@ class Prepared:
         """
         sets = (self.examples, self.held_out or self.examples)
         longest = max(int(examples.lengths.max()) for examples in sets)
-        width = min(self.settings.training.length, -(-longest // PADDED_TO) * PADDED_TO)
+        width = min(self.settings.training.length, padded_length(longest))
         fill, batch = {"input_ids": self._pad_id, "labels": IGNORED}, self.batches.batch(0)
         for name, value in batch.items():
-            if value.dim() == 2:
+            if value.dim() == 2 and not value.is_floating_point():
                 missing = (0, max(0, width - value.shape[1]))
                 batch[name] = nn.functional.pad(value, missing, value=fill.get(name, 0))
         return batch
 
     def _read(self) -> tuple[Examples, Examples | None]:
         settings, data = self.settings, self.settings.data
-        make = partial(make_examples, tokenizer=self.tokenizer, form=settings.form())
-        examples = make(read_records(data.source, documents=data.documents))
+        make = partial(
+            KEPT.make,
+            documents=data.documents,
+            model_folder=settings.model.folder,
+            tokenizer=self.tokenizer,
+            form=settings.form(),
+            tell=self._tell,
+        )
+        examples = make(data.source)
         examples = examples.numbered_as(class_names(settings.model.folder))
         if data.hold_out is not None:
-            return examples.hold_out(data.hold_out, seed=settings.training.seed)
+            number = data.hold_out
+            if number < 1:
+                number = max(1, round(number * examples.num_groups))
+            return examples.hold_out(int(number), seed=settings.training.seed)
         if data.evaluation_source is None:
             return examples, None
-        records = read_records(data.evaluation_source, documents=data.documents)
-        return examples, make(records, like=examples)
+        return examples, make(data.evaluation_source, like=examples)
 
     def _check_vocabulary(self) -> None:
         model: Any = self.model
@@ -315,6 +418,31 @@ class Prepared:
                 f"token {most}, but the model has {size} embeddings (vocab_size in config.json). "
                 "Expected a tokenizer that belongs to the model: is the folder complete?"
             )
+
+    def _check_positions(self) -> None:
+        sets = [one for one in (self.examples, self.held_out) if one is not None and len(one)]
+        width = min(self.settings.training.length, max(int(one.lengths.max()) for one in sets))
+        for name, module in self.model.named_modules():
+            if name.rpartition(".")[2] not in POSITIONS or not isinstance(module, nn.Embedding):
+                continue
+            padding = module.padding_idx
+            before = getattr(module, "offset", 0 if padding is None else padding + 1)
+            most = module.num_embeddings - before
+            if width > most:
+                raise TrainingError(
+                    f"rows have up to {width} tokens, but {type(base_of(self.model)).__name__} has "
+                    f"learnt positions for {most} ({name}). Expected --length {most} or less: "
+                    "longer texts are cut."
+                )
+
+    def _check_groups(self) -> None:
+        names = [name for name, one in self.model.named_parameters() if one.requires_grad]
+        for group in self.settings.optimizer.groups:
+            if not any(re.search(group.parameters, name) for name in names):
+                raise TrainingError(
+                    f"[optimizer] groups: {group.parameters!r} is in the name of no parameter that "
+                    f"is trained. They are called {', '.join(names[:4])}, ..."
+                )
 
     def batches_of(self, examples: Examples, rows: int | None = None) -> Batches:
         """Batches of so many rows; None: as in training."""

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, final
 
 from l2l.files import write_file
 from l2l.run import StepReport
+from l2l.train.best import Best
 from l2l.train.display import Display, Status
 from l2l.train.folder import RunFolder
 from l2l.train.measures import NOT_MEASURED, Measured
@@ -89,7 +90,15 @@ class Progress:
     """Passes on what happens in a run."""
 
     def __init__(
-        self, folder: RunFolder, display: Display, step: int, num_steps: int, *, tensorboard: bool
+        self,
+        folder: RunFolder,
+        display: Display,
+        step: int,
+        num_steps: int,
+        *,
+        tensorboard: bool,
+        steps_an_epoch: float = math.inf,
+        best: Best | None = None,
     ) -> None:
         """The run goes on after `step` of `num_steps`: lines after it go.
 
@@ -100,6 +109,7 @@ class Progress:
         """
         self.display = display
         self.folder = folder
+        self._steps_an_epoch, self.best = steps_an_epoch, best
         self._unread: deque[_Unread] = deque()
         self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # tokens, seconds
         self._has_read = False
@@ -194,6 +204,8 @@ class Progress:
             self._bad_steps.add(record["step"])
         if record["kind"] != "step":
             self._notes.add((record["kind"], record["step"]))
+        if self.best is not None:
+            self.best.see(record)
         if record["kind"] == "evaluation":
             values = {name: value for name, value in record.items() if name not in NOT_METRICS}
             words = (
@@ -244,6 +256,8 @@ class Progress:
         self._has_read = True
         status = self.status
         status.step, status.loss, status.measures = step, loss, measures
+        status.learning_rate, status.gradient_norm = learning_rate, norm
+        status.epoch = step / self._steps_an_epoch
         speed = tokens / max(seconds, 1e-9)
         numbers = {"loss": loss, "learning_rate": learning_rate, "gradient_norm": norm}
         numbers |= {"tokens_per_second": speed, **measures}

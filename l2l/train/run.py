@@ -19,9 +19,10 @@ from l2l.files import write_file
 from l2l.hugging_face import base_of
 from l2l.model import TokenLoss
 from l2l.planner import measured_hardware, plan
+from l2l.train.best import Best
 from l2l.train.data import packing_holds
-from l2l.train.display import Display
-from l2l.train.export import read_checkpoint
+from l2l.train.display import Display, Level, near
+from l2l.train.export import export_checkpoint, read_checkpoint
 from l2l.train.folder import RunFolder, TrainingError
 from l2l.train.generating import Samples
 from l2l.train.objective import Objective
@@ -30,11 +31,12 @@ from l2l.train.progress import Progress, read_metrics
 from l2l.train.reference import References
 from l2l.train.settings import Settings
 from l2l.train.steps import Steps
-from l2l.train.tasks import KINDS
+from l2l.train.tasks import KINDS, best_of
 
 T = TypeVar("T")
 
 ALONE = World()
+LENGTHS = ("[training] steps", "[training] epochs")  # how lines about these begin
 EXPORT = "export"  # kind of the metrics' line that says that the model was written
 
 
@@ -65,7 +67,7 @@ class Training:
         self._is_held = False  # the run folder, by this process
         self.has_begun = False  # whether something is written: `stop` leaves it in order
         self.has_stepped = False
-        self._prepared = Prepared(settings)
+        self._prepared = Prepared(settings, tell=display.say_passing)
         self._objective = KINDS[settings.data.task].objective(self._prepared, world)
         if self._world.size > 1 and isinstance(self._objective.loss, TokenLoss):
             raise TrainingError(
@@ -95,12 +97,12 @@ class Training:
             DoesNotFitError: the plan does not; the message says what would.
         """
         say, prepared, training = self._display.say, self._prepared, self._settings.training
-        say(f"{prepared.described()}\n{prepared.sample()}")
+        say("\n".join([*prepared.notes(), prepared.described(), prepared.sample()]))
         if training.device == "cpu" and self._settings.memory.device_memory is None:
             say("on the CPU nothing is planned unless device_memory is given: layers are streamed")
             return
         if measured_hardware() is None:
-            say("there is no accelerator here: the plan is for an NVIDIA H200")
+            say(f"there is no accelerator here: the plan is for an H200, in {training.precision}")
         options = engine_options(self._settings)
         compiled = training.compile is not False
         outline = self._objective.outline(prepared.batches.batch(0))
@@ -122,16 +124,20 @@ class Training:
                     shutil.copy(self._folder.metrics_file, self._own.metrics_file)
             step, changes = self._compare(latest) if latest is not None else (0, [])
             must_export = self._first_says(lambda: self._must_export(step))
-            if latest is not None and step >= self._prepared.num_steps and not must_export:
+            is_over = self._first_says(lambda: self._is_given_up(step))
+            is_over = is_over or step >= self._prepared.num_steps
+            if latest is not None and is_over and not must_export:
+                self._refuse_other_settings(changes)
                 self._display.say(
                     f"the run in {self._folder.root} is at its end, step {step}. To go on, say "
-                    "--steps with a larger number; to begin anew, --no-resume."
+                    "--steps with a larger number; to begin anew, --no-resume.",
+                    Level.NEEDED,
                 )
                 return True
             for line in changes:
                 kept = " (dropout keeps the one it began with)" if "[training] seed" in line else ""
-                self._display.say(f"changed: {line}{kept}")
-            self._display.say(self._prepared.described())
+                self._display.say(f"changed: {line}{kept}", Level.NEEDED)
+            self._introduce()
             self._add_references()
             with self._engine() as engine:
                 if latest is not None:
@@ -146,6 +152,32 @@ class Training:
                 self._write_settings()
                 return self._train(engine)
 
+    def _refuse_other_settings(self, changes: list[str]) -> None:
+        """Let nobody take a run that is at its end for one with these settings.
+
+        Raises:
+            TrainingError: they differ in more than the number of steps.
+        """
+        told = [line for line in changes if not line.startswith(LENGTHS)]
+        if told:
+            lines = "\n  ".join(line.removesuffix(" from here") for line in told)
+            raise TrainingError(
+                f"the run in {self._folder.root} is at its end, and was made with other settings; "
+                "nothing was trained. To train with these, name another folder with --output, or "
+                f"begin anew with --no-resume.\n  {lines}"
+            )
+
+    def _introduce(self) -> None:
+        """Say what will be trained on what, and where the results go."""
+        say, root = self._display.say, near(self._folder.root)
+        for folder, differences in self._settings.passed_over:
+            say(f"note: {near(folder)} has a run of other settings: {'; '.join(differences)}")
+        for note in self._prepared.notes():
+            say(note, Level.NEEDED)
+        say("\n".join(self._prepared.summary()))
+        say(f"output: {root}; to go on, l2l train takes this folder, to look at it, l2l report")
+        say(self._prepared.described(), Level.DETAIL)
+
     def _take_over(self, holding: contextlib.ExitStack) -> Path | None:
         """Keep others from the run folder; returns the checkpoint to go on with."""
         with self._undisturbed():
@@ -158,6 +190,12 @@ class Training:
             self._is_held = True
         self._checkpoints.tidy()
         return self._checkpoints.latest()
+
+    def _is_given_up(self, step: int) -> bool:
+        """Whether the run has ended before its last step, as it did not become better."""
+        records = read_metrics(self._folder.metrics_file) if step else []
+        kept = [one for one in records if one["step"] <= step]
+        return best_of(self._settings, kept).is_given_up(self._settings.evaluation.patience)
 
     def _must_export(self, step: int) -> bool:
         """Whether the model is to be written, and that after this step was not."""
@@ -269,7 +307,7 @@ class Training:
                 "to each other. Set packing = false."
             )
         self._display.say(
-            f"in {kind} examples of one row would attend to each other: rows are padded instead"
+            f"in {kind} examples of one row would attend to each other: rows are padded instead",
         )
         self._prepared.make_batches(packing=False)
         self._display.say(self._prepared.described_rows())
@@ -286,7 +324,7 @@ class Training:
         counts = {
             "present": len(self._checkpoints.all()),
             "saves": prepared.num_saves_from(engine.step_number + 1),
-            "keep": self._settings.checkpoint.keep,
+            "keep": self._settings.checkpoint.keep + self._settings.checkpoint.best,
         }
         exported = itemsize * prepared.num_exported if output.export else 0
         self._first_says(lambda: self._folder.check_disk(nbytes, exported, **counts))
@@ -337,7 +375,13 @@ class Training:
         prepared, folder, output = self._prepared, self._folder, self._settings.output
         say, num_steps = self._display.say, prepared.num_steps
         progress = Progress(
-            self._own, self._display, engine.step_number, num_steps, tensorboard=output.tensorboard
+            self._own,
+            self._display,
+            engine.step_number,
+            num_steps,
+            tensorboard=output.tensorboard,
+            steps_an_epoch=prepared.steps_an_epoch,
+            best=best_of(self._settings),
         )
         samples = Samples(
             self._own,
@@ -361,16 +405,31 @@ class Training:
             self.has_stepped = steps.has_stepped
             if progress.status.num_skipped:
                 number = progress.status.num_skipped
-                say(f"{number} steps were skipped: a loss or gradient not finite")
+                say(f"{number} steps were skipped: a loss or gradient not finite", Level.NEEDED)
             if not is_finished:
                 step = f"step {engine.step_number} of {num_steps}"
-                say(f"stopped after {step}. Go on with: l2l train {folder.root}")
-            elif output.export:
-                tokenizer = prepared.tokenizer
-                engine.export(folder.model, dtype=output.export_dtype, tokenizer=tokenizer)
-                progress.note(EXPORT, engine.step_number, folder=folder.model.name)
-                say(f"the trained model is in {folder.model}")
-            return is_finished
+                say(f"stopped after {step}. Go on with: l2l train {folder.root}", Level.NEEDED)
+                return False
+            best, last = steps.best, engine.step_number
+            found = f" (step {best.step}: {best.metric} {best.value:.4f})"
+            if last < num_steps:
+                since = best.num_since
+                say(f"ended after step {last}: {since} evaluations were no better{found}")
+            if output.export:
+                self._export(engine, best)
+                progress.note(EXPORT, last, folder=folder.model.name)
+                told = found if self._settings.checkpoint.best and best.step is not None else ""
+                say(f"the trained model is in {folder.model}{told}")
+            return True
+
+    def _export(self, engine: Engine, best: Best) -> None:
+        """Write the model as it is now, or as it was when it was best."""
+        folder, output = self._folder.model, self._settings.output
+        if not self._settings.checkpoint.best or best.step in (None, engine.step_number):
+            engine.export(folder, dtype=output.export_dtype, tokenizer=self._prepared.tokenizer)
+            return
+        kept = self._checkpoints.path_of(best.step or 0)
+        self._first_says(lambda: export_checkpoint(kept, folder, dtype=output.export_dtype))
 
 
 def make_engine(prepared: Prepared, objective: Objective) -> Engine:

@@ -19,6 +19,7 @@ from l2l.device import format_bytes
 from l2l.distributed import World
 from l2l.engine import Engine
 from l2l.planner import Plan
+from l2l.train.display import Level, format_seconds
 from l2l.train.folder import TrainingError
 from l2l.train.generating import Samples, exact_match
 from l2l.train.objective import Objective, evaluate
@@ -47,10 +48,15 @@ class Steps:
 
     def __post_init__(self) -> None:
         self.has_stepped = False
+        assert self.progress.best is not None
+        self.best = self.progress.best
+        self._tops = [group["lr"] for group in self.engine.optimizer.param_groups]
         self._is_stopped = False  # what the ranks have agreed on
         self._saved_step = self.engine.step_number  # it has a checkpoint
+        self._saved_at = time.monotonic()
         self._saving: Saving | None = None
         self._plan: Plan | None = None
+        self._is_time_told = False
 
     def make(self) -> bool:
         """Make all steps that are left; False if the run was stopped on the way.
@@ -63,15 +69,15 @@ class Steps:
         objective = self.objective
         step = first = engine.step_number
         self._evaluate(step)
+        self._spare_best()
         self._draw_samples(step)
-        if step and prepared.is_saved_after(step) and not progress.has("checkpoint", step):
+        if step and self._is_saved_after(step) and not progress.has("checkpoint", step):
             self._note_checkpoint(step)
         progress.lap()
         written = engine.disk_written_bytes
-        while step < prepared.num_steps and not self._must_stop():
+        while not self._is_at_end(step) and not self._must_stop():
             rate = self._learning_rate(step)
-            for group in engine.optimizer.param_groups:
-                group["lr"] = rate
+            self._set_rates(step, rate)
             report = engine.step(objective.batch(step, prepared.batches, engine))
             step, self.has_stepped = step + 1, True
             if step == first + 1 and prepared.num_saves_from(step) > 1:
@@ -91,14 +97,39 @@ class Steps:
             self._spare_no_longer()
             self._evaluate(step)
             self._draw_samples(step)
-            if prepared.is_saved_after(step):
+            if self._is_saved_after(step):
                 self._save()
+            elif self._is_overdue():
+                self._save(is_planned=False)
         progress.catch_up()
         self._refuse_divergence()
         if step != self._saved_step:
             self._save()
         self._finish_saving()
-        return step >= prepared.num_steps and not self._is_stopped
+        return self._is_at_end(step) and not self._is_stopped
+
+    def _is_at_end(self, step: int) -> bool:
+        """Whether no step is left to be made, or none would make the model better."""
+        patience = self.prepared.settings.evaluation.patience
+        return step >= self.prepared.num_steps or self.best.is_given_up(patience)
+
+    def _is_saved_after(self, step: int) -> bool:
+        """Whether a checkpoint is due, or this is the best model so far."""
+        is_best = self.prepared.settings.checkpoint.best and step == self.best.step
+        return self.prepared.is_saved_after(step) or is_best
+
+    def _is_overdue(self) -> bool:
+        """Whether much time has passed since the last checkpoint; all ranks must ask together."""
+        minutes = self.prepared.settings.checkpoint.every_minutes
+        if minutes is None:
+            return False
+        passed = time.monotonic() - self._saved_at
+        return any(self.world.gather_facts(passed >= 60 * minutes))
+
+    def _spare_best(self) -> None:
+        """Keep the checkpoint of the best evaluation, if that is asked for."""
+        if self.prepared.settings.checkpoint.best and self.best.step is not None:
+            self.checkpoints.best = self.checkpoints.path_of(self.best.step)
 
     def _must_stop(self) -> bool:
         """Whether any rank was told to stop; all ranks must ask together."""
@@ -110,6 +141,13 @@ class Steps:
         settings = self.prepared.settings
         factor = settings.schedule.factor(step, total=self.prepared.num_steps)
         return settings.optimizer.learning_rate * factor
+
+    def _set_rates(self, step: int, rate: float) -> None:
+        """Let groups with a learning rate of their own follow the same schedule."""
+        settings = self.prepared.settings
+        factor = settings.schedule.factor(step, total=self.prepared.num_steps)
+        for group, top in zip(self.engine.optimizer.param_groups, self._tops, strict=True):
+            group["lr"] = rate if top == settings.optimizer.learning_rate else top * factor
 
     def _evaluate(self, step: int) -> None:
         """Evaluate after a step, if it is time and was not done."""
@@ -147,8 +185,10 @@ class Steps:
         """Learn what the plan is, and how memory does."""
         if self._plan is None:
             self._plan = self.engine.plan
-            self.progress.display.say(str(self._plan))
+            self.progress.display.say(f"plan:   {self._plan.sentence()}")
+            self.progress.display.say(str(self._plan), Level.DETAIL)
             self._planned(self._plan).write(self.progress.folder.plan_file)
+        self._tell_time(self._plan)
         if self._plan.budget_bytes is not None:
             status = self.progress.status
             status.peak_bytes = self.engine.device.peak_bytes()
@@ -167,9 +207,23 @@ class Steps:
             num_labels=prepared.examples.num_labels,
         )
 
+    def _tell_time(self, plan: Plan) -> None:
+        """How long the run will take, once: as it is planned, or else as the first steps were."""
+        status = self.progress.status
+        seconds = plan.predicted_seconds or status.step_seconds
+        if self._is_time_told or not seconds:
+            return
+        self._is_time_told = True
+        left = self.prepared.num_steps - self.engine.step_number
+        source = "by the plan" if plan.predicted_seconds else "as measured so far"
+        self.progress.display.say(
+            f"time:   {format_seconds(left * seconds)} to the end, without evaluations: {left:,} "
+            f"more steps of {seconds:.3g} s, {source}"
+        )
+
     # -- checkpoints -------------------------------------------------------------------------------
 
-    def _save(self) -> None:
+    def _save(self, *, is_planned: bool = True) -> None:
         """Begin to save; what was begun before is there when this returns."""
         progress, checkpoints, step = self.progress, self.checkpoints, self.engine.step_number
         progress.catch_up()
@@ -177,11 +231,12 @@ class Steps:
         self._spare_no_longer()
         if step < self.prepared.num_steps or progress.num_bad:
             checkpoints.spared = self._last_good()
-        self._note_checkpoint(step, interrupted=self._is_stopped)
+        self._note_checkpoint(step, interrupted=self._is_stopped or not is_planned)
+        self._spare_best()
         progress.status.saving = checkpoints.path_of(step).name
         extra = {**self.prepared.extra(), **self.objective.extra()}
         self._saving = checkpoints.save(self.engine, extra=extra, background=True)
-        self._saved_step = step
+        self._saved_step, self._saved_at = step, time.monotonic()
 
     def _note_checkpoint(self, step: int, *, interrupted: bool = False) -> None:
         """Write down that a checkpoint is begun, perhaps only because the run is stopped."""

@@ -23,8 +23,8 @@ whose layers pass on a state (Mamba, linear attention), or whose positions are n
 The first token of a part is predicted by nothing that the part contains: its label is ignored. So
 the loss of a packed row is that of its parts one by one, weighted by their labels.
 
-Without packing, rows are padded on the right, to a multiple of 64 tokens so that there are few
-lengths, and batches are made of rows of similar length.
+Without packing, rows are padded on the right, to one of few lengths that are longer by a quarter,
+or seven tokens, at most; and batches are made of rows of similar length.
 
 Examples that belong together, such as the chosen and the rejected one of a pair, stay so: what is
 drawn, sorted and counted then are the groups, and a batch has the rows of each one after the other.
@@ -49,7 +49,8 @@ from l2l.train.data.examples import Examples, members
 
 Batch = dict[str, Tensor]
 
-PADDED_TO = 64  # lengths of rows that are not packed are multiples of this
+PADDED_TO = 64  # long rows that are not packed have multiples of this as their length
+LEAST_MULTIPLE = 8  # and short ones of this
 PACKING_WINDOW = 8192  # parts that are packed together
 SORTING_WINDOW = 32  # batches whose rows are sorted by length together
 TRIAL_TOKENS = 16  # of each document of a trial of packing
@@ -159,7 +160,7 @@ class Batches:
 
     def _draw(self, epoch: int) -> Tensor:
         """The rows of an epoch in the order in which they come."""
-        generator = _generator(self.seed, "epoch", epoch)
+        generator = seeded(f"{self.seed} epoch {epoch}")
         order = torch.randperm(self.num_rows, generator=generator)
         if self.packing:
             return order
@@ -176,8 +177,8 @@ class Batches:
 
     def _width(self, row_tokens: Tensor) -> int:
         """The length of a batch of rows with so many tokens."""
-        multiple = -(-int(row_tokens.max()) // PADDED_TO) * PADDED_TO
-        return self.length if self.packing else min(self.length, multiple)
+        longest = int(row_tokens.max())
+        return self.length if self.packing else min(self.length, padded_length(longest))
 
     def _build(self, groups: Tensor) -> Batch:
         examples, chosen = self.examples, members(groups, self.examples.group)
@@ -193,6 +194,8 @@ class Batches:
                 ids[row, here] = examples.ids[there]
                 labels[row, here] = examples.ids[there]
                 labels[row, at] = IGNORED
+                if examples.token_targets is not None:
+                    labels[row, here] = examples.token_targets[there].long()
                 if examples.answers is not None:
                     labels[row, here].masked_fill_(~examples.answers[there], IGNORED)
                 if examples.token_types is not None:
@@ -210,6 +213,13 @@ class Batches:
         if examples.token_types is not None:
             batch["token_type_ids"] = types
         return batch | ({"position_ids": positions} if self.packing else {"attention_mask": mask})
+
+
+def padded_length(length: int) -> int:
+    """The length that rows of so many tokens are filled up to, where they are not packed."""
+    eighth = 1 << max(0, (length - 1).bit_length() - 3)
+    multiple = min(PADDED_TO, max(LEAST_MULTIPLE, eighth))
+    return -(-length // multiple) * multiple
 
 
 def num_targets(batch: Mapping[str, Tensor]) -> int:
@@ -261,8 +271,9 @@ def packing_holds(evaluate: Callable[[Batch], float], batch: Mapping[str, Tensor
 # --------------------------------------------------------------------------------------------------
 
 
-def _generator(seed: int, purpose: str, number: int) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed} {purpose} {number}".encode()).digest()
+def seeded(words: str) -> torch.Generator:
+    """Random numbers that follow from a text."""
+    digest = hashlib.sha256(words.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
 
 
@@ -292,7 +303,8 @@ def _cut(examples: Examples, length: int) -> tuple[Tensor, Tensor]:
 
 def _is_whole(examples: Examples) -> bool:
     """Whether each has a row of its own: one with a label, of a pair, or for rewards."""
-    return examples.targets is not None or examples.group > 1 or bool(examples.records)
+    has_labels = examples.targets is not None or examples.token_targets is not None
+    return has_labels or examples.group > 1 or bool(examples.records)
 
 
 def _pack(lengths: Tensor, length: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -305,7 +317,7 @@ def _pack(lengths: Tensor, length: int, seed: int) -> tuple[Tensor, Tensor]:
         the parts, row by row, and for each row the place after its last one.
     """
     rows: list[list[int]] = []
-    order = torch.randperm(lengths.numel(), generator=_generator(seed, "packing", 0))
+    order = torch.randperm(lengths.numel(), generator=seeded(f"{seed} packing 0"))
     for window in torch.split(order, PACKING_WINDOW):
         window = window[lengths[window].argsort(descending=True, stable=True)]
         rooms: list[tuple[int, int]] = []  # (tokens left, row), sorted

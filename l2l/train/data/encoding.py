@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import json
 import math
 import re
 import sys
@@ -65,9 +66,10 @@ SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of messa
 
 VALUE = r"\d{1,4000}"  # of a text that Python makes a number of
 Class = int | str
+A_CLASS = "a class: an integer from 0 on, or a text"
 LABELS_ARE = {
     "regression": "a finite number, as the task is regression",
-    "classification": "a class: an integer from 0 on, or a text; or another task, as regression",
+    "classification": f"{A_CLASS}; or another task, as regression",
 }
 
 
@@ -225,7 +227,9 @@ class Conversations(Encoder):
         return [prompt, max(whole.rstrip(), prompt, key=len)]
 
     def _render(self, record: Record, messages: list[dict[str, Any]], *, ask: bool) -> str:
-        settings = {"chat_template": self._template, "add_generation_prompt": ask}
+        settings: dict[str, Any] = {"chat_template": self._template, "add_generation_prompt": ask}
+        if tools := self._tools(record):
+            settings["tools"] = tools
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **settings))
         except Exception as error:  # templates raise what they like
@@ -233,7 +237,28 @@ class Conversations(Encoder):
             what = f"the chat template refuses the messages (of {roles}): {error}"
             raise record.error(what) from error
 
+    def _tools(self, record: Record) -> Any:
+        """What a record says of tools: a list, or its JSON; None: nothing."""
+        found = record.values.get(self.columns.get("tools", ""))
+        if isinstance(found, str) and found.strip():
+            try:
+                found = json.loads(found)
+            except ValueError as error:
+                raise record.error(f"the tools are {shown(found)}, which is no JSON.") from error
+        if found and not isinstance(found, list | tuple):
+            raise record.error(f"the tools are {shown(found)}. Expected a list, or its JSON.")
+        return found or None
+
     def _messages(self, record: Record) -> list[dict[str, Any]]:
+        """The conversation, perhaps after what the system is told."""
+        messages = self._spoken(record)
+        is_there = self.columns.get("system") in record.values
+        told = self._text(record, "system") if is_there else ""
+        if told and messages and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": told}, *messages]
+        return messages
+
+    def _spoken(self, record: Record) -> list[dict[str, Any]]:
         if "messages" not in self.columns:
             prompt, answer = self._text(record, "prompt"), self._text(record, "completion")
             if self.columns.get("input") in record.values:
@@ -250,9 +275,11 @@ class Conversations(Encoder):
         return [_message(record, number, dict(one)) for number, one in enumerate(value, 1)]
 
 
-@final
 class Sentences(Encoder):
     """A text or two, with a label."""
+
+    def _label(self, record: Record) -> None:
+        self.labels.add(record.value(self.columns["label"]), record)
 
     @override
     def encode(self, block: list[Record]) -> None:
@@ -262,7 +289,7 @@ class Sentences(Encoder):
             sentences = [self._text(record, role) for role in roles]
             if any(sentences):
                 texts.append(sentences)
-                self.labels.add(record.value(self.columns["label"]), record)
+                self._label(record)
         self.left_out[EMPTY] += len(block) - len(texts)
         sides = [list(side) for side in zip(*texts, strict=True)]
         found = self._tokenized(*sides)
@@ -324,7 +351,8 @@ class Labels:
         """
         label = _number(value) if self._task == "regression" else _class(value)
         if label is None:
-            raise record.error(f"the label is {shown(value)}. Expected {LABELS_ARE[self._task]}.")
+            what = LABELS_ARE.get(self._task, A_CLASS)
+            raise record.error(f"the label is {shown(value)}. Expected {what}.")
         if type(label) is not type(next(iter(self._labels), label)):
             kind = "integers" if isinstance(label, str) else "texts"
             raise record.error(f"the label is {shown(value)}, but the labels before are {kind}.")

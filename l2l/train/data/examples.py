@@ -6,6 +6,9 @@
 | instruct | a prompt and an answer, or a conversation | the answers |
 | classification | a text or two, and a class | the class |
 | regression | a text or two, and a number | the number |
+| multi-label | a text or two, and a list of classes | which of all classes it has |
+| token-classification | a list of words, and one of their classes | the class of every word |
+| masked | a text | tokens that are hidden, by all others |
 | dpo, orpo, simpo, reward | a prompt, and a better and a worse completion | which is better |
 | kto | a prompt, a completion, and whether it is desirable | that |
 | grpo | a prompt, and whatever rewards read | completions of the model's own, by their rewards |
@@ -24,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final
 
@@ -32,6 +35,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from l2l.model import IGNORED
+from l2l.train.data.encoders import MaskedTexts, SeveralLabels, WordLabels
 from l2l.train.data.encoding import Conversations, Documents, Encoder, Labels, Sentences
 from l2l.train.data.preferences import Judged, Pairs, Prompts
 from l2l.train.data.reading import DataError, Record, listed
@@ -39,8 +44,11 @@ from l2l.train.data.reading import DataError, Record, listed
 Task = Literal[
     "causal",
     "instruct",
+    "masked",
     "classification",
+    "multi-label",
     "regression",
+    "token-classification",
     "dpo",
     "orpo",
     "simpo",
@@ -51,7 +59,10 @@ Task = Literal[
 PAIR = ("prompt", "chosen", "rejected")
 ROLES: Mapping[Task, tuple[str, ...]] = {
     "causal": ("text",),
-    "instruct": ("messages", "prompt", "input", "completion"),
+    "masked": ("text",),
+    "token-classification": ("text", "label"),
+    "multi-label": ("text", "pair", "label"),
+    "instruct": ("messages", "prompt", "input", "completion", "system", "tools"),
     "classification": ("text", "pair", "label"),
     "regression": ("text", "pair", "label"),
     "dpo": PAIR,
@@ -63,6 +74,9 @@ ROLES: Mapping[Task, tuple[str, ...]] = {
 }
 ENCODERS: Mapping[Task, type[Encoder]] = {
     "causal": Documents,
+    "masked": MaskedTexts,
+    "token-classification": WordLabels,
+    "multi-label": SeveralLabels,
     "instruct": Conversations,
     "classification": Sentences,
     "regression": Sentences,
@@ -75,8 +89,11 @@ ENCODERS: Mapping[Task, type[Encoder]] = {
 }
 
 TEXTS = ("text", "content", "document")
+WORDS = ("tokens", "words")
+TAGS = ("ner_tags", "tags", "labels", "pos_tags", "label")
 MESSAGES = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "instruction", "question", "query", "input")
+BESIDE = {"system": ("system_prompt", "system"), "tools": ("tools",)}  # of a conversation
 COMPLETIONS = ("completion", "output", "response", "answer")
 INPUTS = {"instruction": "input"}  # what such a prompt is about, where it is there and not blank
 PAIRS = {  # what goes with such a text, if it is there
@@ -94,6 +111,13 @@ PAIRED = {"chosen": ("chosen",), "rejected": ("rejected",)}
 JUDGED: Mapping[Task, Mapping[str, Sequence[str]]] = {  # the roles besides the prompt
     **dict.fromkeys(("dpo", "orpo", "simpo", "reward"), PAIRED),
     "kto": {"completion": COMPLETIONS, "label": LABELS},
+}
+
+USUAL: Mapping[Task, Mapping[str, Sequence[str]]] = {  # the roles, where these are all
+    "causal": {"text": TEXTS},
+    "masked": {"text": TEXTS},
+    "token-classification": {"text": WORDS, "label": TAGS},
+    "grpo": {"prompt": PROMPTS},
 }
 
 BLOCK_RECORDS = 1000  # tokenized at once, by as many threads as the tokenizer uses
@@ -118,7 +142,7 @@ class Form:
     def __post_init__(self) -> None:
         roles, task = ROLES[self.task], f"task {self.task!r}"
         if "messages" in roles and "messages" in self.columns:
-            roles, task = ("messages",), f"{task} with messages"
+            roles, task = ("messages", "system", "tools"), f"{task} with messages"
         others = [role for role in self.columns if role not in roles]
         if others:
             what = f"columns name the {others[0]}, which {task} does not use"
@@ -136,13 +160,15 @@ class Examples:
     full_lengths: Tensor  # [examples], int64: before truncation
     answers: Tensor | None = None  # [tokens], bool: what is learnt; None: all, or rows have labels
     token_types: Tensor | None = None  # [tokens], uint8; None: the tokenizer makes none
-    targets: Tensor | None = None  # [examples], int64 or float32: labels of rows
+    targets: Tensor | None = None  # [examples], int64 or float32: labels of rows; or of each class
+    token_targets: Tensor | None = None  # [tokens], int32: labels of tokens, or IGNORED
     num_labels: int | None = None  # of rows: how many classes, or 1
     label_names: tuple[str, ...] = ()  # of classes, in the order of their numbers, if texts
     group: int = 1  # examples that come one after the other and are never parted: pairs
     numbers: Mapping[str, Tensor] = field(default_factory=dict)  # [examples], for losses, by name
     records: Sequence[Mapping[str, Any]] = ()  # of the examples, where rewards read them
     columns: Mapping[str, str] = field(default_factory=dict)  # by role
+    unused: tuple[str, ...] = ()  # columns that nothing was made of
     num_records: int = 0
     left_out: Mapping[str, int] = field(default_factory=dict)  # why -> how many
 
@@ -168,22 +194,41 @@ class Examples:
             learnt = int(self.answers.sum() - self.answers[self.offsets[:-1]].sum())
         together = {1: "examples", 2: "pairs"}[self.group]
         share = f", {learnt:,} of them learnt ({learnt / max(1, number):.0%})"
-        share = share if self.targets is None and not self.records else ""
+        labels = (self.targets, self.token_targets)
+        is_text = all(one is None for one in labels) and self.task != "masked"
+        share = share if is_text and not self.records else ""
         truncated = int((self.full_lengths > self.lengths).sum())
         return (
             f"{self.num_groups:,} {together} of {self.num_records:,} records (columns "
-            f"{', '.join(self.columns.values())}){notes and f'; left out: {notes}'}\n"
+            f"{', '.join(self.columns.values())}{self.told_unused()})"
+            f"{notes and f'; left out: {notes}'}\n"
             f"{number:,} tokens{share}\n"
             f"the longest has {int(self.full_lengths.max()):,} tokens; "
             f"{f'{truncated:,}' if truncated else 'none'} truncated"
         )
 
+    def told_unused(self) -> str:
+        """Columns that are not used, after what is; empty if all are."""
+        return f"; not used: {', '.join(map(repr, self.unused))}" if self.unused else ""
+
     def numbered_as(self, names: Sequence[str]) -> Examples:
-        """The same with classes numbered in this order, if these are their names."""
-        if self.targets is None or not self.label_names or set(names) != {*self.label_names}:
+        """The same with classes numbered in this order, if these are all of their names."""
+        if not self.label_names or not {*self.label_names} <= {*names}:
             return self
         numbers = torch.tensor([names.index(name) for name in self.label_names])
-        return replace(self, targets=numbers[self.targets], label_names=tuple(names))
+        named: dict[str, Any] = {"label_names": tuple(names), "num_labels": len(names)}
+        if self.token_targets is not None:
+            there = self.token_targets != IGNORED
+            found = self.token_targets.clone()
+            found[there] = numbers[found[there].long()].int()
+            return replace(self, token_targets=found, **named)
+        targets = self.targets
+        if targets is not None and targets.dim() == 2:
+            given, targets = targets, targets.new_zeros(len(targets), len(names))
+            targets[:, numbers] = given
+        elif targets is not None:
+            targets = numbers[targets]
+        return replace(self, targets=targets, **named)
 
     def with_numbers(self, **numbers: Tensor) -> Examples:
         """The same with more that is known of each example."""
@@ -204,6 +249,7 @@ class Examples:
             answers=None if self.answers is None else self.answers[tokens],
             token_types=None if self.token_types is None else self.token_types[tokens],
             targets=None if self.targets is None else self.targets[indices],
+            token_targets=None if self.token_targets is None else self.token_targets[tokens],
             numbers={name: one[indices] for name, one in self.numbers.items()},
             records=[self.records[index] for index in indices.tolist()] if self.records else (),
             num_records=num_records,
@@ -226,7 +272,8 @@ class Examples:
         """A short text that differs if anything differs that a model is trained on."""
         digest = hashlib.sha256(f"{self.task} {self.num_labels} {self.label_names}".encode())
         parts = (self.ids, self.offsets, self.answers, self.token_types, self.targets)
-        for tensor in (*parts, *self.numbers.values()):
+        more = [] if self.token_targets is None else [self.token_targets]
+        for tensor in (*parts, *more, *self.numbers.values()):
             kind = "none" if tensor is None else f"{tensor.dtype} {tensor.numel()} "
             digest.update(kind.encode())
             if tensor is not None:
@@ -242,7 +289,12 @@ def members(groups: Tensor, size: int) -> Tensor:
 
 
 def make_examples(
-    records: Iterable[Record], *, tokenizer: Any, form: Form, like: Examples | None = None
+    records: Iterable[Record],
+    *,
+    tokenizer: Any,
+    form: Form,
+    like: Examples | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Examples:
     """Tokenize records.
 
@@ -251,16 +303,21 @@ def make_examples(
         tokenizer: one of transformers.
         form: what to make of them.
         like: examples whose classes hold here too: those of training, for data to evaluate on.
+        tell: is told, again and again, how far it is.
 
     Raises:
         DataError: a record is not as expected, with its file and line; or nothing is left.
     """
     encoder: Encoder | None = None
     num_records = 0
+    there: dict[str, None] = {}  # names of columns, in order
     for block in _blocks(records):
         encoder = encoder or _encoder(block[0], tokenizer=tokenizer, form=form, like=like)
         num_records += len(block)
+        for record in block:
+            there.update(dict.fromkeys(record.values))
         encoder.encode(block)
+        tell(f"tokenizing: {num_records:,} records, {len(encoder.ids):,} tokens so far")
     if encoder is None:
         raise DataError("there are no records. Expected at least one.")
     encoder.finish()
@@ -270,6 +327,11 @@ def make_examples(
         raise DataError(f"{what} (columns {', '.join(encoder.columns.values())}).")
     has_labels = "label" in encoder.columns and not encoder.numbers
     targets, classes = encoder.labels.finish() if has_labels else (None, [])
+    of_tokens = None
+    if isinstance(encoder, WordLabels) and targets is not None:
+        of_tokens, targets = encoder.token_targets(targets), None
+    if isinstance(encoder, SeveralLabels) and targets is not None:
+        targets = encoder.matrix(targets, classes)
     answers, types = encoder.answers, encoder.types
     return Examples(
         task=form.task,
@@ -279,12 +341,16 @@ def make_examples(
         answers=torch.frombuffer(answers, dtype=torch.bool) if answers else None,
         token_types=torch.frombuffer(types, dtype=torch.uint8) if types else None,
         targets=targets,
+        token_targets=of_tokens,
         num_labels=max(1, len(classes)) if has_labels else None,
         label_names=tuple(one for one in classes if isinstance(one, str)),
         group=encoder.group,
         numbers={name: torch.tensor(values) for name, values in encoder.numbers.items()},
         records=encoder.records,
         columns=encoder.columns,
+        unused=tuple(one for one in there if one not in encoder.columns.values())
+        if not encoder.records
+        else (),
         num_records=num_records,
         left_out=encoder.left_out,
     )
@@ -311,7 +377,7 @@ def _encoder(first: Record, *, tokenizer: Any, form: Form, like: Examples | None
             stacklevel=3,
         )
     known: Iterable[int | str] = ()
-    if like is not None and form.task == "classification":
+    if like is not None and form.task != "regression":
         known = like.label_names or range(like.num_labels or 0)
     columns, labels = _find_columns(first, form), Labels(form.task, known)
     return ENCODERS[form.task](tokenizer, columns, labels, form.max_length)
@@ -329,7 +395,7 @@ def _find_columns(record: Record, form: Form) -> dict[str, str]:
     """
     named, there = form.columns, record.values
     for role, name in named.items():
-        if role != "input":  # which single records may lack
+        if role not in ("input", "system", "tools"):  # which single records may lack
             record.value(name)
 
     def find(role: str, usual: Sequence[str]) -> str:
@@ -340,17 +406,20 @@ def _find_columns(record: Record, form: Form) -> dict[str, str]:
             raise record.error(f"{what} {listed(usual)}. {advice}, or name another task.")
         return found
 
-    if form.task == "causal":
-        return {"text": find("text", TEXTS)}
+    if form.task in USUAL:
+        return {role: find(role, usual) for role, usual in USUAL[form.task].items()}
     if form.task == "instruct":
+        beside = {role: name for role, name in named.items() if role in BESIDE}
+        if not named:
+            usual = ((role, next((n for n in BESIDE[role] if n in there), "")) for role in BESIDE)
+            beside = {role: name for role, name in usual if name}
         if "messages" in named or (not named and any(name in there for name in MESSAGES)):
-            return {"messages": find("messages", MESSAGES)}
+            return {"messages": find("messages", MESSAGES), **beside}
         prompt = find("prompt", PROMPTS)
         about = named.get("input") or (None if "prompt" in named else INPUTS.get(prompt))
         middle = {"input": about} if about else {}
-        return {"prompt": prompt, **middle, "completion": find("completion", COMPLETIONS)}
-    if form.task == "grpo":
-        return {"prompt": find("prompt", PROMPTS)}
+        completion = find("completion", COMPLETIONS)
+        return {"prompt": prompt, **middle, "completion": completion, **beside}
     if form.task in JUDGED:
         prompt = named.get("prompt") or next((name for name in PROMPTS if name in there), "")
         found = {role: find(role, usual) for role, usual in JUDGED[form.task].items()}

@@ -1,27 +1,31 @@
 """Records of data files, one after the other, each with the place it came from.
 
-What is read here, a line at a time, so that files may be larger than memory:
+What is read here, but for `.json` a line at a time, so that files may be larger than memory:
 
-| file | a record is |
+| file, also with `.gz` | a record is |
 |---|---|
-| `.txt`, `.txt.gz` | a document, in column `text`: up to a blank line; or a line; or the file |
-| `.jsonl`, `.jsonl.gz` | the object in a line; blank lines are passed over |
+| `.txt` | a document, in column `text`: up to a blank line; or a line; or the file |
+| `.jsonl` | the object in a line; blank lines are passed over |
+| `.csv`, `.tsv` | a row; the first one has the names of the columns; what is empty is not there |
+| `.json` | an object of the list that the file is, or has as its only list; or as `.jsonl` |
 
 A folder stands for the files in it, in the order of their names. Everything else is left to the
-`datasets` library, if it is installed: `.parquet`, `.csv`, `.tsv`, `.json`, `.arrow`, and names of
-the Hugging Face Hub: `owner/name`, `owner/name:split`, `owner/name@configuration:split` (the split
-is `train` if none is named).
+`datasets` library, if it is installed: `.parquet`, `.arrow`, and names of the Hugging Face Hub:
+`owner/name`, `owner/name:split`, `owner/name@configuration:split` (the split is `train` if none is
+named).
 
 Every error names the file and the line.
 """
 
 from __future__ import annotations
 
+import csv
 import difflib
 import gzip
 import importlib
 import json
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +91,19 @@ def read_records(
     return (record for name, records in files for record in _filled(name, records))
 
 
+def local_files(sources: Sequence[str]) -> list[Path] | None:
+    """The files that sources stand for, in order; None: some are read by a name of the Hub."""
+    found: list[Path] = []
+    for path in (Path(source).expanduser() for source in sources):
+        if path.is_dir():
+            found += [one for one in sorted(path.iterdir()) if one.is_file() and _kind(one)]
+        elif path.is_file():
+            found.append(path)
+        else:
+            return None
+    return found
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A sentence for an error about an unknown name; empty if nothing is like it."""
     close = difflib.get_close_matches(word, list(known), n=1)
@@ -135,13 +152,12 @@ def _file(path: Path, documents: DocumentsEnd) -> File:
     kind = _kind(path)
     if kind is None:
         raise DataError(f"{path}: unsupported file type. {EXPECTED}")
-    if kind == ".jsonl":
-        return str(path), _objects(path)
     if kind == ".txt":
         return str(path), _documents(path, documents)
-    builder, settings = ("csv", {"sep": "\t"}) if kind == ".tsv" else (kind[1:], {})
-    what, settings = f"{path}: a {kind} file", {"data_files": str(path), **settings}
-    return _left_to_library(str(path), what, builder, split="train", **settings)
+    if kind in READ_HERE:
+        return str(path), READ_HERE[kind](path)
+    what = f"{path}: a {kind} file"
+    return _left_to_library(str(path), what, kind[1:], split="train", data_files=str(path))
 
 
 def _kind(path: Path) -> str | None:
@@ -156,8 +172,8 @@ def _left_to_library(source: str, what: str, *names: str | None, **settings: str
     except ImportError as error:
         raise DataError(
             f"{what} is read by the datasets library, which cannot be imported ({error}). Install "
-            "it with: pip install datasets. Files that end in .txt, .jsonl, .txt.gz or .jsonl.gz "
-            "need nothing."
+            "it with: pip install datasets. Files that end in .txt, .jsonl, .json, .csv or .tsv, "
+            "also with .gz, need nothing."
         ) from error
     load = partial(library.load_dataset, *names, streaming=True, **settings)
     return source, _rows(source, load)
@@ -186,6 +202,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, 1):
+                if number == 1:
+                    _refuse_utf_16(path, line)
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(
@@ -195,6 +213,20 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}, after line {number}: cannot be read: {reason}") from error
+
+
+def _refuse_utf_16(path: Path, beginning: bytes) -> None:
+    """Text of 16 bits a character, as Windows writes it.
+
+    Raises:
+        DataError: a file begins as such a text does.
+    """
+    head = beginning[:64]
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or head.count(0) > len(head) // 4:
+        raise DataError(
+            f"{path}: is UTF-16, expected UTF-8. Convert the file: iconv -f utf-16 -t utf-8 "
+            f"'{path.name}' > 'utf8-{path.name}'"
+        )
 
 
 def _objects(path: Path) -> Iterator[Record]:
@@ -219,6 +251,71 @@ def _objects(path: Path) -> Iterator[Record]:
                 '{"text": "..."}.'
             )
         yield Record(value, f"{path}, line {number}")
+
+
+def _array(path: Path) -> Iterator[Record]:
+    """Objects of a list; or a line each, where the file is no JSON as a whole."""
+    text = "\n".join(line for _, line in _lines(path))
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if text.lstrip().startswith("["):
+            at = f" at line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+            raise DataError(
+                f"{path}: is not JSON{at}: {error}. Expected a list of objects."
+            ) from error
+        yield from _objects(path)
+        return
+    if LONE.search(text):
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            lone = f"\\u{ord(error.object[error.start]):04x}"
+            raise DataError(f"{path}: contains an unpaired surrogate, {lone}.") from error
+    if isinstance(found, dict):
+        lists = [one for one in found.values() if isinstance(one, list) and one]
+        lists = [one for one in lists if all(isinstance(item, dict) for item in one)]
+        found = lists[0] if len(lists) == 1 else [found]
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise DataError(
+            f"{path}: found {shown(found)}. Expected a list of objects, such as "
+            '[{"text": "..."}], or an object with one such list in it.'
+        )
+    for number, value in enumerate(found, 1):
+        yield Record(value, f"{path}, object {number}")
+
+
+def _rows_of_text(path: Path, *, delimiter: str) -> Iterator[Record]:
+    csv.field_size_limit(sys.maxsize)
+    lines = (f"{line}\n" for _, line in _lines(path))
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    names: list[str] = []
+    try:
+        for values in rows:
+            if not names:
+                names = [name.strip() for name in values]
+                if len({*names}) < len(names):
+                    raise DataError(f"{path}, line 1: columns have the same name: {listed(names)}.")
+            elif values:
+                place = f"{path}, line {rows.line_num}"
+                if len(values) != len(names):
+                    raise DataError(
+                        f"{place}: found {len(values)} values, expected {len(names)}: "
+                        f"{listed(names)}. Values with a {'tab' if delimiter != ',' else 'comma'} "
+                        'or a line break in them stand in double quotes: "...".'
+                    )
+                row = zip(names, values, strict=True)
+                yield Record({name: value or None for name, value in row}, place)
+    except csv.Error as error:
+        raise DataError(f"{path}, line {rows.line_num}: {error}. Expected rows of CSV.") from error
+
+
+READ_HERE: Mapping[str, Callable[[Path], Iterator[Record]]] = {
+    ".jsonl": _objects,
+    ".json": _array,
+    ".csv": partial(_rows_of_text, delimiter=","),
+    ".tsv": partial(_rows_of_text, delimiter="\t"),
+}
 
 
 def _documents(path: Path, end: DocumentsEnd) -> Iterator[Record]:

@@ -1,6 +1,7 @@
 """Settings of a training run: one TOML file, flags over it, all checked before anything is loaded.
 
 sections   the sections of the file: pydantic models, every key explained once
+words      what settings are called elsewhere
 reading    files and flags -> settings, and back to TOML
 
 [model]                      run.toml
@@ -22,3 +23,4 @@ from l2l.train.settings.sections import (
     SampleSettings,
     ScheduleSettings,
 )
+from l2l.train.settings.words import answer

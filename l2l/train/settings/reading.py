@@ -8,6 +8,7 @@ where it was set.
 
 from __future__ import annotations
 
+import itertools
 import json
 import textwrap
 import tomllib
@@ -18,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import ValidationError
+from pydantic import PrivateAttr, ValidationError
 from pydantic.config import ExtraValues
 from pydantic_core import ErrorDetails
 
+from l2l.device import num_devices
 from l2l.hugging_face import read_json
 from l2l.train.data import DataError, Form, did_you_mean, read_records
 from l2l.train.settings import sections
@@ -34,11 +36,14 @@ from l2l.train.settings.sections import (
     Section,
     taken_by,
 )
+from l2l.train.settings.words import answer
 
 Table = Mapping[str, Mapping[str, Any]]  # section -> key -> value, as JSON has it
 Where = Callable[[str, str], str]  # section, key -> where it was set, for people
 WARM_UP_SHARE = 0.03
 LENGTH = 1024
+RUN_FILE = "run.toml"  # in a run's folder
+SAME_RUN = {"training": ("steps", "epochs")}  # a run goes on though they have changed
 RUNS = "runs"  # where run folders are if no output folder is named
 HELP_WIDTH = 86
 EXCLUSIVE = {  # section -> two settings, of which each says the same in its own way
@@ -62,7 +67,32 @@ class Flag:
     word: str  # --rows
     section: str
     key: str
-    value: str | bool | list[str]
+    value: Any
+
+    @classmethod
+    def of_text(cls, text: str) -> Self:
+        """What follows `--set`: section.key=value, the value as in a TOML file, or a text.
+
+        Raises:
+            SettingsError: it is something else, or there is no such setting.
+        """
+        name, _, value = text.partition("=")
+        section, _, key = name.strip().partition(".")
+        if key not in SECTIONS.get(section, ()):
+            home = next((one for one, keys in SECTIONS.items() if section in keys), None)
+            near = f" Did you mean {home}.{section}?" if home and not key else ""
+            near = near or answer(key or section, lambda *place: ".".join(place))
+            keys = SECTIONS.get(section)
+            near = near or (did_you_mean(key, keys) if keys else did_you_mean(section, SECTIONS))
+            raise SettingsError(
+                f"--set {text}: there is no setting {name}.{near} Expected section.key=value, such "
+                "as schedule.warm_up_steps=100; --help-settings lists all."
+            )
+        try:
+            found = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            found = value
+        return cls(word=f"--set {name}", section=section, key=key, value=found)
 
 
 class Settings(Section):
@@ -82,6 +112,7 @@ class Settings(Section):
     samples: sections.SampleSettings
     checkpoint: sections.CheckpointSettings
     output: sections.OutputSettings
+    _passed_over: list[tuple[Path, list[str]]] = PrivateAttr(default_factory=list)
 
     @classmethod
     def read(cls, path: Path | None, *, flags: Sequence[Flag] = ()) -> Self:
@@ -90,12 +121,52 @@ class Settings(Section):
         Raises:
             SettingsError: one of them cannot be used, or something that they name is not there.
         """
-        origin = _Origin(f"{path}: " if path else "", flags)
-        found = cls._made(_table(path, flags), origin)
+        origin, table = _Origin(f"{path}: " if path else "", flags), _table(path, flags)
+        is_named = "folder" in table["output"] if isinstance(table["output"], dict) else True
+        found = cls._made(_with_folder(table, path), origin)
+        if not is_named:
+            found = found._beside_others()
         problems = [*found._contradictions(origin.where), *found._not_there(origin.where)]
         if problems:
             raise SettingsError("\n".join(problems))
         return found
+
+    def _beside_others(self) -> Self:
+        """The same, in a folder of its own if the usual one has a run of other settings."""
+        usual, passed_over = self.output.folder, list[tuple[Path, list[str]]]()
+        names = (usual.with_name(f"{usual.name}-{number}") for number in itertools.count(2))
+        for folder in itertools.chain([usual], names):
+            others = self._others(folder / RUN_FILE)
+            if not others:
+                output = self.output.model_copy(update={"folder": folder})
+                found = self.model_copy(update={"output": output})
+                found._passed_over = passed_over
+                return found
+            passed_over.append((folder, others))
+        raise AssertionError
+
+    def _others(self, file: Path) -> list[str]:
+        """What the settings in a run's file say otherwise; none if there is no such file."""
+        try:
+            earlier = tomllib.loads(file.read_text())
+        except (OSError, ValueError):
+            return []
+        own = self.table()
+        places = {(one, other) for one, others in SAME_RUN.items() for other in others}
+        pairs = [pair for pair in self._differing(earlier) if pair not in places]
+        if self.data.packing is None:
+            pairs = [pair for pair in pairs if pair != ("data", "packing")]
+        pairs += [
+            (section, key)
+            for section, key in (("model", "folder"), ("data", "source"))
+            if earlier.get(section, {}).get(key) != own[section][key]
+        ]
+        return [self._told(earlier, *pair) for pair in pairs]
+
+    @property
+    def passed_over(self) -> Sequence[tuple[Path, list[str]]]:
+        """Folders that the run would usually have, with what their runs set otherwise."""
+        return tuple(self._passed_over)
 
     @classmethod
     def of_table(cls, table: Table) -> Self:
@@ -151,14 +222,23 @@ class Settings(Section):
 
     def differences(self, earlier: Table) -> list[str]:
         """What changes the result between the `table` of earlier settings and these, by line."""
-        lines = []
-        for section, values in self.table().items():
-            for name, key in SECTIONS[section].items():
-                pair = earlier.get(section, {}).get(name), values.get(name)
-                if "same_result" not in key and pair[0] != pair[1]:
-                    before, now = ("not set" if one is None else to_toml(one) for one in pair)
-                    lines.append(f"[{section}] {name} was {before} and is {now} from here")
-        return lines
+        return [f"{self._told(earlier, *pair)} from here" for pair in self._differing(earlier)]
+
+    def _differing(self, earlier: Table) -> list[tuple[str, str]]:
+        """Section and key of what changes the result; what is not there has its default."""
+        decides = self.checkpoint.best or self.evaluation.patience is not None
+        return [
+            (section, name)
+            for section, values in self.table().items()
+            for name, key in SECTIONS[section].items()
+            if ("same_result" not in key or (decides and section == "evaluation"))
+            and earlier.get(section, {}).get(name, key["default"]) != values.get(name)
+        ]
+
+    def _told(self, earlier: Table, section: str, name: str) -> str:
+        values = (table.get(section, {}).get(name) for table in (earlier, self.table()))
+        before, now = ("not set" if one is None else to_toml(one) for one in values)
+        return f"[{section}] {name} was {before} and is {now}"
 
     def _contradictions(self, where: Where) -> Iterator[str]:
         """What only shows when settings are seen together."""
@@ -168,7 +248,8 @@ class Settings(Section):
             if None not in (getattr(values, one), getattr(values, other)):
                 yield f"{where(section, one)} and {other} are both set. Set only one of them."
         if data.packing and data.task not in LANGUAGE_TASKS:
-            yield f"{where('data', 'packing')}: {data.task} has one label per row. Set it to false."
+            what = "rows of its own" if data.task == "masked" else "one label per row"
+            yield f"{where('data', 'packing')}: {data.task} has {what}. Set it to false."
         if data.template is not None and data.task not in CHATS:
             yield f"{where('data', 'template')} is set, but {data.task} has no chats to use it for."
         yield from self._not_taken(where)
@@ -176,6 +257,11 @@ class Settings(Section):
         if asked and data.evaluation_source is None and data.hold_out is None:
             yield (
                 f"{where('evaluation', asked[0])} is set, but there is nothing to evaluate on. "
+                "Expected [data] evaluation_source (--evaluation-data FILE) or hold_out too."
+            )
+        if self.checkpoint.best and data.evaluation_source is None and data.hold_out is None:
+            yield (
+                f"{where('checkpoint', 'best')} is set, but there is nothing to evaluate on. "
                 "Expected [data] evaluation_source (--evaluation-data FILE) or hold_out too."
             )
         if self.evaluation.answer_marker is not None and data.task != "instruct":
@@ -293,6 +379,10 @@ def help_text() -> str:
 
 def to_toml(value: Any) -> str:
     """A value as a TOML file has it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {to_toml(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(to_toml, value))}]"
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
@@ -320,6 +410,7 @@ class _Origin:
         if key not in keys:
             home = next((name for name, known in SECTIONS.items() if key in known), None)
             near = f" Did you mean {key} in [{home}]?" if home else did_you_mean(key, keys)
+            near = answer(key, lambda place, name: f"{name} in [{place}]") or near
             what = f"[{section}] has no setting {key}" if rest else f"{key} is no section"
             return f"{self.file}{what}.{near} Expected one of {', '.join(keys)}."
         if not rest:
@@ -354,7 +445,18 @@ def _table(path: Path | None, flags: Sequence[Flag]) -> dict[str, Any]:
             found[flag.section].pop(key, None)
     for flag in flags:
         found[flag.section][flag.key] = _located(flag.key, _parsed(flag), here)
-    _fill(found, folder / RUNS, path.stem if path else "")
+    _fill(found)
+    return table
+
+
+def _with_folder(table: dict[str, Any], path: Path | None) -> dict[str, Any]:
+    """The same with the usual run folder if none is named: called as the file, or what it has."""
+    found = defaultdict(dict, {k: v for k, v in table.items() if isinstance(v, dict)})
+    model, source = found["model"].get("folder"), found["data"].get("source")
+    first = source[0] if isinstance(source, list) and source else source
+    parts = (Path(str(part)).name.partition(".")[0] for part in (model, first))
+    runs = (path.absolute().parent if path else Path.cwd()) / RUNS
+    found["output"].setdefault("folder", str(runs / (path.stem if path else "-".join(parts))))
     return table
 
 
@@ -395,8 +497,8 @@ def _located(key: str, value: Any, folder: Path) -> Any:
     return [str(p) if one and p.exists() else one for one, p in zip(sources, paths, strict=True)]
 
 
-def _fill(found: Mapping[str, dict[str, Any]], runs: Path, name: str) -> None:
-    """Set what follows from other settings; a run without `name` is called for model and data."""
+def _fill(found: Mapping[str, dict[str, Any]]) -> None:
+    """Set what follows from other settings."""
     optimizer, training, output = found["optimizer"], found["training"], found["output"]
     lora = found["lora"]
     if lora.setdefault("enabled", bool(lora)) is True and isinstance(lora.get("rank", 16), int):
@@ -411,16 +513,15 @@ def _fill(found: Mapping[str, dict[str, Any]], runs: Path, name: str) -> None:
         training.setdefault("clip_norm", 0.0)
     if "steps" not in training:
         training.setdefault("epochs", 1.0)
+    if str(training.get("device", "" if num_devices() else "cpu")).startswith("cpu"):
+        training.setdefault("precision", "float32")
     if "warm_up_steps" not in found["schedule"]:
         found["schedule"].setdefault("warm_up_share", WARM_UP_SHARE)
     is_exact = training.get("precision") == "float32" or lora["enabled"]
     output.setdefault("export_dtype", "float32" if is_exact else "bfloat16")
-    folder, source = found["model"].get("folder"), found["data"].get("source")
+    folder = found["model"].get("folder")
     if isinstance(folder, str):
         training.setdefault("length", _length(Path(folder)))
-    first = source[0] if isinstance(source, list) and source else source
-    parts = (Path(str(part)).name.partition(".")[0] for part in (folder, first))
-    output.setdefault("folder", str(runs / (name or "-".join(parts))))
 
 
 def _length(folder: Path) -> int:

@@ -7,6 +7,7 @@ The docstring below a key is its description. Errors, `l2l train --help-settings
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -45,6 +46,20 @@ def _not_empty(path: Any) -> Any:
     return path
 
 
+def _number_or_share(value: float) -> float:
+    if value <= 0 or (value >= 1 and value != int(value)):
+        raise ValueError("expected a number of examples, or a share between 0 and 1")
+    return value
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from error
+    return text
+
+
 Folder = Annotated[Path, BeforeValidator(_not_empty), Field(strict=False)]
 Sources = Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
 Size = Annotated[str, AfterValidator(_size)]
@@ -53,6 +68,7 @@ Positive = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Pair = Annotated[tuple[Amount, ...], Field(min_length=2, max_length=2, strict=False)]
+INVERSE_SQRT_STEPS = 10_000  # what inverse_sqrt counts in without a warm-up, as in transformers
 LEARNING_RATES = {"adamw": 2e-5, "adamw-8bit": 2e-5, "adafactor": 1e-3, "lion": 5e-6, "sgd": 1e-3}
 
 
@@ -72,7 +88,8 @@ class ModelSettings(Section):
     random_init: bool = False
     """Begin with random weights; the folder then needs no weights."""
     allow_missing_weights: bool = False
-    """Begin with random values for weights that the folder lacks, not only for new heads."""
+    """Begin with random values for weights that the folder lacks, or has in another shape, such as
+    a head for other classes; not only for new heads."""
     layer_list: str | None = None
     """Dotted name of the list of layers, for a model that has several."""
 
@@ -81,20 +98,25 @@ class DataSettings(Section):
     """What it is trained on."""
 
     source: Annotated[Sources, SAME_RESULT]
-    """Training data: .txt or .jsonl, also .gz, a folder of such files, or several of all these;
-    other files, and names of the Hub, through the datasets library."""
+    """Training data: .txt, .jsonl, .json, .csv, .tsv, also .gz, a folder of such files, or several
+    of all these; .parquet, .arrow and names of the Hub through the datasets library."""
     evaluation_source: Annotated[Sources | None, SAME_RESULT] = None
     """Data to evaluate on, in the same form."""
-    hold_out: Positive | None = None
-    """Examples of the training data to evaluate on, instead of training on."""
+    hold_out: Annotated[float, AfterValidator(_number_or_share)] | None = None
+    """Examples of the training data to evaluate on, instead of training on; below 1 a share of
+    them, such as 0.05."""
     task: Task = "causal"
-    """causal: texts. instruct: prompts or chats, of which the answers are learnt. classification,
-    regression: texts or pairs of texts with a class or a number. dpo, orpo, simpo, reward: a better
+    """causal: texts. instruct: prompts or chats, of which the answers are learnt. masked: texts, of
+    which hidden tokens are learnt by those around them. classification, multi-label, regression:
+    texts or pairs of texts with a class, a list of classes or a number. token-classification: lists
+    of words and of their classes. dpo, orpo, simpo, reward: a better
     and a worse completion of a prompt; kto: single ones, desirable or not. grpo: prompts, and
     rewards of what the model makes of them."""
     packing: bool | None = None
     """Put several examples into a row; they do not see each other. Default: for language models,
     where the model keeps them apart."""
+    masked_share: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """masked: share of the tokens that are hidden and learnt, at least one of each row."""
     documents: DocumentsEnd = "blank lines"
     """What separates the documents of a .txt file."""
     template: str | None = None
@@ -105,11 +127,11 @@ class ColumnSettings(Section):
     """Names of the data's columns. Default: found by the names that are usual."""
 
     text: str | None = None
-    """Of causal, classification and regression."""
+    """Of texts; the words of token-classification."""
     pair: str | None = None
-    """A second text of classification, regression."""
+    """A second text of classification, multi-label, regression."""
     label: str | None = None
-    """Of classification, regression and kto."""
+    """Of classification, multi-label, token-classification, regression and kto."""
     prompt: str | None = None
     """Of instruct, and before completions."""
     input: str | None = None
@@ -118,6 +140,11 @@ class ColumnSettings(Section):
     """The answer to the prompt."""
     messages: str | None = None
     """A conversation, of instruct."""
+    system: str | None = None
+    """A text that conversations begin with, of instruct. If prompt or messages are named, it is
+    used only if it is named too; so with tools."""
+    tools: str | None = None
+    """Tools that the model may call, of instruct: a list, or its JSON, for the chat template."""
     chosen: str | None = None
     """The better completion, of dpo, orpo, simpo and reward."""
     rejected: str | None = None
@@ -136,7 +163,8 @@ class TrainingSettings(Section):
     length: Annotated[int, Field(ge=2)] = 1024
     """Most tokens of a row. Default: 1024, or what the model is made for if that is less."""
     precision: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """What runs on the device and crosses the link; masters are float32."""
+    """What runs on the device and crosses the link; masters are float32. Default: bfloat16,
+    and on the CPU float32."""
     clip_norm: Amount = 1.0
     """Clip the gradient by its global norm; 0: do not. Adafactor cannot."""
     max_bad_steps: Annotated[Natural, SAME_RESULT] = 10
@@ -256,6 +284,14 @@ class GrpoSettings(Section):
     """By whose standard deviation advantages are divided."""
 
 
+class GroupSettings(Section):
+    """Settings of the optimizer for some parameters."""
+
+    parameters: Annotated[str, AfterValidator(_pattern)]
+    learning_rate: Amount | None = None
+    weight_decay: Amount | None = None
+
+
 class OptimizerSettings(Section):
     """How weights are updated. Every optimizer takes some of these, under torch's names."""
 
@@ -268,6 +304,10 @@ class OptimizerSettings(Section):
     """Default: 0.01 with adamw, else 0."""
     decay_biases_and_norms: bool = False
     """Whether weight decay is for biases and norms too, all that is not a matrix."""
+    groups: Annotated[tuple[GroupSettings, ...], Field(strict=False)] = ()
+    """Other settings for some parameters, the first that is for one: a list of tables such as
+    {parameters = "embed_tokens|lm_head", learning_rate = 1e-6, weight_decay = 0.0}, where
+    parameters is a regular expression that is searched for in their names."""
     betas: Pair | None = None
     """adamw [0.9, 0.999], lion [0.9, 0.99]."""
     eps: Amount | Pair | None = None
@@ -290,39 +330,91 @@ class OptimizerSettings(Section):
             ValueError: they exclude each other.
         """
         taken = taken_by(self.name)
-        own = self.model_dump(exclude_none=True, exclude={"name", "decay_biases_and_norms"})
+        apart = {"name", "decay_biases_and_norms", "groups"}
+        own = self.model_dump(exclude_none=True, exclude=apart)
         for key, value in own.items():
             if key not in taken:
                 raise ValueError(f"{key} is not for {self.name}. Expected {', '.join(taken)}.")
             if isinstance(value, tuple) != isinstance(taken[key], tuple):
                 raise ValueError(f"{key} = {value}. Expected the like of {taken[key]}.")
         groups = None if self.decay_biases_and_norms else without_decay
+        if self.groups:
+            groups = self.group_of
         return OPTIMIZERS[self.name](lr=own.pop("learning_rate"), **own, groups=groups)
+
+    def group_of(self, name: str, parameter: nn.Parameter) -> Mapping[str, Any] | None:
+        """What is otherwise for a parameter; None: nothing."""
+        found = {} if self.decay_biases_and_norms else dict(without_decay(name, parameter) or {})
+        for group in self.groups:
+            if re.search(group.parameters, name):
+                given = {"lr": group.learning_rate, "weight_decay": group.weight_decay}
+                found |= {key: value for key, value in given.items() if value is not None}
+                break
+        return found or None
 
 
 class ScheduleSettings(Section):
     """The learning rate over the run: a pure function of the step."""
 
-    shape: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape of the learning-rate schedule after the warm-up."""
+    shape: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "polynomial",
+        "inverse_sqrt",
+        "cosine_with_restarts",
+        "warmup_stable_decay",
+        "constant_with_warmup",
+        "cosine_with_min_lr",
+    ] = "cosine"
+    """Shape of the learning-rate schedule after the warm-up, by the names of transformers. The last
+    two are constant and cosine, which have a warm-up and a minimum_ratio here."""
     warm_up_steps: Natural | None = None
     """Steps in which it rises evenly to its top, instead of warm_up_share."""
     warm_up_share: Share | None = None
     """Share of the run in which it rises. Default: 0.03."""
     minimum_ratio: Share = 0.0
-    """Share of the top that linear and cosine end with."""
+    """Share of the top that it ends with, but constant and inverse_sqrt."""
+    power: Annotated[float, Field(gt=0)] = 1.0
+    """Of polynomial."""
+    cycles: Positive = 1
+    """Of cosine_with_restarts: how often it begins at its top."""
+    decay_share: Share = 0.1
+    """Of warmup_stable_decay: share of the run in which it falls, at the end."""
+
+    def rise(self, total: int) -> int:
+        """Steps of the warm-up, of so many."""
+        share = round((self.warm_up_share or 0.0) * total)
+        return min(total, share if self.warm_up_steps is None else self.warm_up_steps)
 
     def factor(self, step: int, *, total: int) -> float:
         """What the learning rate is multiplied with in a step; the first is 0."""
-        share = round((self.warm_up_share or 0.0) * total)
-        rise = min(total, share if self.warm_up_steps is None else self.warm_up_steps)
+        rise = self.rise(total)
         if step < rise:
             return (step + 1) / rise
-        if self.shape == "constant":
+        if self.shape.startswith("constant"):
             return 1.0
-        done = min(1.0, (step - rise) / max(1, total - rise))
-        left = 1.0 - done if self.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-        return self.minimum_ratio + (1.0 - self.minimum_ratio) * left
+        if self.shape == "inverse_sqrt":
+            scale = rise or INVERSE_SQRT_STEPS
+            return math.sqrt(scale / (step - rise + scale))
+        begin = rise
+        if self.shape == "warmup_stable_decay":
+            begin = max(rise, total - round(self.decay_share * total))
+        done = min(1.0, max(0, step - begin) / max(1, total - begin))
+        return self.minimum_ratio + (1.0 - self.minimum_ratio) * self._left(done)
+
+    def _left(self, done: float) -> float:
+        """From 1 to 0, when this share of the way down is done."""
+        if self.shape in ("linear", "polynomial"):
+            return float((1.0 - done) ** (self.power if self.shape == "polynomial" else 1.0))
+        if self.shape == "cosine_with_restarts" and done < 1.0:
+            return _half_wave(self.cycles * done % 1.0)
+        return _half_wave(done)
+
+
+def _half_wave(done: float) -> float:
+    """From 1 to 0 as a cosine does."""
+    return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 class MemorySettings(Section):
@@ -355,6 +447,14 @@ class EvaluationSettings(Section):
     """Rows of a batch. Default: as in training."""
     most_batches: Annotated[Positive | None, SAME_RESULT] = None
     """Evaluate only on the first so many batches. Default: on all."""
+    patience: Positive | None = None
+    """End the run after so many evaluations in a row that are no better than the best one."""
+    least_gain: Amount | None = None
+    """By how much an evaluation must be better to count as better. Default: 0."""
+    metric: str | None = None
+    """What better means, for patience and [checkpoint] best, such as loss or f1. Default: accuracy
+    of classification, pearson of regression, reward of grpo, rewards/accuracies of reward, else
+    loss. Of loss and perplexity less is better."""
     answer_marker: Annotated[str | None, SAME_RESULT] = None
     """instruct: also answer the prompts, and count answers that are exactly right after this text,
     such as "####"; "": as a whole."""
@@ -384,8 +484,13 @@ class CheckpointSettings(Section):
 
     every_steps: Annotated[Natural, SAME_RESULT] = 200
     """Steps between checkpoints; 0: only at the end."""
+    every_minutes: Annotated[float | None, Field(gt=0), SAME_RESULT] = None
+    """Also save when so much time has passed since the last checkpoint."""
     keep: Annotated[Positive, SAME_RESULT] = 2
     """Checkpoints that are kept."""
+    best: bool = False
+    """Also save whenever an evaluation is the best so far, keep that, and export its model at the
+    end instead of the last one."""
 
 
 class OutputSettings(Section):
