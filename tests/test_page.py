@@ -416,7 +416,8 @@ def test_a_step_is_drawn_lane_by_lane(tmp_path: Path, prospects: Prospects) -> N
 def test_plan_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "machine.json").write_text(H200.to_json())
     words = ["plan", "tiny", "--rows", "32", "--length", "128", "--device-memory", "2GiB"]
-    words += ["--machine", str(tmp_path / "machine.json"), "--html", str(tmp_path / "plan.html")]
+    words += ["--machine", str(tmp_path / "machine.json"), "--html"]
+    words += [str(tmp_path / "plan.html"), "--json"]
     assert cli.main(words) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["html"] == str(tmp_path / "plan.html")
