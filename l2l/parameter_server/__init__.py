@@ -26,6 +26,8 @@ from l2l.parameter_server.layout import (
     round_up,
     rows_of_slice,
 )
+from l2l.parameter_server.muon import Muon
+from l2l.parameter_server.named import OPTIMIZERS
 from l2l.parameter_server.optimizer import (
     FlatUnit,
     HostOptimizer,
@@ -34,14 +36,25 @@ from l2l.parameter_server.optimizer import (
     Update,
     UpdateOrder,
 )
-from l2l.parameter_server.optimizers import OPTIMIZERS, SGD, AdamW, Lion, RecordGradients
+from l2l.parameter_server.optimizers import (
+    SGD,
+    AdamW,
+    Lion,
+    RecordGradients,
+    ScheduleFreeAdamW,
+)
 from l2l.parameter_server.policy import UpdatePolicy
 from l2l.parameter_server.precision import DTYPES, LossScale, PrecisionPolicy, join_master
 from l2l.parameter_server.snapshot import NUM_WRITERS, Image, Snapshot
 from l2l.parameter_server.state_on_disk import BUFFERS, NUM_BUFFERS, StateOnDisk, block_bytes
 from l2l.parameter_server.store import ParameterServer, check_settings, exchange_averages, values_of
 from l2l.parameter_server.table_rows import TableRows
-from l2l.parameter_server.torch_optimizer import Members, ServerOptimizer, groups_of
+from l2l.parameter_server.torch_optimizer import (
+    GivenOptimizer,
+    Members,
+    ServerOptimizer,
+    groups_of,
+)
 from l2l.parameter_server.unit import (
     Move,
     Unit,

@@ -45,6 +45,22 @@ def rows_of_slice(num_rows: int, num_slices: int) -> int:
     return even if even * (num_slices - 1) < num_rows else size
 
 
+def gathered(sizes: Sequence[int], most: int) -> list[slice]:
+    """Neighbours in groups, at most so many, of which the largest is small."""
+    limit = max([*sizes, -(-sum(sizes) // most)], default=0)
+    while True:
+        groups, room = list[slice](), 0
+        for index, size in enumerate(sizes):
+            if size > room or not groups:
+                groups.append(slice(index, index))
+                room = limit
+            groups[-1] = slice(groups[-1].start, index + 1)
+            room -= size
+        if len(groups) <= most:
+            return groups
+        limit += -(-limit // 8)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
     """One tensor inside a segment."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from l2l.device import Block, Event
 from l2l.distributed import Share, World
 from l2l.model import UnitTensors, format_of, is_held, mean, reason_for, release
-from l2l.parameter_server.eight_bit import cut
+from l2l.parameter_server.eight_bit import cut, num_blocks
 from l2l.parameter_server.forms import UnitForm, state_name, without_memory
 from l2l.parameter_server.host_kernel import HostKernel, PreparedUpdates
 from l2l.parameter_server.host_memory import Arena
@@ -172,7 +173,8 @@ class Unit:
                 weight=weight.view(-1),
                 companion=self._companion(span, weight),
                 gradient=self.held.staging_layout.view(gradient, owner).view(-1),
-                state=cut(self.state, span),
+                state=self.state_of(owner),
+                state_shapes=self._odd_shapes(owner),
                 position=whole.span(owner).start + whole.piece(owner, self.share).start,
                 step=self.steps[owner],
                 settings=order.settings[owner],
@@ -202,25 +204,49 @@ class Unit:
     def part(self, span: slice, gradients: Tensor | None = None) -> FlatUnit:
         """Some elements of a unit that is one row, here on the host; for copies to and fro.
 
-        Without gradients here, of the type in which they cross the link, weights stand for them.
+        Without gradients here, of the type in which they cross the link, nothing stands for them.
         """
         weight = self.held.weight_layout.segment_views(self.weights)[0][span]
         staged = self.held.staging_layout
-        gradient = weight if gradients is None else staged.segment_views(gradients)[0][span]
-        return self._run(span, weight, gradient)
+        if gradients is None:
+            nothing = weight.new_empty(1, dtype=staged.segments[0].dtype)
+            return self._run(span, weight, nothing.expand(weight.shape))
+        return self._run(span, weight, staged.segment_views(gradients)[0][span])
 
     def _run(self, span: slice, weight: Tensor, gradient: Tensor) -> FlatUnit:
         return FlatUnit(
             weight=weight,
             companion=self._companion(span, weight),
             gradient=gradient,
-            state=cut(self.state, span),
+            state=self._state_in(span),
             position=span.start,
         )
 
+    def _state_in(self, span: slice) -> dict[str, Tensor]:
+        """State of elements; where it is kept by parameter, of one that is just these."""
+        if not self.held.state_layouts:
+            return cut(self.state, span)
+        trained = self.held.trained
+        return self.state_of(next(one for one in trained.names if trained.span(one) == span))
+
     def state_of(self, owner: str) -> dict[str, Tensor]:
         """A parameter's state, flat."""
-        return cut(self.state, self.held.trained.span(owner))
+        layouts = self.held.state_layouts
+        if not layouts:
+            return cut(self.state, self.held.trained.span(owner))
+        return {
+            name: layouts[name].view(buffer.view(torch.uint8), owner).view(-1)
+            for name, buffer in self.state.items()
+            if owner in layouts[name].names
+        }
+
+    def _odd_shapes(self, owner: str) -> dict[str, tuple[int, ...]]:
+        """Shapes of a parameter's state that has not an entry for every element, or block."""
+        layouts = self.held.state_layouts.items()
+        found = {name: one.shapes()[owner] for name, one in layouts if owner in one.names}
+        own = self.held.trained.shapes()[owner] if found else ()
+        usual = {False: own, True: (num_blocks(math.prod(own)),)}
+        return {k: shape for k, shape in found.items() if shape != usual[k.endswith("_unit")]}
 
     def shown_state(self, owner: str) -> dict[str, Any]:
         """A parameter's optimizer state as views, torch's names; empty before its first step."""
@@ -231,9 +257,9 @@ class Unit:
             return found if float(found["step"]) else {}
         if not self.steps.get(owner):
             return {}
-        shape = self.weight_of(owner).shape
+        shape, odd = self.weight_of(owner).shape, self._odd_shapes(owner)
         views = {
-            name: flat.view(shape) if flat.numel() == shape.numel() else flat
+            name: flat.view(odd.get(name, shape if flat.numel() == shape.numel() else (-1,)))
             for name, flat in self.state_of(owner).items()
         }
         return {"step": torch.tensor(float(self.steps[owner])), **views}
@@ -359,7 +385,10 @@ def _alike(one: UnitForm, other: UnitForm) -> bool:
             (s.dtype, s.numel, [(f.offset, f.numel) for f in s.fields]) for s in layout.segments
         ]
 
-    layouts = ((one.weight_layout, other.weight_layout), (one.trained, other.trained))
+    layouts = [(one.weight_layout, other.weight_layout), (one.trained, other.trained)]
+    if one.state_layouts.keys() != other.state_layouts.keys():
+        return False
+    layouts += [(own, other.state_layouts[kind]) for kind, own in one.state_layouts.items()]
     return one.kept() == other.kept() and all(places(a) == places(b) for a, b in layouts)
 
 

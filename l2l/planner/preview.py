@@ -32,9 +32,9 @@ from l2l.model import (
 from l2l.model import run_layer as call_layer
 from l2l.parameter_server import (
     NUM_STAGING,
+    GivenOptimizer,
     HostBudget,
     Inventory,
-    Optimizer,
     UnitForm,
     formats_in,
     host_bytes,
@@ -59,7 +59,7 @@ def plan(
     *,
     num_rows: int = 8,
     length: int = 1024,
-    optimizer: Optimizer | torch.optim.Optimizer | None = None,
+    optimizer: GivenOptimizer = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     microbatch_size: int | None = None,
