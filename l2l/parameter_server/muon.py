@@ -31,7 +31,7 @@ from l2l.parameter_server.optimizer import (
     StateKind,
     Update,
 )
-from l2l.parameter_server.optimizers import AdamW
+from l2l.parameter_server.optimizers import SGD, AdamW, Lion
 from l2l.parameter_server.precision import master_of
 
 MAX_STEPS = 100  # of Newton-Schulz
@@ -68,8 +68,8 @@ class Muon(HostOptimizer):
         known = self.adjust_lr_fn in (None, *RATIOS)
         self.check("adjust_lr_fn", f"must be one of {RATIOS}, or None", holds=known)
         self.check("ns_coefficients", "must be three", holds=len(self.ns_coefficients) == 3)
-        is_plain = isinstance(self.others, HostOptimizer) and not self.others.is_by_parameter
-        is_plain = is_plain and self.others.groups is None and not self.others.keeps_means
+        is_plain = isinstance(self.others, AdamW | SGD | Lion)
+        is_plain &= self.others.groups is None and not self.others.keeps_means
         rule = "must be l2l.AdamW, SGD or Lion, without groups= and average= of its own"
         self.check("others", rule, holds=is_plain)
 

@@ -320,12 +320,12 @@ class ScheduleFreeAdamW(HostOptimizer):
     @override
     def on_device(master: Tensor, gradient: Tensor, state: Tensors, numbers: Tensors) -> Tensors:
         mean = torch.where(numbers["first_step"] != 0, master, state["average"])
-        kept = state["exp_avg_sq"] * numbers["keep_second"]
-        second = torch.addcmul(kept, gradient * numbers["blend_second"], gradient)
-        denominator = second.sqrt() / numbers["root_correction"] + numbers["epsilon"]
-        iterate = mean + (master - mean) / numbers["blend_first"]
-        iterate = torch.addcdiv(iterate, gradient * -numbers["rate"], denominator)
+        iterate = torch.addcdiv(mean, master - mean, numbers["blend_first"])
         iterate = torch.addcmul(iterate, master, -numbers["decay"])
+        second = state["exp_avg_sq"] * numbers["keep_second"]
+        second = torch.addcmul(second, gradient * numbers["blend_second"], gradient)
+        denominator = second.sqrt() / numbers["root_correction"] + numbers["epsilon"]
+        iterate = torch.addcdiv(iterate, gradient * -numbers["rate"], denominator)
         later = torch.addcmul(mean, iterate - mean, numbers["keep_first"])
         stepped = torch.addcmul(later, iterate - later, numbers["blend_first"])
         return {"master": stepped, "average": later, "exp_avg_sq": second}

@@ -335,7 +335,7 @@ def groups_of(
     if optimizer is None or isinstance(optimizer, Optimizer):
         description = AdamW() if optimizer is None else optimizer
         return description, make_groups(description, trained, in_layers)
-    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    several: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     for one in several:
         if not isinstance(one, torch.optim.Optimizer):
             raise ValueError(
