@@ -10,9 +10,11 @@ import torch
 from families import FAMILIES
 from reference import split
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import l2l
 from l2l.device import CheckingDevice
+from l2l.planner.hardware import H200
 from l2l.schedule import Lane
 
 FAMILY = FAMILIES["llama_tied"]
@@ -298,3 +300,63 @@ def test_what_does_not_go_with_it_is_refused() -> None:
         both = beside if len(beside) == 2 else [*beside, *beside]
         with pytest.raises(ValueError, match=said):
             inside.engine(model, optimizer=both, **SINGLE)
+
+
+def test_a_plan_lets_the_device_make_all_updates_of_layers(as_h200: None) -> None:
+    settings: dict[str, Any] = {**SINGLE, "microbatch_size": None, "clip_norm": 0.05}
+    model = FAMILY.build()
+    with inside.engine(
+        model, optimizer=MUON, device_memory="512MiB", compile=False, **settings
+    ) as engine:
+        for seed in range(NUM_STEPS):
+            engine.step(FAMILY.batch(4, seed))
+        found = {name: one.clone() for name, one in engine.state_dict().items()}
+        decisions = inside.planning(engine).decisions
+        assert decisions.num_shared + decisions.num_device_states == 3
+        assert "updates of matrices at work" in str(engine.plan)
+    assert difference(found, train(**settings)) <= 1e-2
+    with inside.engine(
+        FAMILY.build(), optimizer=MUON, device_memory="512MiB", autograd=True, **SINGLE
+    ) as engine:
+        engine.evaluate(FAMILY.batch(4))
+        assert inside.planning(engine).decisions.num_shared == 0
+
+
+def test_a_plan_counts_products_and_what_is_lent() -> None:
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        vocab_size=2048,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    ids = torch.zeros(16, 1024, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids}
+
+    def planned(num_steps: int, memory: str, clip_norm: float | None) -> l2l.Plan:
+        return l2l.plan(
+            model,
+            batch,
+            optimizer=l2l.Muon(ns_steps=num_steps),
+            device_memory=memory,
+            clip_norm=clip_norm,
+            hardware=H200,
+        )
+
+    square, wide = 6 * 2048**3, 4 * 2048**2 * 6144 + 2 * 2048**3
+    products = 6 * (4 * square + 3 * wide)  # of one iteration
+    for memory, clip_norm in (("3GiB", 1.0), ("3GiB", None), ("60GiB", 1.0)):
+        none, few, many = (planned(number, memory, clip_norm) for number in (0, 30, 90))
+        longer = (many.predicted_seconds or 0.0) - (few.predicted_seconds or 0.0)
+        assert longer == pytest.approx(60 * products / H200.matrix_rate, rel=0.05)
+        assert (few.predicted_seconds or 0.0) > (none.predicted_seconds or 0.0)
+        lines = {line.purpose: line.nbytes for line in few.ledger}
+        largest = 2048 * 6144
+        assert lines["updates of matrices at work"] > 6 * largest
+        if memory == "3GiB":
+            a_piece = (2 + 2 + 2 + 4) * largest  # weight, remainder, gradient, momentum
+            assert lines["lent optimizer state"] >= 4 * a_piece
+        else:
+            assert "lent optimizer state" not in lines

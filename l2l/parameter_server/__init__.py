@@ -23,12 +23,14 @@ from l2l.parameter_server.layout import (
     ALIGNMENT_BYTES,
     ALIGNMENT_ELEMENTS,
     FlatLayout,
+    gathered,
     round_up,
     rows_of_slice,
 )
 from l2l.parameter_server.muon import Muon
 from l2l.parameter_server.named import OPTIMIZERS
 from l2l.parameter_server.optimizer import (
+    DeviceWork,
     FlatUnit,
     HostOptimizer,
     Optimizer,
