@@ -314,6 +314,9 @@ def test_a_plan_lets_the_device_make_all_updates_of_layers(as_h200: None) -> Non
         decisions = inside.planning(engine).decisions
         assert decisions.num_shared + decisions.num_device_states == 3
         assert "updates of matrices at work" in str(engine.plan)
+        matrices = [one for name, one in model.named_parameters() if is_matrix(name, one)]
+        words = f"21 matrices with {sum(one.numel() for one in matrices):,} parameters, AdamW 2,"
+        assert words in str(engine.plan)
     assert difference(found, train(**settings)) <= 1e-2
     with inside.engine(
         FAMILY.build(), optimizer=MUON, device_memory="512MiB", autograd=True, **SINGLE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,8 +37,10 @@ from l2l.parameter_server import (
     host_bytes,
     load_kernel,
 )
-from l2l.planner import Decisions, KeptPlans, Planning, parse_budget
+from l2l.planner import STATE_ON_HOST, Decisions, KeptPlans, Planning, parse_budget
 from l2l.run import HostRows, Scaler, Stash, Transfer, parse_policy
+
+logger = logging.getLogger("l2l")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +150,8 @@ class Resources:
         """All of them, empty; arguments are the engine's, and are in order."""
         kernel = find_kernel(execution.kernel, inventory.optimizer)
         compiler = execution.compiler(parse_backend(backend, device), device, world)
+        if execution.overrides.keys() >= STATE_ON_HOST.keys():
+            _warn_of_products(inventory, device)
         arena = Arena(device)
         tier = open_tier(disk, inventory, host_budget, arena, execution.overrides)
         server = ParameterServer(
@@ -252,6 +257,17 @@ def refuse_loop(*, loss: object, optimizer: object, disk: object, world: World) 
     for problem, is_there in problems.items():
         if is_there:
             raise ValueError(f"autograd=True cannot be combined with this: {problem}")
+
+
+def _warn_of_products(inventory: Inventory, device: Device) -> None:
+    """Say that the host makes updates that are slow there, though there is an accelerator."""
+    products = any(form.device_work.matrix_flops for form in inventory.forms)
+    if products and device.torch_device.type != "cpu":
+        logger.warning(
+            "%s multiplies matrices, and here the host makes all updates, which is slow: several "
+            "ranks train together, layers may be left out, or a loop of your own runs.",
+            inventory.optimizer.name,
+        )
 
 
 def expect(name: str, value: object, *known: object) -> None:

@@ -27,7 +27,7 @@ from l2l.parameter_server.layout import (
     round_up,
     rows_of_slice,
 )
-from l2l.parameter_server.muon import Muon
+from l2l.parameter_server.muon import Muon, divided
 from l2l.parameter_server.named import OPTIMIZERS
 from l2l.parameter_server.optimizer import (
     DeviceWork,

@@ -12,7 +12,7 @@ their updates are done there, with state that is lent, matrix by matrix (`Muon.r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
@@ -22,11 +22,13 @@ from typing_extensions import override
 
 from l2l.parameter_server.device_update import PIECE, store_if
 from l2l.parameter_server.eight_bit import cuts
+from l2l.parameter_server.forms import UnitForm
 from l2l.parameter_server.optimizer import (
     NUMBERS,
     DeviceWork,
     FlatUnit,
     HostOptimizer,
+    Optimizer,
     Settings,
     StateKind,
     Update,
@@ -186,6 +188,21 @@ class Muon(HostOptimizer):
             master = master_of(part.weight, part.companion) * named["decay"]
             step = direction[span].to(torch.float32)
             store_if(counts, torch.addcmul(master, step, -rate), part)
+
+
+def divided(
+    optimizer: Optimizer,
+    settings: Mapping[str, Settings],
+    forms: Iterable[UnitForm],
+) -> tuple[tuple[str, str], ...]:
+    """A line for a plan: which parameters are updated how; nothing if that is not divided."""
+    if not isinstance(optimizer, Muon):
+        return ()
+    shapes = {owner: shape for form in forms for owner, shape in form.trained.shapes().items()}
+    own = [math.prod(shapes[name]) for name, one in settings.items() if one["use_muon"]]
+    rest = sum(map(math.prod, shapes.values())) - sum(own)
+    words = f"{len(own):,} matrices with {sum(own):,} parameters, {optimizer.others.name} {rest:,}"
+    return (("muon", words),)
 
 
 def orthogonal(matrix: Tensor, settings: Settings) -> Tensor:

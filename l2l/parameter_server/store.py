@@ -24,6 +24,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -42,8 +43,6 @@ from l2l.parameter_server.unit import Move, Unit, exchange, nothing_like, rearra
 from l2l.parameter_server.waiting import WaitingUpdate
 
 logger = logging.getLogger("l2l")
-
-MAX_PREPARED = 64  # ways to update a unit that are remembered
 
 
 @final
@@ -283,7 +282,19 @@ class ParameterServer:
             if owner in order.received
         }
         slow = [owner for owner, kind in kinds.items() if kind is None]
-        change = self._update_natively(unit, kinds, gradient, order, ranges or {}, half)
+        change = 0.0
+        if self._kernel is not None and len(slow) < len(kinds):
+            num_threads = working_threads()
+            if self.snapshot is not None:  # its writers need cores, and would take them anyway
+                num_threads = max(1, num_threads - WRITING_CORES)
+            made = partial(PreparedUpdates, self._kernel, optimizer)
+            prepared, owners = unit.prepared_for(kinds, made, gradient, order, half, self.seed)
+            numbers = [
+                optimizer.numbers(order.settings[owner], unit.steps[owner], order.factor, self.seed)
+                for owner in owners
+            ]
+            own = [None if ranges is None else ranges.get(owner) for owner in owners]
+            change = prepared.perform(numbers, ranges=own, num_threads=num_threads)
         for update in unit.updates(slow, gradient, order, half=half, seed=self.seed):
             chosen = None if ranges is None else ranges.get(update.name)
             if chosen is not None and optimizer.needs_whole(update.settings):
@@ -293,37 +304,6 @@ class ParameterServer:
             change += optimizer.readable(replace(update, ranges=chosen))
         if order.changes is not None:
             order.changes[name] = order.changes.get(name, 0.0) + change
-
-    def _update_natively(
-        self,
-        unit: Unit,
-        kinds: Mapping[str, int | None],
-        gradient: Tensor,
-        order: UpdateOrder,
-        ranges: Mapping[str, Tensor],
-        half: Half | None,
-    ) -> float:
-        """The updates of parameters that the native kernel has; how much they change."""
-        owners, optimizer = [o for o, kind in kinds.items() if kind is not None], self.optimizer
-        if not owners:
-            return 0.0
-        assert self._kernel is not None
-        assert isinstance(optimizer, HostOptimizer)
-        key = (half, *kinds.items(), gradient.data_ptr(), *unit.addresses())
-        if key not in unit.prepared:
-            kept = unit.prepared if len(unit.prepared) < MAX_PREPARED else {}
-            updates = unit.updates(owners, gradient, order, half=half, seed=self.seed)
-            made = PreparedUpdates(self._kernel, optimizer, list(updates))
-            unit.prepared = {**kept, key: made}
-        numbers = [
-            optimizer.numbers(order.settings[owner], unit.steps[owner], order.factor, self.seed)
-            for owner in owners
-        ]
-        num_threads = working_threads()
-        if self.snapshot is not None:  # its writers need cores, and would take them anyway
-            num_threads = max(1, num_threads - WRITING_CORES)
-        own = [ranges.get(owner) for owner in owners]
-        return unit.prepared[key].perform(numbers, ranges=own, num_threads=num_threads)
 
     def register(self, name: str, device: Device) -> None:
         """Let the device copy from and to a unit's companion and state without the host."""

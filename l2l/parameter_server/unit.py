@@ -22,6 +22,8 @@ from l2l.parameter_server.layout import ALIGNMENT_BYTES, FlatLayout, round_up
 from l2l.parameter_server.optimizer import FlatUnit, Half, Update, UpdateOrder
 from l2l.parameter_server.precision import COMPANION, master_of, store_master
 
+MAX_PREPARED = 64  # ways to update a unit that are remembered
+
 
 @dataclass(slots=True, kw_only=True)
 class Unit:
@@ -37,7 +39,7 @@ class Unit:
     block: Block | None = None  # of companion and state on disk: see state_on_disk.py
     is_changed: bool = False  # whether these are at hand, and not on disk as they are here
     pending: Event | None = None
-    prepared: dict[Any, PreparedUpdates] = field(default_factory=dict)  # see `addresses`
+    prepared: dict[Any, PreparedUpdates] = field(default_factory=dict)  # see `prepared_for`
 
     @classmethod
     def empty(cls, form: UnitForm, share: Share, take: Callable[..., Tensor]) -> Unit:
@@ -66,10 +68,6 @@ class Unit:
     def let_go(self) -> None:
         """Hold no memory any more, whoever holds the unit."""
         self.weights, self.companion, self.state = self.weights.new_empty(0), None, {}
-
-    def addresses(self) -> tuple[int, ...]:
-        """Where the unit's memory lies: what was prepared for other memory is of no use."""
-        return tuple(one.data_ptr() for one in (self.weights, *self.kept().values()))
 
     def weight_of(self, owner: str) -> Tensor:
         """A parameter's link weight, shaped; of a share, the piece that is here."""
@@ -182,6 +180,34 @@ class Unit:
                 seed=seed,
                 half=half,
             )
+
+    def prepared_for(
+        self,
+        kinds: Mapping[str, int | None],
+        make: Callable[[Sequence[Update]], PreparedUpdates],
+        gradient: Tensor,
+        order: UpdateOrder,
+        half: Half | None,
+        seed: int,
+    ) -> tuple[PreparedUpdates, list[str]]:
+        """Updates in the native kernel, made before or now, and of which parameters they are.
+
+        Args:
+            kinds: which update of the kernel that of a parameter is, if any.
+            make: prepares updates.
+            gradient: staging bytes.
+            order: the numbers of the step.
+            half: what alone is to change.
+            seed: of rounding.
+        """
+        owners = [owner for owner, kind in kinds.items() if kind is not None]
+        addresses = (one.data_ptr() for one in (gradient, self.weights, *self.kept().values()))
+        key = (half, *kinds.items(), *addresses)  # what was made for other memory is of no use
+        if key not in self.prepared:
+            kept = self.prepared if len(self.prepared) < MAX_PREPARED else {}
+            updates = self.updates(owners, gradient, order, half=half, seed=seed)
+            self.prepared = {**kept, key: make(list(updates))}
+        return self.prepared[key], owners
 
     def flat(self, owners: tuple[str, ...], *, weights: Tensor, gradients: Tensor) -> FlatUnit:
         """Parameters that lie in one row, from the first to the last, with state on the device.

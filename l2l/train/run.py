@@ -367,7 +367,8 @@ class Training:
                 say(f"stopped after {step}. Go on with: l2l train {folder.root}")
             elif output.export:
                 tokenizer = prepared.tokenizer
-                engine.export(folder.model, dtype=output.export_dtype, tokenizer=tokenizer)
+                with prepared.result_of(engine):
+                    engine.export(folder.model, dtype=output.export_dtype, tokenizer=tokenizer)
                 progress.note(EXPORT, engine.step_number, folder=folder.model.name)
                 say(f"the trained model is in {folder.model}")
             return is_finished

@@ -46,6 +46,9 @@ class Steps:
 
     def __post_init__(self) -> None:
         self.has_stepped = False
+        top = self.prepared.settings.optimizer.learning_rate
+        groups = self.engine.optimizer.param_groups
+        self._shares = [group["lr"] / top if top else 1.0 for group in groups]  # of that rate
         self._is_stopped = False  # what the ranks have agreed on
         self._saved_step = self.engine.step_number  # it has a checkpoint
         self._saving: Saving | None = None
@@ -69,8 +72,8 @@ class Steps:
         written = engine.disk_written_bytes
         while step < prepared.num_steps and not self._must_stop():
             rate = self._learning_rate(step)
-            for group in engine.optimizer.param_groups:
-                group["lr"] = rate
+            for group, share in zip(engine.optimizer.param_groups, self._shares, strict=True):
+                group["lr"] = share * rate
             report = engine.step(objective.batch(step, prepared.batches, engine))
             step, self.has_stepped = step + 1, True
             if step == first + 1 and prepared.num_saves_from(step) > 1:
@@ -119,17 +122,18 @@ class Steps:
         began = time.perf_counter()
         settings, batches = self.prepared.settings, self.prepared.evaluation_batches.in_order()
         chosen = itertools.islice(batches, settings.evaluation.most_batches)
-        found = evaluate(self.engine, chosen, objective=self.objective, stops=self._must_stop)
         marker = settings.evaluation.answer_marker
-        if found is not None and marker is not None:
-            assert self.prepared.held_out is not None
-            found["exact_match"] = exact_match(
-                self.engine,
-                self.prepared.speaker,
-                self.prepared.held_out,
-                marker,
-                max_new_tokens=settings.evaluation.max_new_tokens or MAX_ANSWER,
-            )
+        with self.prepared.result_of(self.engine):
+            found = evaluate(self.engine, chosen, objective=self.objective, stops=self._must_stop)
+            if found is not None and marker is not None:
+                assert self.prepared.held_out is not None
+                found["exact_match"] = exact_match(
+                    self.engine,
+                    self.prepared.speaker,
+                    self.prepared.held_out,
+                    marker,
+                    max_new_tokens=settings.evaluation.max_new_tokens or MAX_ANSWER,
+                )
         if found is not None:
             self.progress.evaluated(step, found, seconds=time.perf_counter() - began)
 
@@ -137,7 +141,9 @@ class Steps:
         """Let the model say something after a step, if it is time and it did not."""
         if self.samples.is_due_after(step, num_steps=self.prepared.num_steps):
             self.progress.catch_up()
-            for one in self.samples.draw(self.engine, step):
+            with self.prepared.result_of(self.engine):
+                drawn = self.samples.draw(self.engine, step)
+            for one in drawn:
                 say = self.progress.display.say
                 say(f"sample after step {step}: {one['prompt']!r} -> {one['completion']!r}")
             self.progress.lap()

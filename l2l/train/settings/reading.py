@@ -184,6 +184,12 @@ class Settings(Section):
             yield f"{where('training', 'clip_norm')}: adafactor updates layer by layer. Expected 0."
         if optimizer.name == "adafactor" and training.precision == "float16":
             yield f"{where('training', 'precision')}: adafactor takes bfloat16 or float32 only."
+        rises = self.schedule.warm_up_steps or self.schedule.warm_up_share
+        if optimizer.name == "schedule-free" and (self.schedule.shape != "constant" or rises):
+            yield (
+                f"{where('schedule', 'shape')}: schedule-free takes no schedule. Expected constant "
+                "and no warm-up; its own is [optimizer] warmup_steps."
+            )
         checks = {("optimizer", "name"): optimizer.make, ("data", "task"): self.form}
         for place, check in checks.items():
             try:
@@ -406,6 +412,11 @@ def _fill(found: Mapping[str, dict[str, Any]], runs: Path, name: str) -> None:
     if found["samples"]:
         found["samples"].setdefault("chat", found["data"].get("task") == "instruct")
     kind = str(optimizer.setdefault("name", "adamw"))
+    if kind == "muon" and "learning_rate" in optimizer:
+        optimizer.setdefault("others_learning_rate", optimizer["learning_rate"])
+    if kind == "schedule-free":
+        found["schedule"].setdefault("shape", "constant")
+        found["schedule"].setdefault("warm_up_steps", 0)
     optimizer.update({**(taken_by(kind) if kind in LEARNING_RATES else {}), **optimizer})
     if kind == "adafactor":
         training.setdefault("clip_norm", 0.0)
