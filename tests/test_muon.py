@@ -1,5 +1,6 @@
 """Muon on the matrices of layers, AdamW on the rest: against torch's own, on host and device."""
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,23 @@ def test_adapters_beside_a_frozen_base() -> None:
     trained = [name for name, one in expected.named_parameters() if one.requires_grad]
     assert len(trained) == len(matrices) == 12
     assert difference(model.state_dict(), expected.state_dict()) <= 1e-5
+
+
+def test_layers_that_come_join_the_groups_that_take_them() -> None:
+    model = FAMILY.build()
+    with inside.engine(model, optimizer=MUON, **SINGLE) as engine:
+        engine.step(FAMILY.batch(4))
+        engine.layers.insert(1, copy.deepcopy(FAMILY.build().model.layers[0]))
+        engine.layers.insert(0, copy_of=2, moments="copied")
+        for seed in range(2):
+            engine.step(FAMILY.batch(4, seed))
+        for group in engine.optimizer.param_groups:
+            names = {n for n, one in model.named_parameters() for p in group["params"] if p is one}
+            assert names
+            matrices = {name for name in names if is_matrix(name, model.get_parameter(name))}
+            assert matrices == (names if group["use_muon"] else set())
+        units = inside.server(engine).units
+        assert [max(units[f"L{i}"].steps.values()) for i in range(5)] == [3, 3, 2, 3, 3]
 
 
 def test_a_running_mean_and_eight_bit_moments_of_the_rest() -> None:

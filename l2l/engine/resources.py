@@ -150,8 +150,9 @@ class Resources:
         """All of them, empty; arguments are the engine's, and are in order."""
         kernel = find_kernel(execution.kernel, inventory.optimizer)
         compiler = execution.compiler(parse_backend(backend, device), device, world)
-        if execution.overrides.keys() >= STATE_ON_HOST.keys():
-            _warn_of_products(inventory, device)
+        if any(form.device_work.matrix_flops for form in inventory.forms):
+            device.long_lines.add("update")
+            _warn_of_products(inventory.optimizer, device, execution)
         arena = Arena(device)
         tier = open_tier(disk, inventory, host_budget, arena, execution.overrides)
         server = ParameterServer(
@@ -259,14 +260,14 @@ def refuse_loop(*, loss: object, optimizer: object, disk: object, world: World) 
             raise ValueError(f"autograd=True cannot be combined with this: {problem}")
 
 
-def _warn_of_products(inventory: Inventory, device: Device) -> None:
+def _warn_of_products(optimizer: Optimizer, device: Device, execution: Execution) -> None:
     """Say that the host makes updates that are slow there, though there is an accelerator."""
-    products = any(form.device_work.matrix_flops for form in inventory.forms)
-    if products and device.torch_device.type != "cpu":
+    on_host = execution.overrides.keys() >= STATE_ON_HOST.keys()
+    if on_host and device.torch_device.type != "cpu":
         logger.warning(
             "%s multiplies matrices, and here the host makes all updates, which is slow: several "
             "ranks train together, layers may be left out, or a loop of your own runs.",
-            inventory.optimizer.name,
+            optimizer.name,
         )
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from l2l.parameter_server.device_update import PIECE, store_if
+from l2l.parameter_server.device_update import store_if
 from l2l.parameter_server.eight_bit import cuts
 from l2l.parameter_server.forms import UnitForm
 from l2l.parameter_server.optimizer import (
@@ -37,7 +37,8 @@ from l2l.parameter_server.optimizers import SGD, AdamW, Lion
 from l2l.parameter_server.precision import master_of
 
 MAX_STEPS = 100  # of Newton-Schulz
-PIECE_BYTES = 24  # on the device, for each element of a piece that is worked on
+PIECE = 1 << 23  # elements of a matrix worked on at once on the device
+PIECE_BYTES = 24  # for each of them
 RATIOS = ("original", "match_rms_adamw")
 
 
@@ -149,6 +150,8 @@ class Muon(HostOptimizer):
     def device_work(self, settings: Settings, shape: tuple[int, ...]) -> DeviceWork:
         if not settings["use_muon"]:
             return DeviceWork()
+        if len(shape) != 2:
+            raise ValueError(f"Muon updates matrices, found a parameter of shape {shape}.")
         short, long = sorted(shape)
         products = 4.0 * short * short * long + 2.0 * short**3  # of one iteration
         # The matrix before and after an iteration and as it was, and what lies between, in 16 bits.

@@ -223,7 +223,8 @@ class ServerOptimizer(torch.optim.Optimizer):
 
         Args:
             model: with its new layers.
-            like: for parameters that are in no group, one whose group they join; None: the first.
+            like: for parameters that are in no group, one whose group they join; None: the first
+                that takes them.
 
         Raises:
             ValueError: nothing would be trained.
@@ -234,10 +235,17 @@ class ServerOptimizer(torch.optim.Optimizer):
         for parameter in names:
             if parameter.requires_grad and (parameter in group_of or parameter in like):
                 other = parameter if parameter in group_of else like[parameter]
-                groups[group_of.get(other, 0) if other is not None else 0].append(parameter)
+                own = None if other is None else group_of.get(other)
+                groups[self._group_for(parameter) if own is None else own].append(parameter)
         if not any(groups):
             raise ValueError("no parameter of the model would be trained any more.")
         return Members(groups=groups, names=names)
+
+    def _group_for(self, parameter: nn.Parameter) -> int:
+        """The group that a parameter joins which is like no other: the first that takes it."""
+        kinds = [group.get("use_muon") for group in self.param_groups]
+        is_matrix = parameter.dim() == 2
+        return next((i for i, kind in enumerate(kinds) if kind in (None, is_matrix)), 0)
 
     def regroup(self, members: Members) -> None:
         """Take over the groups of a model whose layers have changed."""
