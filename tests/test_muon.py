@@ -272,6 +272,7 @@ def test_layers_that_come_join_the_groups_that_take_them() -> None:
             assert names
             matrices = {name for name in names if is_matrix(name, model.get_parameter(name))}
             assert matrices == (names if group["use_muon"] else set())
+        inside.server(engine).settle_all()
         units = inside.server(engine).units
         assert [max(units[f"L{i}"].steps.values()) for i in range(5)] == [3, 3, 2, 3, 3]
 
