@@ -1,5 +1,6 @@
 """AdamW without a schedule of rates, against the equations of "The Road Less Scheduled"."""
 
+import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class Equations:
             y.copy_((1 - beta1) * self.z[name] + beta1 * self.x[name])
 
 
+@functools.cache
 def plain(
     optimizer: Any = OPTIMIZER, num_steps: int = NUM_STEPS, clip_norm: float | None = None
 ) -> tuple[Weights, Weights]:
@@ -126,7 +128,9 @@ def test_the_share_of_a_step_is_that_of_its_squared_rate(warmup: int) -> None:
         assert l2l.ScheduleFreeAdamW.share(step, warmup) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("link", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "link", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.thorough)]
+)
 def test_the_means_are_evaluated_and_exported_and_leave_no_trace(link: str, tmp_path: Path) -> None:
     settings = {**SINGLE, "optimizer": OPTIMIZER, "precision": link}
     batch = FAMILY.batch(4, 9)

@@ -150,15 +150,18 @@ class Resources:
         """All of them, empty; arguments are the engine's, and are in order."""
         kernel = find_kernel(execution.kernel, inventory.optimizer)
         compiler = execution.compiler(parse_backend(backend, device), device, world)
+        of_server = kernel
         if any(form.device_work.matrix_flops for form in inventory.forms):
             device.long_lines.add("update")
             _warn_of_products(inventory.optimizer, device, execution)
+            # Products in 16 bits make much of a last bit, and on the CPU they take the time anyway.
+            of_server = None if device.torch_device.type == "cpu" else kernel
         arena = Arena(device)
         tier = open_tier(disk, inventory, host_budget, arena, execution.overrides)
         server = ParameterServer(
             arena=arena,
             optimizer=inventory.optimizer,
-            kernel=kernel,
+            kernel=of_server,
             seed=seed,
             world=world,
             disk=tier.state,

@@ -139,7 +139,7 @@ class UnitForm:
         These are cut at blocks, or between parameters where state is kept by these.
         """
         if self.state_layouts:
-            spans = [self.trained.span(owner) for owner in self.trained.names]
+            spans = [self.trained.span(owner) for owner in self.trained.by_start.values()]
             groups = gathered([span.stop - span.start for span in spans], num_pieces)
             return tuple(spans[groups[number]]) if number < len(groups) else ()
         total = self.trained.padded_numel

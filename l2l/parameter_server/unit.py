@@ -252,8 +252,9 @@ class Unit:
         """State of elements; where it is kept by parameter, of one that is just these."""
         if not self.held.state_layouts:
             return cut(self.state, span)
-        trained = self.held.trained
-        return self.state_of(next(one for one in trained.names if trained.span(one) == span))
+        if span.start == span.stop:
+            return {}
+        return self.state_of(self.held.trained.by_start[span.start])
 
     def state_of(self, owner: str) -> dict[str, Tensor]:
         """A parameter's state, flat."""
@@ -263,16 +264,19 @@ class Unit:
         return {
             name: layouts[name].view(buffer.view(torch.uint8), owner).view(-1)
             for name, buffer in self.state.items()
-            if owner in layouts[name].names
+            if layouts[name].shape_of(owner) is not None
         }
 
     def _odd_shapes(self, owner: str) -> dict[str, tuple[int, ...]]:
         """Shapes of a parameter's state that has not an entry for every element, or block."""
-        layouts = self.held.state_layouts.items()
-        found = {name: one.shapes()[owner] for name, one in layouts if owner in one.names}
-        own = self.held.trained.shapes()[owner] if found else ()
+        own = self.held.trained.shape_of(owner) or ()
         usual = {False: own, True: (num_blocks(math.prod(own)),)}
-        return {k: shape for k, shape in found.items() if shape != usual[k.endswith("_unit")]}
+        found = {name: one.shape_of(owner) for name, one in self.held.state_layouts.items()}
+        return {
+            name: shape
+            for name, shape in found.items()
+            if shape is not None and shape != usual[name.endswith("_unit")]
+        }
 
     def shown_state(self, owner: str) -> dict[str, Any]:
         """A parameter's optimizer state as views, torch's names; empty before its first step."""

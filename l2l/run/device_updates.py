@@ -146,14 +146,17 @@ class DeviceUpdates:
         if unit in step.finite:  # nobody has looked at the gradient yet
             numbers = numbers.clone()
             numbers[:, device_update.APPLY] *= step.finite[unit]
-        spans, trained = self._piece(step, action), self._server.units[unit].form.trained
-        runs = self._runs(waiting.step, unit)
+        spans, form = self._piece(step, action), self._server.units[unit].form
+        runs, trained = self._runs(waiting.step, unit), form.trained
+        if form.state_layouts:  # each of these is one parameter
+            own = {trained.by_start[span.start] for span in spans}
+            runs = [run for run in runs if run[1][0] in own]
         lent = self._transfer.lent(unit, spans, place, waiting.gradient)
-        for (row, owners), (span, own) in product(runs, zip(spans, lent, strict=True)):
+        for (row, owners), (span, one) in product(runs, zip(spans, lent, strict=True)):
             first, last = (trained.span(owner) for owner in (owners[0], owners[-1]))
             start, end = max(first.start, span.start), min(last.stop, span.stop)
             if start < end:
-                part = own.cut(start - span.start, end - span.start)
+                part = one.cut(start - span.start, end - span.start)
                 self._update(waiting.step, unit, owners[0], part, numbers[row])
 
     def fetch_state(self, step: Step, action: Action) -> None:
@@ -215,6 +218,8 @@ class DeviceUpdates:
         optimizer, settings = self._server.optimizer, step.settings
         assert isinstance(optimizer, HostOptimizer)
         assert settings is not None
+        if not part.weight.numel():
+            return
         one = optimizer.one_for(settings[owner])
         if isinstance(one, Muon):
             shape = self._server.units[name].form.trained.shapes()[owner]
