@@ -142,15 +142,10 @@ def test_torchs_own_are_taken_over(caplog: pytest.LogCaptureFixture) -> None:
         ("lent in one", 0.05),
         ("tail", None),
         ("all", 0.05),
-        *(
-            pytest.param(*one, marks=pytest.mark.thorough)
-            for one in (
-                ("lent in one", None),
-                ("lent in many", 0.05),
-                ("tail", 0.05),
-                ("all", None),
-            )
-        ),
+        pytest.param("lent in one", None, marks=pytest.mark.thorough),
+        pytest.param("lent in many", 0.05, marks=pytest.mark.thorough),
+        pytest.param("tail", 0.05, marks=pytest.mark.thorough),
+        pytest.param("all", None, marks=pytest.mark.thorough),
     ],
 )
 def test_the_device_updates_as_the_host_does(name: str, clip_norm: float | None) -> None:
