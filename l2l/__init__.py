@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from l2l.parameter_server import Adafactor as Adafactor
     from l2l.parameter_server import AdamW as AdamW
     from l2l.parameter_server import Lion as Lion
+    from l2l.parameter_server import Muon as Muon
     from l2l.parameter_server import RecordGradients as RecordGradients
+    from l2l.parameter_server import ScheduleFreeAdamW as ScheduleFreeAdamW
     from l2l.planner import Plan as Plan
     from l2l.planner import plan as plan
     from l2l.run import StepReport as StepReport
@@ -43,11 +45,13 @@ __all__ = [
     "Engine",
     "Execution",
     "Lion",
+    "Muon",
     "Plan",
     "ProgressiveLayerDropping",
     "RandomInit",
     "RecordGradients",
     "SampledArchitecture",
+    "ScheduleFreeAdamW",
     "StepReport",
     "StochasticDepth",
     "TokenLoss",
@@ -70,7 +74,9 @@ _HOMES = {
     "Adafactor": "parameter_server",
     "AdamW": "parameter_server",
     "Lion": "parameter_server",
+    "Muon": "parameter_server",
     "RecordGradients": "parameter_server",
+    "ScheduleFreeAdamW": "parameter_server",
     "Plan": "planner",
     "plan": "planner",
     "StepReport": "run",

@@ -146,6 +146,11 @@ KINDS: dict[str, Kind] = {
         kinds={"update U device", "drain U free"},
     ),
     "Lion": Kind({"optimizer": l2l.Lion(lr=1e-3), "precision": "bfloat16"}),
+    "Muon": Kind(
+        {**CLIP, "optimizer": l2l.Muon(lr=1e-2), "overrides": {"num_shared": 2, "num_pieces": 2}},
+        kinds={"update U:p device late", "update U host late"},
+        alike=False,
+    ),
     "SGD": Kind({"optimizer": l2l.SGD(lr=0.1, momentum=0.9)}),
     "SGD without momentum": Kind({"optimizer": l2l.SGD(lr=0.1), **CLIP}),
     "lookups": Kind({**CLIP, "embedding": "host"}, kinds={"update U:m host late", "collect U m"}),

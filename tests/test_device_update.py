@@ -14,7 +14,13 @@ from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.device_update import NUM_NUMBERS
 from l2l.parameter_server.eight_bit import encode, encoded, num_blocks, rounding_seed
 from l2l.parameter_server.optimizer import NUMBERS, FlatUnit, HostOptimizer, Update
-from l2l.parameter_server.optimizers import SGD, AdamW, Lion, RecordGradients
+from l2l.parameter_server.optimizers import (
+    SGD,
+    AdamW,
+    Lion,
+    RecordGradients,
+    ScheduleFreeAdamW,
+)
 from l2l.parameter_server.precision import join_master, split_master
 
 EIGHT_BIT = AdamW(lr=1e-2, weight_decay=0.1, moments="8bit")
@@ -26,6 +32,7 @@ EXACT = {
     "momentum": SGD(lr=1e-2, momentum=0.9, dampening=0.2),
     "nesterov": SGD(lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
     "lion": Lion(lr=1e-3, weight_decay=0.1),
+    "schedule-free": ScheduleFreeAdamW(lr=1e-2, weight_decay=0.1, warmup_steps=3),
 }
 ALL = {**EXACT, "eight_bit": EIGHT_BIT}
 FORMS = [torch.float32, torch.bfloat16, torch.float16]

@@ -159,6 +159,7 @@ OPTIMIZERS = {
     "sgd": l2l.SGD(lr=0.1, weight_decay=0.1),
     "momentum sgd": l2l.SGD(lr=0.1, weight_decay=0.1, momentum=0.9),
     "lion": l2l.Lion(lr=0.1, weight_decay=0.1),
+    "schedule-free": l2l.ScheduleFreeAdamW(lr=0.1, weight_decay=0.1, warmup_steps=2),
 }
 WITH_HALVES = ["adamw", "8-bit adamw"]
 
@@ -724,8 +725,9 @@ def update_of(
         l2l.SGD(weight_decay=0.1),
         l2l.SGD(momentum=0.9, nesterov=True),
         l2l.Lion(weight_decay=0.1),
+        l2l.ScheduleFreeAdamW(weight_decay=0.1),
     ],
-    ids=["adamw", "8-bit adamw", "sgd", "momentum sgd", "lion"],
+    ids=["adamw", "8-bit adamw", "sgd", "momentum sgd", "lion", "schedule-free"],
 )
 def test_optimizers_honour_ranges(
     kernel: HostKernel, optimizer: HostOptimizer, dtype: torch.dtype, path: str

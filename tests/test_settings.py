@@ -161,6 +161,37 @@ def test_an_optimizer_has_the_numbers_that_are_usual_for_it(folder: Path) -> Non
     assert isinstance(read(folder, optimizer="lion").optimizer.make(), l2l.Lion)
 
 
+def test_muon_has_the_rates_of_adamw_and_may_have_two(folder: Path) -> None:
+    made = read(folder, optimizer="muon").optimizer.make()
+    assert isinstance(made, l2l.Muon)
+    others = l2l.AdamW(lr=2e-5, weight_decay=0.1)
+    assert made == l2l.Muon(
+        lr=2e-5, adjust_lr_fn="match_rms_adamw", others=others, groups=made.groups
+    )
+    more = '[optimizer]\nname = "muon"\nlearning_rate = 1e-3\nbetas = [0.9, 0.95]'
+    made = read(folder, more).optimizer.make()
+    assert isinstance(made, l2l.Muon)
+    assert made.others == l2l.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    more = '[optimizer]\nname = "muon"\nlearning_rate = 0.02\nothers_learning_rate = 1e-4\n'
+    made = read(folder, f'{more}adjust_lr_fn = "original"\nns_steps = 4').optimizer.make()
+    assert isinstance(made, l2l.Muon)
+    assert (made.lr, made.ns_steps, made.adjust_lr_fn) == (0.02, 4, "original")
+    assert isinstance(made.others, l2l.AdamW)
+    assert made.others.lr == 1e-4
+    assert "eps is not for muon" in refusal(folder, '[optimizer]\nname = "muon"\neps = 1e-8')
+
+
+def test_without_a_schedule_there_is_none(folder: Path) -> None:
+    more = '[optimizer]\nname = "schedule-free"\n'
+    found = read(folder, more + "warmup_steps = 7")
+    assert isinstance(found.optimizer.make(), l2l.ScheduleFreeAdamW)
+    assert found.optimizer.warmup_steps == 7
+    assert [found.schedule.factor(step, total=100) for step in (0, 50, 99)] == [1.0] * 3
+    for schedule in ('shape = "cosine"', "warm_up_steps = 5"):
+        said = refusal(folder, f"{more}[schedule]\n{schedule}")
+        assert "schedule-free takes no schedule. Expected constant" in said
+
+
 def test_biases_and_norms_do_not_decay_unless_they_should(folder: Path) -> None:
     groups = read(folder).optimizer.make().groups
     assert groups is not None
@@ -185,6 +216,8 @@ def test_float32_is_exported_as_it_is(folder: Path) -> None:
     [
         "",
         '[optimizer]\nname = "adafactor"\n[schedule]\nwarm_up_steps = 5\nshape = "linear"',
+        '[optimizer]\nname = "muon"\nlearning_rate = 0.5',
+        '[optimizer]\nname = "schedule-free"\nwarmup_steps = 3',
         '[training]\nsteps = 3\n[memory]\ndevice_memory = "8GiB"',
         'hold_out = 2\ntask = "instruct"\ntemplate = """{{ "a\\tb" }}\n\\"x\\""""\n'
         "[evaluation]\nevery_steps = 0",

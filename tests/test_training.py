@@ -27,7 +27,7 @@ from l2l.cli import train as train_module
 from l2l.engine import Engine
 from l2l.hugging_face import RandomInit
 from l2l.planner import planning
-from l2l.train import RunFolder, Training, TrainingError, prepared
+from l2l.train import RunFolder, Training, TrainingError, export_checkpoint, prepared
 from l2l.train import run as run_module
 from l2l.train import steps as steps_module
 from l2l.train.data import Batches
@@ -352,6 +352,54 @@ def weights_at_first(tiny: Path) -> dict[str, torch.Tensor]:
     model = prepared.empty_model(tiny / "model")
     with Engine(model, weights=RandomInit(0), precision="float32", seed=0) as engine:
         return engine.state_dict()
+
+
+def test_rates_of_muon_and_of_the_rest_follow_the_schedule(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = []
+    step = Engine.step
+
+    def noted(engine: Engine, batch: Any) -> Any:
+        rates.append({g["use_muon"]: g["lr"] for g in engine.optimizer.param_groups})
+        return step(engine, batch)
+
+    monkeypatch.setattr(Engine, "step", noted)
+    optimizer = {"name": "muon", "others_learning_rate": 1e-3}
+    schedule = {"shape": "linear", "warm_up_steps": 2}
+    settings = {"schedule": schedule, "optimizer": optimizer, "training": {"steps": 4}}
+    path = write_settings(tiny, tmp_path, **settings)
+    train_until(path, 2)
+    assert train(path)
+    assert [one[True] for one in rates] == pytest.approx([0.005, 0.01, 0.01, 0.005])
+    assert [one[False] for one in rates] == pytest.approx([0.0005, 0.001, 0.001, 0.0005])
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert train(write_settings(tiny, whole, **settings))
+    assert_equal_runs(tmp_path, whole)
+
+
+def test_means_are_evaluated_and_exported(tiny: Path, tmp_path: Path) -> None:
+    optimizer = {"name": "schedule-free", "warmup_steps": 3}
+    path = write_settings(tiny, tmp_path, optimizer=optimizer)
+    train_until(path, 5)
+    assert train(path)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert train(write_settings(tiny, whole, optimizer=optimizer))
+    assert_equal_runs(tmp_path, whole)
+    run = RunFolder(tmp_path / "run")
+    export_checkpoint(run.root, tmp_path / "exported")
+    found = load_file(tmp_path / "exported" / "model.safetensors")
+    expected = weights_of(tmp_path)
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    saved = load_file(CheckpointFolder(run.checkpoints).latest() / "L0.safetensors")
+    for name, one in saved.items():
+        if f"{name}|average" in saved:
+            assert torch.equal(expected[name].flatten(), saved[f"{name}|average"])
+            assert not torch.equal(expected[name], one)
+    losses = [one["loss"] for one in metrics_of(tmp_path, "evaluation")]
+    assert losses[-1] < losses[0]
 
 
 def test_an_evaluation_may_be_of_some_batches_only(

@@ -296,6 +296,7 @@ def test_adafactor_keeps_weights_and_state_when_the_loss_is_not_finite():
         (l2l.AdamW(), "float16", 14),
         (l2l.AdamW(moments="8bit"), "bfloat16", 6 + 8 / 128),
         (l2l.Lion(), "bfloat16", 8),
+        (l2l.ScheduleFreeAdamW(), "bfloat16", 12),
         (l2l.SGD(), "bfloat16", 4),
         (l2l.Adafactor(), "bfloat16", 2),
     ],

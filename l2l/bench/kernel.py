@@ -26,6 +26,7 @@ from l2l.parameter_server import (
     HostKernel,
     HostOptimizer,
     Lion,
+    ScheduleFreeAdamW,
     Update,
     load_kernel,
     num_blocks,
@@ -151,6 +152,7 @@ def _contestants(
     yield "AdamW, 8-bit moments", 14.1, update(AdamW(lr=1e-4, moments="8bit"))
     yield "SGD with momentum", 18, update(SGD(lr=1e-4, momentum=0.9))
     yield "Lion", 18, update(Lion(lr=1e-5, weight_decay=0.01))
+    yield "AdamW without a schedule", 26, update(ScheduleFreeAdamW(lr=1e-4))
     yield "torch fused AdamW, float32", 28, _torch_fused(numel, casts=False)
     yield "torch fused AdamW, and its casts", 40, _torch_fused(numel, casts=True)
     if importlib.util.find_spec("deepspeed") is not None:

@@ -426,6 +426,14 @@ class SavedModel:
             raise self._refusal(f": {name!r} has shape {list(value.shape)}, expected {list(shape)}")
         return value.view(tuple(shape))
 
+    def read_mean(self, name: str) -> Tensor | None:
+        """A parameter's mean, flat; None: there is none, or it was never updated."""
+        mean = state_name(name, "average")
+        files = self._files.get(mean, {}).values()
+        if not any(self._checkpoint.steps(file, name) for file in files):
+            return None
+        return self._whole(mean)
+
     def read_format(self, name: str, wanted: Format) -> Tensor:
         """A parameter that is made of several tensors."""
         fields = ((key, shape) for key, shape, _ in wanted.fields)

@@ -203,7 +203,8 @@ class CudaDevice(Drawing):
         if lane in self._workers:
             self._workers[lane].submit(text, work)
             return
-        num_launches = LAUNCHES.get(text.partition(" ")[0], 8)
+        verb = text.partition(" ")[0]
+        num_launches = MAX_LAUNCHES if verb in self.long_lines else LAUNCHES.get(verb, 8)
         self._host_work.launch(lane, num_launches)
         stream = self._streams[lane]
         if lane is Lane.COMPUTE:

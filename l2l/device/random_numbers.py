@@ -196,6 +196,7 @@ class Drawing:
     def __init__(self, torch_device: torch.device, random_numbers: RandomNumbers) -> None:
         self.torch_device = torch_device
         self.random_numbers = random_numbers
+        self.long_lines = set[str]()  # verbs of lines that launch many kernels
 
     def private_random_state(self) -> contextlib.AbstractContextManager[None]:
         """Draw from generators of this device's own, and leave the caller's as they are."""

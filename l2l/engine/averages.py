@@ -9,7 +9,7 @@ from typing import final
 
 from l2l.engine.condition import Condition
 from l2l.engine.guard import Guard, guarded
-from l2l.parameter_server import exchange_averages
+from l2l.parameter_server import HostOptimizer, exchange_averages
 
 
 @final
@@ -28,10 +28,11 @@ class Averages:
             ValueError: the optimizer keeps none.
         """
         condition = self.condition
-        if getattr(condition.has.server.optimizer, "average", None) is None:
+        optimizer = condition.has.server.optimizer
+        if not (isinstance(optimizer, HostOptimizer) and optimizer.keeps_means):
             raise ValueError(
                 "the optimizer keeps no running mean of the weights. Expected one that does, such "
-                "as l2l.AdamW(..., average=0.999)."
+                "as l2l.AdamW(..., average=0.999) or l2l.ScheduleFreeAdamW(...)."
             )
         condition.refuse_if_averaged("engine.averaged")
         self._exchange()

@@ -37,9 +37,9 @@ from l2l.model import (
     bytes_of,
 )
 from l2l.parameter_server import (
+    GivenOptimizer,
     HostBudget,
     Inventory,
-    Optimizer,
     UnitForm,
     lost_weights,
     units_of,
@@ -62,7 +62,7 @@ class Engine:
         self,
         model: nn.Module,
         *,
-        optimizer: Optimizer | torch.optim.Optimizer | None = None,
+        optimizer: GivenOptimizer = None,
         loss: LossFunction | TokenLoss | None = None,
         split: Split | None = None,
         weights: Path | str | RandomInit | None = None,
@@ -89,10 +89,11 @@ class Engine:
         Args:
             model: any module that runs a list of layers in order, on the CPU; or on the meta
                 device, with `weights`.
-            optimizer: `l2l.AdamW(...)`, `SGD`, `Lion` or `Adafactor`, or a fresh torch.optim.AdamW
-                or SGD over the model's parameters, whose groups are taken over. None: AdamW; or
-                for a model of which no parameter requires a gradient, none: the engine takes the
-                bytes of its weights, evaluates, predicts, generates and exports.
+            optimizer: `l2l.AdamW(...)`, `SGD`, `Lion`, `Muon`, `ScheduleFreeAdamW` or `Adafactor`,
+                or a fresh optimizer of torch's kind over the model's parameters, whose groups are
+                taken over; a list of two is torch.optim.Muon and one for what is no matrix. None:
+                AdamW; or for a model of which no parameter requires a gradient, none: the engine
+                takes the bytes of its weights, evaluates, predicts, generates and exports.
             loss: None is the model's own (`outputs.loss`); or (outputs, batch) -> (sum, weight),
                 or a scalar, taken as a mean over rows; or `l2l.TokenLoss`, of log-probabilities.
             split: (batch, start, end) -> a dict with these rows of the batch, where its tensors do

@@ -270,9 +270,15 @@ def expected_with(condition: Condition, layout: Layout | None, *, link: str) -> 
         with changed_model(has.model, partition.lists, layout, keep=False):
             partition, _, forms = _with_layers(condition, layout, precision)
     elif precision != has.precision:
-        kinds = {form.name: form.state_kinds for form in forms}
-        others = has.forms(partition, precision)
-        forms = [replace(form, state_kinds=kinds[form.name]) for form in others]
+        known = {form.name: form for form in forms}
+        forms = [
+            replace(
+                form,
+                state_kinds=known[form.name].state_kinds,
+                state_layouts=known[form.name].state_layouts,
+            )
+            for form in has.forms(partition, precision)
+        ]
     return Expected(
         forms={form.name: form for form in forms},
         outer_buffers=condition.network.partition.skeleton.buffers(),

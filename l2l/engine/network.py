@@ -18,7 +18,7 @@ from l2l.engine.depth import Choice
 from l2l.engine.resources import Resources
 from l2l.hugging_face import export_model
 from l2l.model import Partition, Route, format_of, like, plain_values
-from l2l.parameter_server import Part, formats_in, units_of, values_of
+from l2l.parameter_server import Part, divided, formats_in, units_of, values_of
 from l2l.planner import KeptPlans, Plan
 from l2l.proof import Proof, ProofMemory
 from l2l.run import Facts, OuterPass, Parts, Program, Relay, TableLookup
@@ -255,6 +255,7 @@ class Network:
     def plan(self) -> Plan:
         """What is placed where, in bytes, and the choices made."""
         has, partition, rule = self._has, self.partition, self.facts.rule
+        forms = [unit.form for unit in self._server.units.values()]
         return has.planning.plan(
             arena=has.arena.bytes_by_name,
             reserved={
@@ -265,7 +266,8 @@ class Network:
             choices=(
                 ("layers", f"{partition.list_name}, {partition.num_layers} of them"),
                 ("precision", str(has.precision.link).removeprefix("torch.")),
-                *formats_in(unit.form for unit in self._server.units.values()),
+                *formats_in(forms),
+                *divided(has.server.optimizer, has.optimizer.settings(), forms),
                 ("microbatch", has.planning.microbatch(has.microbatch_size)),
                 *([("rows of different length", self.lengths)] if self.lengths else ()),
                 ("stash", has.stash.policy),

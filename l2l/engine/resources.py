@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,8 +38,10 @@ from l2l.parameter_server import (
     host_bytes,
     load_kernel,
 )
-from l2l.planner import Decisions, KeptPlans, Planning, parse_budget
+from l2l.planner import STATE_ON_HOST, Decisions, KeptPlans, Planning, parse_budget
 from l2l.run import HostRows, Scaler, Stash, Transfer, parse_policy
+
+logger = logging.getLogger("l2l")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +151,18 @@ class Resources:
         """All of them, empty; arguments are the engine's, and are in order."""
         kernel = find_kernel(execution.kernel, inventory.optimizer)
         compiler = execution.compiler(parse_backend(backend, device), device, world)
+        of_server = kernel
+        if any(form.device_work.matrix_flops for form in inventory.forms):
+            device.long_lines.add("update")
+            _warn_of_products(inventory.optimizer, device, execution)
+            # Products in 16 bits make much of a last bit, and on the CPU they take the time anyway.
+            of_server = None if device.torch_device.type == "cpu" else kernel
         arena = Arena(device)
         tier = open_tier(disk, inventory, host_budget, arena, execution.overrides)
         server = ParameterServer(
             arena=arena,
             optimizer=inventory.optimizer,
-            kernel=kernel,
+            kernel=of_server,
             seed=seed,
             world=world,
             disk=tier.units,
@@ -259,6 +268,17 @@ def refuse_loop(*, loss: object, optimizer: object, disk: object, world: World) 
     for problem, is_there in problems.items():
         if is_there:
             raise ValueError(f"autograd=True cannot be combined with this: {problem}")
+
+
+def _warn_of_products(optimizer: Optimizer, device: Device, execution: Execution) -> None:
+    """Say that the host makes updates that are slow there, though there is an accelerator."""
+    on_host = execution.overrides.keys() >= STATE_ON_HOST.keys()
+    if on_host and device.torch_device.type != "cpu":
+        logger.warning(
+            "%s multiplies matrices, and here the host makes all updates, which is slow: several "
+            "ranks train together, layers may be left out, or a loop of your own runs.",
+            optimizer.name,
+        )
 
 
 def expect(name: str, value: object, *known: object) -> None:

@@ -23,10 +23,14 @@ from l2l.parameter_server.layout import (
     ALIGNMENT_BYTES,
     ALIGNMENT_ELEMENTS,
     FlatLayout,
+    gathered,
     round_up,
     rows_of_slice,
 )
+from l2l.parameter_server.muon import Muon, divided
+from l2l.parameter_server.named import OPTIMIZERS
 from l2l.parameter_server.optimizer import (
+    DeviceWork,
     FlatUnit,
     HostOptimizer,
     Optimizer,
@@ -34,7 +38,13 @@ from l2l.parameter_server.optimizer import (
     Update,
     UpdateOrder,
 )
-from l2l.parameter_server.optimizers import OPTIMIZERS, SGD, AdamW, Lion, RecordGradients
+from l2l.parameter_server.optimizers import (
+    SGD,
+    AdamW,
+    Lion,
+    RecordGradients,
+    ScheduleFreeAdamW,
+)
 from l2l.parameter_server.policy import UpdatePolicy
 from l2l.parameter_server.precision import DTYPES, LossScale, PrecisionPolicy, join_master
 from l2l.parameter_server.snapshot import NUM_WRITERS, Image, Snapshot
@@ -46,7 +56,12 @@ from l2l.parameter_server.store import (
     values_of,
 )
 from l2l.parameter_server.table_rows import TableRows
-from l2l.parameter_server.torch_optimizer import Members, ServerOptimizer, groups_of
+from l2l.parameter_server.torch_optimizer import (
+    GivenOptimizer,
+    Members,
+    ServerOptimizer,
+    groups_of,
+)
 from l2l.parameter_server.unit import (
     Move,
     Unit,

@@ -56,9 +56,7 @@ Function = Callable[[Tensors, Tensor], None]  # of a unit's tensors, in rows, an
 
 def supports(optimizer: object) -> bool:
     """Whether `update` can do what this optimizer does."""
-    if not isinstance(optimizer, HostOptimizer) or optimizer.average is not None:
-        return False
-    return type(optimizer).on_device is not HostOptimizer.on_device
+    return isinstance(optimizer, HostOptimizer) and optimizer.may_run_on_device
 
 
 def numbers(
@@ -203,6 +201,16 @@ def _made(function: OnDevice, tensors: Tensors, named: Tensors) -> Tensors:
         first, root = decoded(tensors)
         state = {"exp_avg": first, "exp_avg_sq": root.square()}
     return function(master_of(tensors["weight"], tensors.get("companion")), gradient, state, named)
+
+
+def store_if(counts: Tensor, master: Tensor, unit: FlatUnit) -> None:
+    """Write a float32 master into a flat run, if the step counts."""
+    tensors = unit.named()
+    if unit.companion is not None:
+        tensors["weight"] = tensors["weight"].view(torch.int16)
+    for name, value in _halves(master, unit.companion).items():
+        target = tensors[name]
+        target.copy_(torch.where(counts, value.to(target.dtype), target))
 
 
 def _halves(master: Tensor, companion: Tensor | None) -> Tensors:

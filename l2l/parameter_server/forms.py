@@ -5,6 +5,7 @@ A model's weights are divided into a unit for each layer, each table, and the re
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,13 +17,21 @@ from torch import Tensor
 from l2l.distributed import Share
 from l2l.model import Format, Partition, UnitTensors
 from l2l.parameter_server.adafactor import Adafactor
+from l2l.parameter_server.eight_bit import num_blocks
 from l2l.parameter_server.layout import (
     ALIGNMENT_ELEMENTS,
     FlatLayout,
+    gathered,
     round_up,
     rows_of_slice,
 )
-from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings, StateKind
+from l2l.parameter_server.optimizer import (
+    DeviceWork,
+    HostOptimizer,
+    Optimizer,
+    Settings,
+    StateKind,
+)
 from l2l.parameter_server.optimizers import AdamW
 from l2l.parameter_server.policy import UpdatePolicy
 from l2l.parameter_server.precision import COMPANION, PrecisionPolicy
@@ -48,6 +57,11 @@ class UnitForm:
     trained: FlatLayout  # trained parameters, in the link dtype
     state_kinds: Mapping[str, StateKind]
     companion_dtype: torch.dtype | None
+    state_layouts: Mapping[str, FlatLayout] = field(default_factory=dict)
+    """Of state that is kept by parameter: where it lies in the buffer of its kind. Of other state
+    there is an entry for every element of `trained`, or for every block of these."""
+    device_work: DeviceWork = field(default_factory=DeviceWork)
+    """What updates on the device take, beside passes over memory."""
     formats: Mapping[str, Format] = field(default_factory=dict)
     """Of parameters that are made of several tensors: each of these has a field."""
 
@@ -119,11 +133,18 @@ class UnitForm:
         weights, trained = (one.cut_for(num_shares) for one in (self.weight_layout, self.trained))
         return replace(self, weight_layout=weights, trained=trained)
 
-    def piece(self, number: int, num_pieces: int) -> slice:
-        """Elements of one of so many pieces of the trained parameters, cut at blocks."""
+    def piece(self, number: int, num_pieces: int) -> tuple[slice, ...]:
+        """Elements of one of so many pieces of the trained parameters.
+
+        These are cut at blocks, or between parameters where state is kept by these.
+        """
+        if self.state_layouts:
+            spans = [self.trained.span(owner) for owner in self.trained.by_start.values()]
+            groups = gathered([span.stop - span.start for span in spans], num_pieces)
+            return tuple(spans[groups[number]]) if number < len(groups) else ()
         total = self.trained.padded_numel
         size = round_up(-(-total // num_pieces), ALIGNMENT_ELEMENTS)
-        return slice(min(total, number * size), min(total, (number + 1) * size))
+        return (slice(min(total, number * size), min(total, (number + 1) * size)),)
 
     @property
     def num_rows(self) -> int:
@@ -159,7 +180,10 @@ class UnitForm:
         if self.companion_dtype is not None:
             found[self.companion_name] = (self.companion_dtype, numel)
         for name, kind in self.state_kinds.items():
-            found[name] = (kind.dtype, numel // ALIGNMENT_ELEMENTS if kind.per_block else numel)
+            number = numel // ALIGNMENT_ELEMENTS if kind.per_block else numel
+            if name in self.state_layouts:
+                number = self.state_layouts[name].padded_numel
+            found[name] = (kind.dtype, number)
         return found
 
     def bytes_by_kind(self) -> dict[str, int]:
@@ -205,7 +229,7 @@ def form_of(
     trained = FlatLayout.of(
         (entry for entry in described if entry[0] in settings), num_shares=num_shares
     )
-    kinds, companion = dict[str, StateKind](), None
+    kinds, companion, layouts, work = dict[str, StateKind](), None, {}, DeviceWork()
     rest = [entry for entry in described if entry[0] not in settings]
     rest += [(key, tuple(value.shape), value.dtype) for key, value in tensors.buffers.items()]
     rest += [
@@ -216,8 +240,12 @@ def form_of(
     if isinstance(optimizer, HostOptimizer):
         companions = [COMPANION[one.dtype] for one in trained.segments if one.dtype in COMPANION]
         companion = next(iter(companions), None)
-        for owner in trained.names:
-            kinds |= optimizer.kept(settings[owner])
+        kept = {o: optimizer.kept(settings[o], one) for o, one in trained.shapes().items()}
+        kinds = {kind: one for own in kept.values() for kind, one in own.items()}
+        if optimizer.is_by_parameter:
+            layouts = {kind: _layout_of(kind, kept, trained) for kind in kinds}
+            own = (optimizer.device_work(settings[o], one) for o, one in trained.shapes().items())
+            work = DeviceWork.of(own)
     elif isinstance(optimizer, Adafactor):
         rest += [
             (state_name(owner, state), state_shape, torch.float32)
@@ -231,9 +259,29 @@ def form_of(
         trained=trained,
         state_kinds=kinds,
         companion_dtype=companion,
+        state_layouts=layouts,
+        device_work=work,
         formats=formats,
         drains_sums=drains_sums,
     )
+
+
+def _layout_of(
+    kind: str, kept: Mapping[str, Mapping[str, StateKind]], trained: FlatLayout
+) -> FlatLayout:
+    """Where state of a kind lies that is kept by parameter."""
+
+    def shape_of(owner: str, one: StateKind) -> tuple[int, ...]:
+        shape = trained.shapes()[owner]
+        own = (num_blocks(math.prod(shape)),) if one.per_block else shape
+        return own if one.shape is None else one.shape
+
+    having = {owner: own[kind] for owner, own in kept.items() if kind in own}
+    found = FlatLayout.of((o, shape_of(o, one), one.dtype) for o, one in having.items())
+    if len(found.segments) > 1:
+        types = ", ".join(str(one.dtype) for one in found.segments)
+        raise ValueError(f"state {kind!r} of several types is not supported, found {types}")
+    return found
 
 
 def without_memory(

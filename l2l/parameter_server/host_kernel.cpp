@@ -407,6 +407,34 @@ struct Lion {
   }
 };
 
+// `first` is the mean x of iterates z, the weight is y between them: see ScheduleFreeAdamW in
+// optimizers.py. `keep_first` is the iterate's share of the mean, `decay` is times the weight.
+template <class Weight>
+struct ScheduleFreeAdamW {
+  using Form = Weight;
+  static constexpr bool changes_weights = true;
+  static INLINE void update(const Job& job, int64_t start, int64_t count, float* gradients) {
+    const Coefficients c = job.coefficients;
+    float* const mean = static_cast<float*>(job.first);
+    float* const second = static_cast<float*>(job.second);
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t i = start + j;
+      const float gradient = gradients[j] * c.factor;
+      const float v = second[i] * c.keep_second + c.blend_second * gradient * gradient;
+      second[i] = without_subnormals(v);
+      const float denominator = __builtin_sqrtf(v) / c.root_correction + c.epsilon;
+      const float weight = Weight::load(job, i);
+      const float before = c.first_step ? weight : mean[i];
+      const float iterate = before + (weight - before) / c.blend_first;
+      const float stepped = iterate - c.rate * gradient / denominator - c.decay * weight;
+      const float later = before + c.keep_first * (stepped - before);
+      mean[i] = later;
+      gradients[j] = replace_weight<Weight>(job, i, weight, later + c.blend_first * (stepped - later));
+    }
+  }
+};
+
 // See [Note: 8-bit moments]. The loops are many and small on purpose: with 8-bit codes beside wider
 // data in one loop, the compiler works on 64 elements at once and spills; and the units of a tile
 // are all computed before one is needed.
@@ -838,7 +866,8 @@ ChunkFunction update_function(int32_t weight_form) {
 }
 
 // Optimizers: 0 AdamW, 1 AdamW with 8-bit moments, 2 SGD, 3 SGD with momentum, 4 Lion; 5 and 6 the
-// weights' half of the first two, 7 and 8 the moments' half (see [Note: halves]).
+// weights' half of the first two, 7 and 8 the moments' half (see [Note: halves]); 9 AdamW without a
+// schedule.
 // Weights: 0 split, 1 float32, 2 float16 with a float32 master.
 ChunkFunction function_of(int32_t optimizer, int32_t weight_form) {
   switch (optimizer) {
@@ -850,6 +879,7 @@ ChunkFunction function_of(int32_t optimizer, int32_t weight_form) {
     case 6: return update_function<EightBitAdamWWeights>(weight_form);
     case 7: return update_function<AdamWMoments>(weight_form);
     case 8: return update_function<EightBitAdamWMoments>(weight_form);
+    case 9: return update_function<ScheduleFreeAdamW>(weight_form);
     default: return update_function<Lion>(weight_form);
   }
 }

@@ -275,7 +275,7 @@ def _job(optimizer: HostOptimizer, update: Update) -> _Job:
     kinds = optimizer.state_kinds(update.settings)
     for place, (name, kind) in zip(STATE, kinds.items(), strict=False):
         setattr(job, place, address_of(update.state[name], name, [kind.dtype]))
-    if AVERAGE in update.state:
+    if optimizer.average is not None:
         job.average = address_of(update.state[AVERAGE], AVERAGE, [torch.float32])
     return job
 

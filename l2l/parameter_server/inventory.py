@@ -14,10 +14,10 @@ from l2l.distributed import Share
 from l2l.model import Partition, quantize
 from l2l.parameter_server.forms import UnitForm, alternatives, forms_of, host_bytes
 from l2l.parameter_server.host_memory import HostBudget
-from l2l.parameter_server.optimizer import Optimizer, Settings
+from l2l.parameter_server.optimizer import HostOptimizer, Optimizer, Settings
 from l2l.parameter_server.policy import UpdatePolicy
 from l2l.parameter_server.precision import PrecisionPolicy
-from l2l.parameter_server.torch_optimizer import Groups, ServerOptimizer, groups_of
+from l2l.parameter_server.torch_optimizer import GivenOptimizer, Groups, ServerOptimizer, groups_of
 
 
 @final
@@ -39,7 +39,7 @@ class Inventory:
         cls,
         model: nn.Module,
         *,
-        optimizer: Optimizer | torch.optim.Optimizer | None,
+        optimizer: GivenOptimizer,
         precision: str | torch.dtype,
         base: str | None,
         layers: str | Sequence[str] | None,
@@ -60,7 +60,9 @@ class Inventory:
         if base is not None:
             quantize(partition.layers, base, dtype_of=types.link_dtype)
         _refuse_shares(partition, num_shares)
-        description, groups = groups_of(optimizer, model)
+        in_layers = {owner for one in partition.layer_tensors for owner in one.parameters}
+        description, groups = groups_of(optimizer, model, in_layers)
+        _refuse_pieces(description, num_shares)
         return cls(
             partition=partition,
             precision=types,
@@ -80,7 +82,9 @@ class Inventory:
 
     def server_optimizer(self) -> ServerOptimizer:
         """What stands for the optimizer in loops of PyTorch."""
-        return ServerOptimizer(self.groups, self.optimizer.defaults, names=self.names)
+        of_all = self.optimizer.defaults  # one inside it may have other settings
+        of_all = {k: v for k, v in of_all.items() if all(k in group for group in self.groups)}
+        return ServerOptimizer(self.groups, of_all, names=self.names)
 
     def settings(self) -> dict[str, Settings]:
         """By parameter that is trained."""
@@ -121,6 +125,17 @@ class Inventory:
         if needed > budget.limit_bytes:
             known = alternatives(self.forms_with, self.policy, self.precision.link)
             budget.check(needed, alternatives={**known, **(others or {})})
+
+
+def _refuse_pieces(optimizer: Optimizer, num_shares: int) -> None:
+    """Refuse an optimizer of whole parameters of which every rank would hold a piece."""
+    by_parameter = isinstance(optimizer, HostOptimizer) and optimizer.is_by_parameter
+    if by_parameter and num_shares > 1:
+        raise ValueError(
+            f"{optimizer.name} looks at whole parameters, and {num_shares} ranks hold pieces of "
+            "them. Run one process for each copy of the model (execution=l2l.Execution("
+            "group_size=1)), or take an optimizer that treats every element by itself."
+        )
 
 
 def _refuse_shares(partition: Partition, num_shares: int) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -43,6 +44,22 @@ def rows_of_slice(num_rows: int, num_slices: int) -> int:
     size = -(-num_rows // num_slices)
     even = round_up(size, ALIGNMENT_ELEMENTS)  # matrix products like that
     return even if even * (num_slices - 1) < num_rows else size
+
+
+def gathered(sizes: Sequence[int], most: int) -> list[slice]:
+    """Neighbours in groups, at most so many, of which the largest is small."""
+    limit = max([*sizes, -(-sum(sizes) // most)], default=0)
+    while True:
+        groups, room = list[slice](), 0
+        for index, size in enumerate(sizes):
+            if size > room or not groups:
+                groups.append(slice(index, index))
+                room = limit
+            groups[-1] = slice(groups[-1].start, index + 1)
+            room -= size
+        if len(groups) <= most:
+            return groups
+        limit += -(-limit // 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +91,7 @@ class Segment:
         return self.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FlatLayout:
     """The inside of one flat buffer."""
 
@@ -127,19 +144,18 @@ class FlatLayout:
             segments.append(replace(segment, fields=fields, numel=part.stop - part.start))
         return FlatLayout(segments=_placed(segments))
 
-    def _find(self, name: str) -> tuple[int, Segment, Field]:
-        """The elements before a field's segment, its segment, and the field."""
-        before = 0
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, Segment, Field]]:
+        """By field: the elements before its segment, the segment, and the field."""
+        found, before = dict[str, tuple[int, Segment, Field]](), 0
         for segment in self.segments:
-            for field in segment.fields:
-                if field.name == name:
-                    return before, segment, field
+            found |= {field.name: (before, segment, field) for field in segment.fields}
             before += segment.numel
-        raise KeyError(name)
+        return found
 
     def piece(self, name: str, share: Share) -> slice:
         """Which elements of a field a rank holds."""
-        _, segment, field = self._find(name)
+        _, segment, field = self._places[name]
         part = share.of(segment.numel)
         start = min(max(part.start - field.offset, 0), field.numel)
         return slice(start, min(max(part.stop - field.offset, start), field.numel))
@@ -150,7 +166,7 @@ class FlatLayout:
         ends = [one.offset_bytes + one.nbytes for one in self.segments]
         return round_up(max(ends, default=0), ALIGNMENT_BYTES)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """All field names."""
         return tuple(field.name for segment in self.segments for field in segment.fields)
@@ -171,21 +187,31 @@ class FlatLayout:
 
     def span(self, name: str) -> slice:
         """A field's elements if all segments stand in one row of elements."""
-        before, _, field = self._find(name)
+        before, _, field = self._places[name]
         return slice(before + field.offset, before + field.offset + field.numel)
 
     def dtype_of(self, name: str) -> torch.dtype | None:
         """A field's dtype; None if there is no such field."""
-        return self._find(name)[1].dtype if name in self.names else None
+        return self._places[name][1].dtype if name in self._places else None
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """A field's shape; None if there is no such field."""
+        return self._places[name][2].shape if name in self._places else None
+
+    @cached_property
+    def by_start(self) -> dict[int, str]:
+        """Names of fields that have elements, by the first element of `span`."""
+        spans = {name: self.span(name) for name in self.names}
+        return {span.start: name for name, span in spans.items() if span.stop > span.start}
 
     def start_of(self, name: str) -> int:
         """Where a tensor begins, in bytes."""
-        _, segment, field = self._find(name)
+        _, segment, field = self._places[name]
         return segment.offset_bytes + field.offset * segment.dtype.itemsize
 
     def view(self, buffer: Tensor, name: str) -> Tensor:
         """One field of a byte buffer, shaped."""
-        _, segment, field = self._find(name)
+        _, segment, field = self._places[name]
         size = segment.dtype.itemsize
         start = segment.offset_bytes + field.offset * size
         return buffer[start : start + field.numel * size].view(segment.dtype).view(field.shape)

@@ -16,9 +16,10 @@ remainder are ([Note: split master] in precision.py).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -43,6 +44,9 @@ class StateKind:
     # Whether it has one entry for every block of `eight_bit.BLOCK_SIZE` elements; its name ends in
     # `_unit` then.
     per_block: bool = False
+    # That of the tensor; None: it has one entry for every element of the parameter, or for every
+    # block. Only for an optimizer that keeps its state by parameter.
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,8 @@ class FlatUnit:
     gradient: Tensor  # float32, bfloat16 or float16
     state: Tensors  # as `HostOptimizer.state_kinds` names them
     position: int  # of the first element in its unit's flat buffer, a multiple of 128
+    # Of state that has not one entry for every element, or for every block.
+    state_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         companion = None if self.companion is None else self.companion.dtype
@@ -80,6 +86,8 @@ class FlatUnit:
         numel = self.weight.numel()
         for name, tensor in self.named().items():
             expected = num_blocks(numel) if name.endswith("_unit") else numel
+            if name in self.state_shapes:
+                expected = math.prod(self.state_shapes[name])
             if tensor.dim() != 1 or tensor.numel() != expected:
                 raise ValueError(
                     f"{name} must have the shape ({expected},), found {tuple(tensor.shape)}"
@@ -170,10 +178,20 @@ class Optimizer:
     @property
     def defaults(self) -> dict[str, Any]:
         """Settings of a parameter for which `groups` says nothing, under torch's names."""
-        apart = ("groups", "moments", "average")  # the same for all parameters
+        apart = ("groups", "moments", "average", "others")  # the same for all parameters
         names = [one.name for one in fields(self) if one.name not in apart]
         found = {name: getattr(self, name) for name in names}
         return {k: tuple(value) if isinstance(value, list) else value for k, value in found.items()}
+
+    def defaults_for(
+        self, parameter: nn.Parameter, chosen: Mapping[str, Any], *, in_layer: bool
+    ) -> dict[str, Any]:
+        """Settings of a parameter beside those that `groups` has chosen for it.
+
+        Raises:
+            ValueError: what was chosen cannot be.
+        """
+        return self.defaults
 
     def check(self, name: str, rule: str, *, holds: bool) -> None:
         """Refuse a setting.
@@ -184,6 +202,23 @@ class Optimizer:
         if not holds:
             found = getattr(self, name)
             raise ValueError(f"{type(self).__name__}: {name} {rule}, found {found!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceWork:
+    """What updates on the device take, beside passes over memory."""
+
+    matrix_flops: float = 0.0
+    working_bytes: int = 0  # at once
+
+    @classmethod
+    def of(cls, several: Iterable[DeviceWork]) -> DeviceWork:
+        """That of updates one after the other."""
+        found = list(several)
+        return cls(
+            matrix_flops=sum(one.matrix_flops for one in found),
+            working_bytes=max((one.working_bytes for one in found), default=0),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,10 +234,40 @@ class HostOptimizer(Optimizer, ABC):
         is_share = self.average is None or 0 <= self.average < 1
         self.check("average", "must lie in [0, 1), or be None", holds=is_share)
 
-    def kept(self, settings: Settings) -> dict[str, StateKind]:
-        """All that is kept per parameter."""
+    def kept(self, settings: Settings, shape: tuple[int, ...]) -> dict[str, StateKind]:
+        """All that is kept of a parameter of this shape."""
         mean = {} if self.average is None else {"average": StateKind()}
         return {**self.state_kinds(settings), **mean}
+
+    @property
+    def keeps_means(self) -> bool:
+        """Whether there are means that may stand for the weights: state of the name "average"."""
+        return self.average is not None
+
+    @property
+    def is_by_parameter(self) -> bool:
+        """Whether state is kept for each parameter by itself, not for all elements of a unit.
+
+        Then no rank can hold a piece of it.
+        """
+        return False
+
+    def one_for(self, settings: Settings) -> HostOptimizer:
+        """Which optimizer updates a parameter with these settings: this one, or one inside it."""
+        return self
+
+    def needs_whole(self, settings: Settings) -> bool:
+        """Whether a parameter cannot be updated in parts, such as rows of a table."""
+        return False
+
+    @property
+    def may_run_on_device(self) -> bool:
+        """Whether the device can do the update."""
+        return self.average is None and type(self).on_device is not HostOptimizer.on_device
+
+    def device_work(self, settings: Settings, shape: tuple[int, ...]) -> DeviceWork:
+        """What an update of such a parameter takes there, beside passes over memory."""
+        return DeviceWork()
 
     def blend_average(self, step: int) -> float:
         """How much closer a running mean comes to its weight: at first, it becomes the weight."""
@@ -267,7 +332,7 @@ class HostOptimizer(Optimizer, ABC):
             exact = replace(update, state={"exp_avg": first, "exp_avg_sq": root.square()})
         self.arithmetic(master, gradient, exact)
         store_master(master, update.weight, update.companion)
-        if "average" in update.state:
+        if self.average is not None:
             average = update.state["average"]
             average.add_((master - average) * self.blend_average(update.step))
         if exact is not update:

@@ -1,24 +1,20 @@
-"""The optimizers that work on the host, and all of them by name.
+"""The optimizers that work on the host, element by element.
 
-A new one is a class here and a name in `OPTIMIZERS`. `state_kinds` and `arithmetic` are enough for
-it to train; the native kernel and the device are faster.
+A new one is a class here and a name in `named.OPTIMIZERS`. `state_kinds` and `arithmetic` are
+enough for it to train; the native kernel and the device are faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from l2l.parameter_server.adafactor import Adafactor
 from l2l.parameter_server.optimizer import (
     HostOptimizer,
-    Optimizer,
     Settings,
     StateKind,
     Tensors,
@@ -238,6 +234,105 @@ class Lion(HostOptimizer):
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class ScheduleFreeAdamW(HostOptimizer):
+    """AdamW without a schedule of learning rates, as `schedulefree.AdamWScheduleFree`.
+
+    Gradients are of weights y between the iterates z, which step as AdamW's do but for the first
+    moment, and their mean x: `y = (1 - beta1) z + beta1 x`. The mean is what is evaluated and
+    exported, in `engine.averaged()`. Each step has the weight of its squared learning rate in it.
+
+    Kept are y, as the weight, and x, as its mean; `z = x + (y - x) / (1 - beta1)`. So means and
+    weights change places without a trace. Of an iterate so found the last bits are lost, as many
+    as `1 / (1 - beta1)` has.
+    """
+
+    lr: float = 2.5e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("lr", "must not be negative", holds=self.lr >= 0)
+        self.check("betas", "must lie in [0, 1)", holds=all(0 <= beta < 1 for beta in self.betas))
+        self.check("eps", "must not be negative", holds=self.eps >= 0)
+        self.check("warmup_steps", "must not be negative", holds=self.warmup_steps >= 0)
+        self.check("average", "must be None: it keeps a mean as it is", holds=self.average is None)
+
+    @property
+    @override
+    def keeps_means(self) -> bool:
+        return True
+
+    @override
+    def state_kinds(self, settings: Settings) -> dict[str, StateKind]:
+        return {"average": StateKind(), "exp_avg_sq": StateKind()}
+
+    @staticmethod
+    def share(step: int, warmup_steps: int) -> float:
+        """What of the mean is the iterate after a step: its squared rate, of all until then.
+
+        Rates rise evenly in the warm-up and stay as they are from then on.
+        """
+        if step <= warmup_steps:
+            return 6 * step / ((step + 1) * (2 * step + 1))
+        rising = (warmup_steps + 1) * (2 * warmup_steps + 1) / (6 * max(1, warmup_steps))
+        return 1 / (step - warmup_steps + (rising if warmup_steps else 0.0))
+
+    @override
+    def arithmetic(self, weight: Tensor, gradient: Tensor, update: Update) -> None:
+        settings, step, mean = update.settings, update.step, update.state["average"]
+        (beta1, beta2), second_moment = settings["betas"], update.state["exp_avg_sq"]
+        rate = settings["lr"] * min(1.0, step / max(1, settings["warmup_steps"]))
+        if step == 1:
+            mean.copy_(weight)
+        second_moment.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = (second_moment.sqrt() / (1 - beta2**step) ** 0.5).add_(settings["eps"])
+        iterate = mean + (weight - mean) / (1 - beta1)
+        iterate.addcdiv_(gradient, denominator, value=-rate)
+        iterate.add_(weight, alpha=-rate * settings["weight_decay"])
+        mean.add_(iterate - mean, alpha=self.share(step, settings["warmup_steps"]))
+        weight.copy_(mean).add_(iterate - mean, alpha=1 - beta1)
+
+    @override
+    def coefficients(self, settings: Settings, step: int) -> dict[str, float]:
+        beta1, beta2 = settings["betas"]
+        rate = settings["lr"] * min(1.0, step / max(1, settings["warmup_steps"]))
+        return {
+            "decay": rate * settings["weight_decay"],
+            "rate": rate,
+            "keep_first": self.share(step, settings["warmup_steps"]),
+            "blend_first": 1 - beta1,
+            "keep_second": beta2,
+            "blend_second": 1 - beta2,
+            "root_correction": (1 - beta2**step) ** 0.5,
+            "epsilon": settings["eps"],
+            "first_step": step == 1,
+        }
+
+    @override
+    def native_number(self, settings: Settings) -> int:
+        return 9
+
+    @staticmethod
+    @override
+    def on_device(master: Tensor, gradient: Tensor, state: Tensors, numbers: Tensors) -> Tensors:
+        mean = torch.where(numbers["first_step"] != 0, master, state["average"])
+        iterate = torch.addcdiv(mean, master - mean, numbers["blend_first"])
+        iterate = torch.addcmul(iterate, master, -numbers["decay"])
+        second = state["exp_avg_sq"] * numbers["keep_second"]
+        second = torch.addcmul(second, gradient * numbers["blend_second"], gradient)
+        denominator = second.sqrt() / numbers["root_correction"] + numbers["epsilon"]
+        iterate = torch.addcdiv(iterate, gradient * -numbers["rate"], denominator)
+        later = torch.addcmul(mean, iterate - mean, numbers["keep_first"])
+        stepped = torch.addcmul(later, iterate - later, numbers["blend_first"])
+        return {"master": stepped, "average": later, "exp_avg_sq": second}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class RecordGradients(HostOptimizer):
     """Keeps the gradients of the last step in `gradients` and leaves the weights alone."""
 
@@ -255,13 +350,3 @@ class RecordGradients(HostOptimizer):
     @override
     def arithmetic(self, weight: Tensor, gradient: Tensor, update: Update) -> None:
         self.gradients[update.name] = gradient.view(update.shape).clone()
-
-
-OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
-    "adamw": AdamW,
-    "adamw-8bit": partial(AdamW, moments="8bit"),
-    "adafactor": Adafactor,
-    "lion": Lion,
-    "sgd": SGD,
-}
-"""By the names that settings and the command line have for them."""

@@ -44,7 +44,6 @@ from l2l.parameter_server.waiting import WaitingUpdate
 
 logger = logging.getLogger("l2l")
 
-MAX_PREPARED = 64  # ways to update a unit that are remembered
 NAN_BYTE = 0xFF  # many of which are NaN in every type
 
 
@@ -287,29 +286,32 @@ class ParameterServer:
         if count_step:
             for owner in order.received:
                 unit.steps[owner] += 1
-        owners = [owner for owner in unit.held.trained.names if owner in order.received]
-        own = [None if ranges is None else ranges.get(owner) for owner in owners]
-        kinds = tuple(optimizer.native_number(order.settings[owner]) for owner in owners)
-        updates = unit.updates(owners, gradient, order, half=half, seed=self.seed)
+        kinds = {
+            owner: optimizer.native_number(order.settings[owner]) if self._kernel else None
+            for owner in unit.held.trained.names
+            if owner in order.received
+        }
+        slow = [owner for owner, kind in kinds.items() if kind is None]
         change = 0.0
-        if self._kernel is None or None in kinds:
-            for update, chosen in zip(updates, own, strict=True):
-                change += optimizer.readable(replace(update, ranges=chosen))
-        else:
-            key = (half, kinds, order.received, gradient.data_ptr(), *unit.addresses())
-            if key not in unit.prepared:
-                kept = unit.prepared if len(unit.prepared) < MAX_PREPARED else {}
-                made = PreparedUpdates(self._kernel, optimizer, list(updates))
-                unit.prepared = {**kept, key: made}
+        if self._kernel is not None and len(slow) < len(kinds):
+            num_threads = working_threads()
+            if self.snapshot is not None:  # its writers need cores, and would take them anyway
+                num_threads = max(1, num_threads - WRITING_CORES)
+            made = partial(PreparedUpdates, self._kernel, optimizer)
+            prepared, owners = unit.prepared_for(kinds, made, gradient, order, half, self.seed)
             numbers = [
                 optimizer.numbers(order.settings[owner], unit.steps[owner], order.factor, self.seed)
                 for owner in owners
             ]
-            num_threads = working_threads()
-            if self.snapshot is not None:  # its writers need cores, and would take them anyway
-                num_threads = max(1, num_threads - WRITING_CORES)
-            prepared = unit.prepared[key]
+            own = [None if ranges is None else ranges.get(owner) for owner in owners]
             change = prepared.perform(numbers, ranges=own, num_threads=num_threads)
+        for update in unit.updates(slow, gradient, order, half=half, seed=self.seed):
+            chosen = None if ranges is None else ranges.get(update.name)
+            if chosen is not None and optimizer.needs_whole(update.settings):
+                if not len(chosen):  # it was done as a whole
+                    continue
+                chosen = None
+            change += optimizer.readable(replace(update, ranges=chosen))
         if order.changes is not None:
             order.changes[name] = order.changes.get(name, 0.0) + change
 

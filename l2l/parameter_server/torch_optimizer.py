@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -18,15 +18,22 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from l2l.parameter_server.guest import NOT_SETTINGS, Guest
+from l2l.parameter_server.muon import Muon
 from l2l.parameter_server.optimizer import Optimizer, Settings
 from l2l.parameter_server.optimizers import SGD, AdamW
 
 Groups = list[dict[str, Any]]
+GivenOptimizer = Optimizer | torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 logger = logging.getLogger("l2l")
 
 _OURS: Mapping[type, type[Optimizer]]
-_OURS = {torch.optim.AdamW: AdamW, torch.optim.Adam: AdamW, torch.optim.SGD: SGD}
+_OURS = {
+    torch.optim.AdamW: AdamW,
+    torch.optim.Adam: AdamW,
+    torch.optim.SGD: SGD,
+    torch.optim.Muon: Muon,
+}
 _NOT_ARITHMETIC = NOT_SETTINGS | {"decoupled_weight_decay"}  # which AdamW is
 
 
@@ -57,12 +64,43 @@ def adopt(optimizer: torch.optim.Optimizer) -> tuple[Optimizer, Groups]:
         except ValueError as error:
             raise ValueError(
                 f"{said} {error}, so it cannot run in the parameter server. Expected one of l2l's "
-                "optimizers, or one of torch's that updates every element by itself."
+                "optimizers, or one of torch's kind that updates each parameter by itself."
             ) from error
         logger.warning(
             "%s runs in PyTorch on the host, one parameter at a time: slower than l2l's own.", said
         )
+    if isinstance(description, Muon):
+        ratios = [one["adjust_lr_fn"] or "original" for one in groups]
+        groups = [
+            {**one, "use_muon": True, "adjust_lr_fn": ratio}
+            for one, ratio in zip(groups, ratios, strict=True)
+        ]
     return description, [{k: one[k] for k in (*description.defaults, "params")} for one in groups]
+
+
+def _adopt_several(optimizers: Sequence[Any]) -> tuple[Optimizer, Groups]:
+    """The same of Muon and of what updates the rest.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    kinds = [type(one) for one in optimizers]
+    if sorted(kind is torch.optim.Muon for kind in kinds) != [False, True]:
+        raise ValueError(
+            f"optimizer is a list of {', '.join(kind.__name__ for kind in kinds)}. Expected one "
+            "optimizer, or torch.optim.Muon and another one for what is no matrix of a layer."
+        )
+    (matrices, of_matrices), (others, groups) = (
+        adopt(one)
+        for one in sorted(optimizers, key=lambda one: not isinstance(one, torch.optim.Muon))
+    )
+    if not isinstance(matrices, Muon) or not isinstance(others, AdamW | SGD):
+        raise ValueError(
+            f"optimizer is Muon and {others.name}. Beside Muon expected torch.optim.AdamW, SGD, or "
+            "Adam without decay."
+        )
+    rest = [{**group, "use_muon": False} for group in groups]
+    return replace(matrices, others=others), [*of_matrices, *rest]
 
 
 def _is_ours(optimizer: torch.optim.Optimizer) -> bool:
@@ -77,23 +115,35 @@ def _is_ours(optimizer: torch.optim.Optimizer) -> bool:
     return not odd and not (kind is torch.optim.Adam and decays)
 
 
-def make_groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Groups:
+def make_groups(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], in_layers: Collection[str]
+) -> Groups:
     """Parameter groups by the overrides that `optimizer.groups` gives, in order of appearance.
+
+    Args:
+        optimizer: whose they are.
+        parameters: to be trained, by name.
+        in_layers: names of those that are in layers.
 
     Raises:
         ValueError: an override names a setting the optimizer does not have.
     """
-    groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
+    groups: dict[Any, tuple[dict[str, Any], list[nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         overrides = (optimizer.groups(name, parameter) if optimizer.groups else None) or {}
-        unknown = sorted(set(overrides) - set(optimizer.defaults))
+        try:
+            own = optimizer.defaults_for(parameter, overrides, in_layer=name in in_layers)
+        except ValueError as error:
+            raise ValueError(f"groups() returned {overrides} for {name!r}: {error}.") from error
+        unknown = sorted(set(overrides) - set(own))
         if unknown:
             raise ValueError(
                 f"groups() returned {unknown} for {name!r}; {type(optimizer).__name__} has "
-                f"{sorted(optimizer.defaults)}."
+                f"{sorted(own)}."
             )
-        groups.setdefault(tuple(sorted(overrides.items())), []).append(parameter)
-    return [{**optimizer.defaults, **dict(key), "params": own} for key, own in groups.items()]
+        key = tuple(sorted(overrides.items())), tuple(own.items())
+        groups.setdefault(key, ({**own, **overrides}, []))[1].append(parameter)
+    return [{**own, "params": members} for own, members in groups.values()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +223,8 @@ class ServerOptimizer(torch.optim.Optimizer):
 
         Args:
             model: with its new layers.
-            like: for parameters that are in no group, one whose group they join; None: the first.
+            like: for parameters that are in no group, one whose group they join; None: the first
+                that takes them.
 
         Raises:
             ValueError: nothing would be trained.
@@ -184,10 +235,17 @@ class ServerOptimizer(torch.optim.Optimizer):
         for parameter in names:
             if parameter.requires_grad and (parameter in group_of or parameter in like):
                 other = parameter if parameter in group_of else like[parameter]
-                groups[group_of.get(other, 0) if other is not None else 0].append(parameter)
+                own = None if other is None else group_of.get(other)
+                groups[self._group_for(parameter) if own is None else own].append(parameter)
         if not any(groups):
             raise ValueError("no parameter of the model would be trained any more.")
         return Members(groups=groups, names=names)
+
+    def _group_for(self, parameter: nn.Parameter) -> int:
+        """The group that a parameter joins which is like no other: the first that takes it."""
+        kinds = [group.get("use_muon") for group in self.param_groups]
+        is_matrix = parameter.dim() == 2
+        return next((i for i, kind in enumerate(kinds) if kind in (None, is_matrix)), 0)
 
     def regroup(self, members: Members) -> None:
         """Take over the groups of a model whose layers have changed."""
@@ -255,11 +313,18 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def groups_of(
-    optimizer: Optimizer | torch.optim.Optimizer | None, model: nn.Module
+    optimizer: GivenOptimizer,
+    model: nn.Module,
+    in_layers: Collection[str],
 ) -> tuple[Optimizer, Groups]:
     """The optimizer's description and its groups over the parameters that are trained.
 
     Without an optimizer a model may be frozen: then there is one group, with nothing in it.
+
+    Args:
+        optimizer: described, or torch's.
+        model: what it is for.
+        in_layers: names of parameters in layers.
 
     Raises:
         ValueError: there is an optimizer and nothing to train, or it does not fit the model.
@@ -277,13 +342,15 @@ def groups_of(
         )
     if optimizer is None or isinstance(optimizer, Optimizer):
         description = AdamW() if optimizer is None else optimizer
-        return description, make_groups(description, trained)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"optimizer is {type(optimizer).__name__}. Expected l2l.AdamW(...), SGD, Lion or "
-            "Adafactor, or a torch optimizer over the model's parameters."
-        )
-    description, groups = adopt(optimizer)
+        return description, make_groups(description, trained, in_layers)
+    several: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    for one in several:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise ValueError(
+                f"optimizer is {type(one).__name__}. Expected l2l.AdamW(...), SGD, Lion, Muon, "
+                "ScheduleFreeAdamW or Adafactor, or a torch optimizer over the model's parameters."
+            )
+    description, groups = adopt(several[0]) if len(several) == 1 else _adopt_several(several)
     known, given = set(trained.values()), {one for group in groups for one in group["params"]}
     if given - known:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from l2l.device import Block, Event
 from l2l.distributed import Share, World
 from l2l.model import UnitTensors, format_of, is_held, mean, reason_for, release
-from l2l.parameter_server.eight_bit import cut
+from l2l.parameter_server.eight_bit import cut, num_blocks
 from l2l.parameter_server.forms import UnitForm, state_name, without_memory
 from l2l.parameter_server.host_kernel import HostKernel, PreparedUpdates
 from l2l.parameter_server.host_memory import Arena
@@ -21,6 +22,7 @@ from l2l.parameter_server.layout import ALIGNMENT_BYTES, FlatLayout, round_up
 from l2l.parameter_server.optimizer import FlatUnit, Half, Update, UpdateOrder
 from l2l.parameter_server.precision import COMPANION, master_of, store_master
 
+MAX_PREPARED = 64  # ways to update a unit that are remembered
 Part = Literal["state", "weights"]
 """Of a unit: weights, or what an update needs besides."""
 
@@ -39,7 +41,7 @@ class Unit:
     blocks: dict[Part, Block] = field(default_factory=dict)  # parts on disk: see units_on_disk.py
     changed: set[Part] = field(default_factory=set)  # of these, what is not there as it is here
     pending: Event | None = None
-    prepared: dict[Any, PreparedUpdates] = field(default_factory=dict)  # see `addresses`
+    prepared: dict[Any, PreparedUpdates] = field(default_factory=dict)  # see `prepared_for`
 
     @classmethod
     def empty(cls, form: UnitForm, share: Share, take: Callable[..., Tensor]) -> Unit:
@@ -68,10 +70,6 @@ class Unit:
     def let_go(self) -> None:
         """Hold no memory any more, whoever holds the unit."""
         self.weights, self.companion, self.state = self.weights.new_empty(0), None, {}
-
-    def addresses(self) -> tuple[int, ...]:
-        """Where the unit's memory lies: what was prepared for other memory is of no use."""
-        return tuple(one.data_ptr() for one in (self.weights, *self.kept().values()))
 
     def weight_of(self, owner: str) -> Tensor:
         """A parameter's link weight, shaped; of a share, the piece that is here."""
@@ -180,7 +178,8 @@ class Unit:
                 weight=weight.view(-1),
                 companion=self._companion(span, weight.dtype),
                 gradient=self.held.staging_layout.view(gradient, owner).view(-1),
-                state=cut(self.state, span),
+                state=self.state_of(owner),
+                state_shapes=self._odd_shapes(owner),
                 position=whole.span(owner).start + whole.piece(owner, self.share).start,
                 step=self.steps[owner],
                 settings=order.settings[owner],
@@ -188,6 +187,34 @@ class Unit:
                 seed=seed,
                 half=half,
             )
+
+    def prepared_for(
+        self,
+        kinds: Mapping[str, int | None],
+        make: Callable[[Sequence[Update]], PreparedUpdates],
+        gradient: Tensor,
+        order: UpdateOrder,
+        half: Half | None,
+        seed: int,
+    ) -> tuple[PreparedUpdates, list[str]]:
+        """Updates in the native kernel, made before or now, and of which parameters they are.
+
+        Args:
+            kinds: which update of the kernel that of a parameter is, if any.
+            make: prepares updates.
+            gradient: staging bytes.
+            order: the numbers of the step.
+            half: what alone is to change.
+            seed: of rounding.
+        """
+        owners = [owner for owner, kind in kinds.items() if kind is not None]
+        addresses = (one.data_ptr() for one in (gradient, self.weights, *self.kept().values()))
+        key = (half, *kinds.items(), *addresses)  # what was made for other memory is of no use
+        if key not in self.prepared:
+            kept = self.prepared if len(self.prepared) < MAX_PREPARED else {}
+            updates = self.updates(owners, gradient, order, half=half, seed=seed)
+            self.prepared = {**kept, key: make(list(updates))}
+        return self.prepared[key], owners
 
     def flat(self, owners: tuple[str, ...], *, weights: Tensor, gradients: Tensor) -> FlatUnit:
         """Parameters that lie in one row, from the first to the last, with state on the device.
@@ -210,25 +237,53 @@ class Unit:
     def part(self, span: slice, gradients: Tensor | None = None) -> FlatUnit:
         """Some elements of a unit that is one row, here on the host; for copies to and fro.
 
-        Without gradients here, of the type in which they cross the link, weights stand for them.
+        Without gradients here, of the type in which they cross the link, nothing stands for them.
         """
         weight = self.held.weight_layout.segment_views(self.weights)[0][span]
         staged = self.held.staging_layout
-        gradient = weight if gradients is None else staged.segment_views(gradients)[0][span]
-        return self._run(span, weight, gradient)
+        if gradients is None:
+            nothing = weight.new_empty(1, dtype=staged.segments[0].dtype)
+            return self._run(span, weight, nothing.expand(weight.shape))
+        return self._run(span, weight, staged.segment_views(gradients)[0][span])
 
     def _run(self, span: slice, weight: Tensor, gradient: Tensor) -> FlatUnit:
         return FlatUnit(
             weight=weight,
             companion=self._companion(span, weight.dtype),
             gradient=gradient,
-            state=cut(self.state, span),
+            state=self._state_in(span),
             position=span.start,
         )
 
+    def _state_in(self, span: slice) -> dict[str, Tensor]:
+        """State of elements; where it is kept by parameter, of one that is just these."""
+        if not self.held.state_layouts:
+            return cut(self.state, span)
+        if span.start == span.stop:
+            return {}
+        return self.state_of(self.held.trained.by_start[span.start])
+
     def state_of(self, owner: str) -> dict[str, Tensor]:
         """A parameter's state, flat."""
-        return cut(self.state, self.held.trained.span(owner))
+        layouts = self.held.state_layouts
+        if not layouts:
+            return cut(self.state, self.held.trained.span(owner))
+        return {
+            name: layouts[name].view(buffer.view(torch.uint8), owner).view(-1)
+            for name, buffer in self.state.items()
+            if layouts[name].shape_of(owner) is not None
+        }
+
+    def _odd_shapes(self, owner: str) -> dict[str, tuple[int, ...]]:
+        """Shapes of a parameter's state that has not an entry for every element, or block."""
+        own = self.held.trained.shape_of(owner) or ()
+        usual = {False: own, True: (num_blocks(math.prod(own)),)}
+        found = {name: one.shape_of(owner) for name, one in self.held.state_layouts.items()}
+        return {
+            name: shape
+            for name, shape in found.items()
+            if shape is not None and shape != usual[name.endswith("_unit")]
+        }
 
     def shown_state(self, owner: str) -> dict[str, Any]:
         """A parameter's optimizer state as views, torch's names; empty before its first step."""
@@ -239,9 +294,9 @@ class Unit:
             return found if float(found["step"]) else {}
         if not self.steps.get(owner):
             return {}
-        shape = self.weight_of(owner).shape
+        shape, odd = self.weight_of(owner).shape, self._odd_shapes(owner)
         views = {
-            name: flat.view(shape) if flat.numel() == shape.numel() else flat
+            name: flat.view(odd.get(name, shape if flat.numel() == shape.numel() else (-1,)))
             for name, flat in self.state_of(owner).items()
         }
         return {"step": torch.tensor(float(self.steps[owner])), **views}
@@ -367,7 +422,10 @@ def _alike(one: UnitForm, other: UnitForm) -> bool:
             (s.dtype, s.numel, [(f.offset, f.numel) for f in s.fields]) for s in layout.segments
         ]
 
-    layouts = ((one.weight_layout, other.weight_layout), (one.trained, other.trained))
+    layouts = [(one.weight_layout, other.weight_layout), (one.trained, other.trained)]
+    if one.state_layouts.keys() != other.state_layouts.keys():
+        return False
+    layouts += [(own, other.state_layouts[kind]) for kind, own in one.state_layouts.items()]
     return one.kept() == other.kept() and all(places(a) == places(b) for a, b in layouts)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from l2l.device import Event
 from l2l.parameter_server.layout import ALIGNMENT_ELEMENTS
-from l2l.parameter_server.optimizer import Half, UpdateOrder
+from l2l.parameter_server.optimizer import Half, HostOptimizer, UpdateOrder
 from l2l.parameter_server.table_rows import TableRows
 
 if TYPE_CHECKING:
@@ -89,11 +89,14 @@ class WaitingUpdate:
                 are done alike.
             refresher: Whose rows these are. Another one comes if a step has failed in between.
         """
-        if self.order() is None or self.progress in (Progress.WEIGHTS, Progress.REST_WEIGHTS):
+        order, optimizer = self.order(), server.optimizer
+        if order is None or self.progress in (Progress.WEIGHTS, Progress.REST_WEIGHTS):
             return
+        assert isinstance(optimizer, HostOptimizer)
         trained, first = server.units[self.unit].form.trained, not self._rows
         shapes = trained.shapes().values()
-        if any(shape[-1] % ALIGNMENT_ELEMENTS for shape in shapes):
+        is_whole = any(optimizer.needs_whole(order.settings[owner]) for owner in trained.names)
+        if is_whole or any(shape[-1] % ALIGNMENT_ELEMENTS for shape in shapes):
             # Rows that do not begin at a block are not updated apart: all are done at first.
             every = torch.arange(max(shape[0] for shape in shapes) if first else 0)
             rows = TableRows.of(trained, every)

@@ -46,7 +46,8 @@ PART_SECONDS = 5e-3  # that the host needs to submit a part of the epilogue
 MAX_LINES = 4000  # of a schedule to simulate; longer ones are simulated with fewer microbatches
 NUM_REMEMBERED = 32  # schedules
 DEVICE_UPDATE_BYTES = 34.0  # of AdamW there, a parameter
-REVISE_BYTES = 150.0  # of Adafactor: about thirty operations one by one
+REVISE_BYTES = 150.0  # of Adafactor and Muon: about thirty operations one by one
+HOST_MATRIX_RATE = 1e12  # operations of a host's products of matrices in 16 bits, roughly
 # Which way a kind of line copies a unit, and what of it.
 COPIED: Final[Mapping[str, tuple[Literal["in", "out"], tuple[str, ...]]]] = {
     "fetch U": ("in", ("weight",)),
@@ -237,6 +238,10 @@ class CostModel:
         back = cut.tail[: len(cut.tail) - decisions.num_device_states]
         inwards = again + weights + sum(unit.weight_bytes for unit in back) + lent
         rate = self.hardware.both_ways_rate * self.busy_link
+        if problem.policy is UpdatePolicy.JUST_IN_TIME:
+            forward += self.products_seconds(decisions)
+        else:
+            backward += self.products_seconds(decisions)
         forward = max(forward, inwards / rate, (values + kept + lent) / rate)
         backward = max(backward, (weights + 2 * values + kept) / rate)
         if problem.policy is UpdatePolicy.JUST_IN_TIME:
@@ -253,6 +258,15 @@ class CostModel:
         before, disk = self._disk_seconds(decisions, late)
         device += max(0.0, before - forward) + max(0.0, disk - backward - middle)
         return rows_first + max(device, host + middle + layer)
+
+    def products_seconds(self, decisions: Decisions) -> float:
+        """Of products of matrices in updates, of layers that the device updates."""
+        return self._products(decisions) / self.hardware.matrix_rate
+
+    def _products(self, decisions: Decisions) -> float:
+        tail = self.memory.cut(decisions).tail
+        states = tail[len(tail) - min(decisions.num_device_states, len(tail)) :]
+        return sum(unit.work.matrix_flops for unit in (*self._shared(decisions), *states))
 
     def _disk_seconds(self, decisions: Decisions, late: float) -> tuple[float, float]:
         """Of what is read and written under the forward pass, and after it; `late`: a share.
@@ -313,7 +327,7 @@ class CostModel:
     def with_late(self, decisions: Decisions) -> Decisions:
         """Choices that leave no updates, with as many left as the host cannot do in their step."""
         problem, streamed = self.problem, self.memory.cut(decisions).streamed
-        if problem.policy is not UpdatePolicy.EAGER or not streamed:
+        if problem.policy is not UpdatePolicy.EAGER or not streamed or problem.updates_wholes:
             return decisions
         host = self.update_seconds(streamed[0].num_trained)
         mean = decisions.mean_rows(problem)
@@ -377,7 +391,7 @@ class CostModel:
                     self.memory.cost(one, rows) for one in (costs.kept_forward, costs.kept_backward)
                 )
                 total += sum(one.matrix_flops for one in both)
-        return decisions.num_microbatches(problem) * total
+        return decisions.num_microbatches(problem) * total + self._products(decisions)
 
     def simulate(self, decisions: Decisions) -> Simulation:
         """How long such a step takes, by the clock."""
@@ -417,6 +431,9 @@ class LineCosts:
         looked_up = scale * mean * problem.looked_up_bytes / HOST_COPY_RATE
         loss = scale * model.epilogue_seconds(decisions)
         self._seconds = {"loss": loss, "lookup": looked_up, "collect": 2 * looked_up}
+        self._lent = decisions.shared_layers(len(problem.layers))
+        is_late = problem.policy is UpdatePolicy.JUST_IN_TIME
+        self._beside_updates = "forward" if is_late else "backward"
         self._of_slices: dict[str, float] = {}
         if number := model.num_slices(decisions):
             each = model.head_seconds(number, mean)
@@ -462,23 +479,34 @@ class LineCosts:
             return PART_SECONDS / 2 if action.unit == EPILOGUE else PROLOGUE_SECONDS
         if action.unit.startswith("T"):
             return self._of_slices[action.verb]
+        beside = 0.0  # products of an update on another lane, which the device makes meanwhile
+        if action.verb == self._beside_updates and action.layer in self._lent:
+            number = self._decisions.num_microbatches(self._problem)
+            beside = self._products_seconds(size) / number
         if action.verb == "forward":
-            return self._model.pass_seconds(action.layer, "forward", self._mean)
+            return beside + self._model.pass_seconds(action.layer, "forward", self._mean)
         keep = self._decisions.kept_share
-        return self._model.backward_seconds(action.layer, keep, self._mean)
+        return beside + self._model.backward_seconds(action.layer, keep, self._mean)
+
+    def _products_seconds(self, size: UnitSize) -> float:
+        return size.work.matrix_flops / self._model.hardware.matrix_rate
 
     def _update_seconds(self, action: Action, size: UnitSize) -> float:
         model = self._model
         if action.lane is not Lane.UPDATE:  # on the device
-            each = REVISE_BYTES if action.kind == "update U device" else DEVICE_UPDATE_BYTES
-            return size.num_trained * each / model.hardware.memory_rate
+            revised = action.kind == "update U device" or self._problem.updates_wholes
+            each = REVISE_BYTES if revised else DEVICE_UPDATE_BYTES
+            moving = size.num_trained * each / model.hardware.memory_rate
+            # Beside passes, products take from these: see `_pass_seconds`.
+            return moving + (self._products_seconds(size) if action.lane is Lane.COMPUTE else 0.0)
         half = next((half for half in HALVES if action.kind.endswith(half)), None)
         if action.microbatch is not None:  # the rows that it looks up
             whole = model.looked_up_seconds(size, half)
             return self._scale * whole / self._decisions.num_microbatches(self._problem)
         is_before_forward = "late" in action.kind and half != "moments"
         beside = self._beside if is_before_forward and action.unit in self._streamed else 0.0
-        return model.update_seconds(size.num_trained, half=half, beside=beside)
+        products = size.work.matrix_flops / HOST_MATRIX_RATE
+        return products + model.update_seconds(size.num_trained, half=half, beside=beside)
 
 
 def _bytes_on_disk(action: Action, size: UnitSize) -> int:

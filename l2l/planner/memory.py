@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
@@ -61,6 +62,7 @@ class Memory:
         self._cut = cache(partial(Cut, problem))
         self._largest = cache(self._find_largest)
         self._held = cache(self._find_held)
+        self._largest_piece = cache(self._find_piece)
         self._disk_order = cache(self._find_disk_order)
         states = (unit.state_bytes for unit in reversed(problem.layers))
         self._states = list(accumulate(states, initial=0))  # of so many layers, the last of them
@@ -128,8 +130,13 @@ class Memory:
         yield ALWAYS, "kept results", decisions.num_kept_cells * self.kept_bytes(decisions)
         if decisions.num_shared:
             lent = NUM_LENT * cut.largest_lent // decisions.num_pieces
+            if problem.updates_wholes:
+                lent = NUM_LENT * self._largest_piece(decisions.num_tail, decisions.num_pieces)
             for phase in ("forward", "backward") if decisions.shares_memory else (ALWAYS,):
                 yield phase, "lent optimizer state", lent
+        if decisions.num_shared or decisions.num_device_states:
+            working = max((unit.work.working_bytes for unit in problem.layers), default=0)
+            yield ALWAYS, "updates of matrices at work", working
         yield ALWAYS, "context, libraries", problem.context_bytes
         yield ALWAYS, "buffers, workspaces", problem.buffer_bytes + LIBRARY_BYTES + ROUNDING_BYTES
         staying = [
@@ -210,6 +217,12 @@ class Memory:
         """The pass that takes most memory, of those of some layers."""
         curves = {getattr(self._problem.costs[index], kind): None for index in layers}
         return max((self.cost(one, rows) for one in curves), key=lambda cost: cost.working_bytes)
+
+    def _find_piece(self, num_tail: int, num_pieces: int) -> int:
+        """The largest piece that is lent of a streamed layer."""
+        units = {*self._cut(num_tail).streamed}
+        pieces = (unit.lent_bytes * unit.largest_piece(num_pieces) for unit in units)
+        return math.ceil(max(pieces, default=0))
 
     def _find_held(self, num_tail: int, rows: int) -> tuple[int, int]:
         """What a tail keeps for its backward passes, and what these need beside it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,12 +16,14 @@ from torch.autograd.graph import GradientEdge
 
 from l2l.model import LayerInputs, Partition, Recording, Route, Tiles
 from l2l.parameter_server import (
+    DeviceWork,
     HostOptimizer,
     Optimizer,
     Part,
     UnitForm,
     UpdatePolicy,
     block_bytes,
+    gathered,
     rows_of_slice,
     written_bytes,
 )
@@ -56,6 +58,8 @@ class UnitSize:
     weights_written_bytes: int = 0  # of these, what a step changes
     is_one_run: bool = True  # whether these lie in one row, so that their state can be lent
     num_rows: int = 0  # of a table, which is all there is; 0: it is something else
+    wholes: tuple[int, ...] = ()  # elements of its parameters, if these are updated as wholes
+    work: DeviceWork = field(default_factory=DeviceWork)  # of an update on the device
 
     @property
     def lent_bytes(self) -> int:
@@ -69,6 +73,13 @@ class UnitSize:
     def part_bytes(self, part: Part) -> int:
         """What a part takes of host memory."""
         return self.weight_bytes if part == "weights" else self.state_bytes
+
+    def largest_piece(self, num_pieces: int) -> float:
+        """What the largest of so many pieces is of it."""
+        if not self.wholes:
+            return 1 / num_pieces
+        pieces = (sum(self.wholes[piece]) for piece in gathered(self.wholes, num_pieces))
+        return max(pieces) / sum(self.wholes)
 
     def slice(self, num_slices: int) -> UnitSize:
         """The largest of so many slices of a table."""
@@ -210,6 +221,8 @@ class Problem:
     update_bytes: float  # host memory traffic of an update, for each parameter
     eight_bit: bool
     has_halves: bool  # whether late updates can be done in two
+    # Whether updates are products of matrices: then the device makes all those of layers.
+    updates_wholes: bool = False
     may_update_on_device: bool
     is_single: bool  # whether layers compute in float32
     needs_slices: bool = False  # whether the head must come in slices, or in one
@@ -273,6 +286,8 @@ def unit_size(form: UnitForm) -> UnitSize:
         num_trained=form.trained.numel,
         is_one_run=form.is_one_run,
         num_rows=0 if form.name.startswith("L") or len(shapes) != 1 else shapes[0][0],
+        wholes=tuple(map(math.prod, form.trained.shapes().values())) if form.state_layouts else (),
+        work=form.device_work,
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from l2l.device import format_bytes
 from l2l.parameter_server import UpdatePolicy
 from l2l.planner.cost_model import CostModel
-from l2l.planner.decisions import Decisions, LedgerLine
+from l2l.planner.decisions import STATE_ON_HOST, Decisions, LedgerLine
 from l2l.planner.disk_tier import no_room
 from l2l.planner.hardware import Hardware
 from l2l.planner.problem import Problem
@@ -180,6 +180,10 @@ class _Search:
     def _placed(self, decisions: Decisions) -> Decisions:
         """The same with what is chosen, and with as much on disk as is needed for that."""
         chosen = replace(decisions, **self._chosen)
+        if self._problem.updates_wholes and not {*STATE_ON_HOST} & self._chosen.keys():
+            tail = chosen.num_tail
+            number = len(self._problem.layers) - tail
+            chosen = replace(chosen, num_shared=number, num_device_states=tail)
         return chosen if ON_DISK & {*self._chosen} else self._memory.with_disk(chosen)
 
     def _candidates(self, rows: int | None) -> Iterator[Decisions]:
@@ -276,8 +280,10 @@ class _Search:
         problem = self._problem
         helps = problem.may_update_on_device and problem.policy is not UpdatePolicy.ON_DEVICE
         pieces = LENT_PIECES if problem.policy is UpdatePolicy.JUST_IN_TIME else AT_ONCE_PIECES
-        for share in SHARES if helps and "num_shared" not in self._chosen else ():
-            number = int(share * (len(problem.layers) - start.num_tail))
+        streamed = len(problem.layers) - start.num_tail
+        shares = (1.0,) if problem.updates_wholes else SHARES
+        for share in shares if helps and "num_shared" not in self._chosen else ():
+            number = int(share * streamed)
             for num_pieces in pieces if number else ():
                 other = replace(start, num_shared=number, num_pieces=num_pieces)
                 other = self._placed(other)  # what is lent is not on disk
@@ -364,6 +370,8 @@ class _Search:
         if self._problem.has_halves and not fixed & {"halves", "num_whole"}:  # of tables, or none
             yield replace(start, halves=not start.halves, num_whole=streamed)
         least = {"num_late": 1, "num_shared": 1} | ({"num_whole": 0} if start.halves else {})
+        if self._problem.updates_wholes:
+            least = {"num_late": 1}
         for name, lowest in least.items():
             number = getattr(start, name)
             for step in STEPS if number >= lowest and name not in fixed else ():

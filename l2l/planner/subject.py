@@ -147,6 +147,9 @@ class Subject:
         layers = [forms[f"L{i}"] for i in range(self.partition.num_layers)]
         head = [forms[unit.name] for unit in outer if unit.in_epilogue]
         head_parameters, head_width = head_of(head)
+        wholes = device_update.supports(optimizer) and any(one.wholes for one in sizes)
+        on_host = [forms[unit.name] for unit in outer if unit.trained] if wholes else []
+        updated = max([layers[-1], *on_host], key=lambda form: form.trained.numel)
         kind = "plain" if not facts.puts_off else "compiled" if self.compiled else "put off"
         own, wide, moved = LOGITS[kind]
         looked_up = [facts.usage[unit.name] for unit in outer if unit.looked_up]
@@ -184,10 +187,11 @@ class Subject:
             may_cut_positions=facts.within_rows or facts.puts_off,
             may_keep=self.compiled and not found.draws_random_numbers and not tile_tokens,
             policy=self.policy,
-            update_bytes=update_bytes(optimizer, layers[-1]),
+            update_bytes=update_bytes(optimizer, updated),
             eight_bit=isinstance(optimizer, AdamW) and optimizer.moments == "8bit",
             has_halves=self.has_halves,
             may_update_on_device=device_update.supports(optimizer),
+            updates_wholes=wholes,
             is_single=hidden.dtype is torch.float32,
             needs_slices=self.needs_slices and facts.rule is not None,
             buffer_bytes=found.buffer_bytes + (self.device.growth_bytes if self.device else 0),

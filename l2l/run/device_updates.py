@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, final
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 from l2l.device import Work
 from l2l.parameter_server import (
     Adafactor,
+    FlatUnit,
     HostOptimizer,
+    Muon,
     Progress,
     UpdateOrder,
     WaitingUpdate,
@@ -137,23 +140,24 @@ class DeviceUpdates:
     def update_lent_piece(self, step: Step, action: Action) -> None:
         """The update of a piece that was brought with its gradient and its state."""
         unit, place = action.unit, action.places[-1]
-        waiting, optimizer = self._server.waiting[unit], self._server.optimizer
+        waiting = self._server.waiting[unit]
         assert waiting.numbers is not None
-        assert isinstance(optimizer, HostOptimizer)
         numbers = waiting.numbers.to(self._device.torch_device, non_blocking=True)
         if unit in step.finite:  # nobody has looked at the gradient yet
             numbers = numbers.clone()
             numbers[:, device_update.APPLY] *= step.finite[unit]
-        held, span = self._server.units[unit], self._piece(step, action)
-        lent = self._transfer.lent(place, held.part(span, waiting.gradient))
-        for row, owners in self._runs(waiting.step, unit):
-            first, last = (held.form.trained.span(owner) for owner in (owners[0], owners[-1]))
+        spans, form = self._piece(step, action), self._server.units[unit].form
+        runs, trained = self._runs(waiting.step, unit), form.trained
+        if form.state_layouts:  # each of these is one parameter
+            own = {trained.by_start[span.start] for span in spans}
+            runs = [run for run in runs if run[1][0] in own]
+        lent = self._transfer.lent(unit, spans, place, waiting.gradient)
+        for (row, owners), (span, one) in product(runs, zip(spans, lent, strict=True)):
+            first, last = (trained.span(owner) for owner in (owners[0], owners[-1]))
             start, end = max(first.start, span.start), min(last.stop, span.stop)
             if start < end:
-                part = lent.cut(start - span.start, end - span.start)
-                device_update.update(
-                    optimizer, part, numbers[row], compiled=self._compiler.is_ready
-                )
+                part = one.cut(start - span.start, end - span.start)
+                self._update(waiting.step, unit, owners[0], part, numbers[row])
 
     def fetch_state(self, step: Step, action: Action) -> None:
         """State of a piece to the device."""
@@ -196,24 +200,32 @@ class DeviceUpdates:
             self._server.waiting.pop(unit, None)
             self._server.unfinished.discard(unit)
 
-    def _piece(self, step: Step, action: Action) -> slice:
+    def _piece(self, step: Step, action: Action) -> tuple[slice, ...]:
         assert action.piece is not None
         form = self._server.units[action.unit].form
         return form.piece(action.piece, step.program.shape.num_pieces)
 
     def _apply(self, step: Step, name: str, slot: str, gradient_slot: str, numbers: Tensor) -> None:
         """Update a unit with the gradients of a step."""
-        unit, optimizer = self._server.units[name], self._server.optimizer
-        assert isinstance(optimizer, HostOptimizer)
         weights = self._transfer.slot(slot)
         gradients = self._transfer.slot(gradient_slot)
         for row, run in self._runs(step, name):
-            device_update.update(
-                optimizer,
-                unit.flat(run, weights=weights, gradients=gradients),
-                numbers[row],
-                compiled=self._compiler.is_ready,
-            )
+            part = self._server.units[name].flat(run, weights=weights, gradients=gradients)
+            self._update(step, name, run[0], part, numbers[row])
+
+    def _update(self, step: Step, name: str, owner: str, part: FlatUnit, numbers: Tensor) -> None:
+        """Update a run of parameters, of which this is the first."""
+        optimizer, settings = self._server.optimizer, step.settings
+        assert isinstance(optimizer, HostOptimizer)
+        assert settings is not None
+        if not part.weight.numel():
+            return
+        one = optimizer.one_for(settings[owner])
+        if isinstance(one, Muon):
+            shape = self._server.units[name].form.trained.shapes()[owner]
+            one.revise(part, shape, numbers, settings=settings[owner])
+        else:
+            device_update.update(one, part, numbers, compiled=self._compiler.is_ready)
 
     def _runs(self, step: Step, name: str) -> list[tuple[int, tuple[str, ...]]]:
         """A unit's parameters, together if their update is the same, each with its row of numbers.
@@ -228,6 +240,7 @@ class DeviceUpdates:
         blocks = any(kind.per_block for kind in unit.form.state_kinds.values())
         together = (
             unit.form.is_one_run
+            and not unit.form.state_layouts
             and all(owner in received for owner in names)
             and all(settings[owner] == settings[names[0]] for owner in names)
             and len({unit.steps[owner] for owner in names}) == 1

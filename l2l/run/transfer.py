@@ -14,7 +14,7 @@ for outer units; G0, GL7, GO, GT0 for their gradients, H.. for staging.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import final
 
 import torch
@@ -31,6 +31,8 @@ from l2l.parameter_server import (
 )
 from l2l.run.stash import Parked
 from l2l.schedule import NUM_LENT, Shape, late_staging
+
+Spans = tuple[slice, ...]  # of a unit's trained elements, as `UnitForm.piece`
 
 
 @final
@@ -125,36 +127,45 @@ class Transfer:
         sizes = {"S": form.weight_layout.nbytes, "G": form.gradient_layout.nbytes}
         return {kind: math.ceil(nbytes * share) for kind, nbytes in sizes.items()}
 
-    def fetch_all(self, unit: str, span: slice, staging: str, place: str) -> None:
+    def fetch_all(self, unit: str, spans: Spans, staging: str, place: str) -> None:
         """Copy elements of a unit, with gradient and state, to the device; for the lend lane."""
-        source = self._server.units[unit].part(span, self.staging[staging])
-        for mine, theirs in zip(self.lent(place, source).tensors, source.tensors, strict=True):
-            mine.copy_(theirs, non_blocking=True)
+        for mine, theirs in self._lent_and_own(unit, spans, place, self.staging[staging]):
+            _copy(mine.tensors, theirs.tensors)
 
-    def fetch_state(self, unit: str, span: slice, place: str) -> None:
+    def fetch_state(self, unit: str, spans: Spans, place: str) -> None:
         """Copy the state of elements, and what completes their weights; for the fetch lane."""
-        source = self._server.units[unit].part(span)
-        lent = self.lent(place, source)
-        for mine, theirs in zip(lent.changed[1:], source.changed[1:], strict=True):
-            mine.copy_(theirs, non_blocking=True)
+        for mine, theirs in self._lent_and_own(unit, spans, place):
+            _copy(mine.changed[1:], theirs.changed[1:])
 
-    def join(self, unit: str, span: slice, slot: str, gradient_slot: str, place: str) -> None:
+    def join(self, unit: str, spans: Spans, slot: str, gradient_slot: str, place: str) -> None:
         """Copy weights and gradients, which are on the device, to their state."""
-        one = self._server.units[unit]
-        lent, form = self.lent(place, one.part(span)), one.form
-        lent.weight.copy_(form.weight_layout.segment_views(self._slots[slot])[0][span])
+        form = self._server.units[unit].form
+        weights = form.weight_layout.segment_views(self._slots[slot])[0]
         sums = form.gradient_layout.segment_views(self._slots[gradient_slot])[0]
-        lent.gradient.copy_(sums[span])
+        for span, (lent, _) in zip(spans, self._lent_and_own(unit, spans, place), strict=True):
+            lent.weight.copy_(weights[span])
+            lent.gradient.copy_(sums[span])
 
-    def drain_all(self, unit: str, span: slice, place: str) -> None:
+    def drain_all(self, unit: str, spans: Spans, place: str) -> None:
         """Copy them back, but for the gradient; the drain lane does this."""
-        target = self._server.units[unit].part(span)
-        for mine, theirs in zip(self.lent(place, target).changed, target.changed, strict=True):
-            theirs.copy_(mine, non_blocking=True)
+        for mine, theirs in self._lent_and_own(unit, spans, place):
+            _copy(theirs.changed, mine.changed)
 
-    def lent(self, place: str, like: FlatUnit) -> FlatUnit:
-        """The elements that were copied to a place."""
-        return like.in_buffer(self._slots[place])
+    def lent(
+        self, unit: str, spans: Spans, place: str, gradients: Tensor | None = None
+    ) -> list[FlatUnit]:
+        """The elements that were copied to a place, run by run."""
+        return [mine for mine, _ in self._lent_and_own(unit, spans, place, gradients)]
+
+    def _lent_and_own(
+        self, unit: str, spans: Spans, place: str, gradients: Tensor | None = None
+    ) -> Iterator[tuple[FlatUnit, FlatUnit]]:
+        """Runs of elements in a place, one after the other, and on the host."""
+        start = 0
+        for span in spans:
+            own = self._server.units[unit].part(span, gradients)
+            yield own.in_buffer(self._slots[place][start:]), own
+            start += own.buffer_bytes
 
     def take(self, name: str) -> None:
         """Take memory for a place; the compute lane does this."""
@@ -424,7 +435,13 @@ class Transfer:
             self.staging[name] = self._arena.take("staging", nbytes, torch.uint8, registered=True)
 
 
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
 def _piece_bytes(unit: Unit, num_pieces: int) -> int:
-    """What the first of so many pieces of a unit takes, with gradient and state."""
+    """What the largest of so many pieces of a unit takes, with gradient and state."""
     staging = torch.empty(unit.form.staging_layout.nbytes, dtype=torch.uint8, device="meta")
-    return unit.part(unit.form.piece(0, num_pieces), staging).buffer_bytes
+    pieces = (unit.form.piece(number, num_pieces) for number in range(num_pieces))
+    return max(sum(unit.part(span, staging).buffer_bytes for span in spans) for spans in pieces)

@@ -72,6 +72,8 @@ def export_checkpoint(
     formats = _formats(settings, model)
 
     def weight_of(name: str) -> Tensor:
+        if settings.optimizer.averages and (mean := saved.read_mean(name)) is not None:
+            return mean.view(shapes[name])
         if name in formats:
             return plain_values(saved.read_format(name, formats[name]))
         return saved.read(name, shapes[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -205,6 +206,10 @@ class Prepared:
             self.held_out = self.held_out.with_numbers(reference=evaluation)
         self.make_batches(packing=False)
         self.__dict__.pop("evaluation_batches", None)
+
+    def result_of(self, engine: Engine) -> contextlib.AbstractContextManager[None]:
+        """Inside the block, the engine has the weights that are the result of training so far."""
+        return engine.averaged() if self.settings.optimizer.averages else contextlib.nullcontext()
 
     @cached_property
     def speaker(self) -> Speaker:

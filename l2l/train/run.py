@@ -426,7 +426,9 @@ class Training:
         """Write the model as it is now, or as it was when it was best."""
         folder, output = self._folder.model, self._settings.output
         if not self._settings.checkpoint.best or best.step in (None, engine.step_number):
-            engine.export(folder, dtype=output.export_dtype, tokenizer=self._prepared.tokenizer)
+            tokenizer = self._prepared.tokenizer
+            with self._prepared.result_of(engine):
+                engine.export(folder, dtype=output.export_dtype, tokenizer=tokenizer)
             return
         kept = self._checkpoints.path_of(best.step or 0)
         self._first_says(lambda: export_checkpoint(kept, folder, dtype=output.export_dtype))

@@ -158,17 +158,18 @@ class Steps:
         began = time.perf_counter()
         settings, batches = self.prepared.settings, self.prepared.evaluation_batches.in_order()
         chosen = itertools.islice(batches, settings.evaluation.most_batches)
-        found = evaluate(self.engine, chosen, objective=self.objective, stops=self._must_stop)
         marker = settings.evaluation.answer_marker
-        if found is not None and marker is not None:
-            assert self.prepared.held_out is not None
-            found["exact_match"] = exact_match(
-                self.engine,
-                self.prepared.speaker,
-                self.prepared.held_out,
-                marker,
-                max_new_tokens=settings.evaluation.max_new_tokens or MAX_ANSWER,
-            )
+        with self.prepared.result_of(self.engine):
+            found = evaluate(self.engine, chosen, objective=self.objective, stops=self._must_stop)
+            if found is not None and marker is not None:
+                assert self.prepared.held_out is not None
+                found["exact_match"] = exact_match(
+                    self.engine,
+                    self.prepared.speaker,
+                    self.prepared.held_out,
+                    marker,
+                    max_new_tokens=settings.evaluation.max_new_tokens or MAX_ANSWER,
+                )
         if found is not None:
             self.progress.evaluated(step, found, seconds=time.perf_counter() - began)
 
@@ -176,7 +177,9 @@ class Steps:
         """Let the model say something after a step, if it is time and it did not."""
         if self.samples.is_due_after(step, num_steps=self.prepared.num_steps):
             self.progress.catch_up()
-            for one in self.samples.draw(self.engine, step):
+            with self.prepared.result_of(self.engine):
+                drawn = self.samples.draw(self.engine, step)
+            for one in drawn:
                 say = self.progress.display.say
                 say(f"sample after step {step}: {one['prompt']!r} -> {one['completion']!r}")
             self.progress.lap()

@@ -22,6 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = 6
 NUM_STEPS = 3
 Run = Callable[[l2l.Engine, nn.Module], Any]
+MUON = l2l.Muon(lr=1e-3, ns_steps=1)  # more make last bits large
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +74,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a running mean": {"optimizer": l2l.AdamW(lr=1e-2, average=0.9)},
     "another optimizer of torch": {
         "optimizer": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    },
+    "one of whole parameters": {
+        "optimizer": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-3)
+    },
+    "without a schedule": {"optimizer": l2l.ScheduleFreeAdamW(lr=1e-2)},
+    "Muon": {"optimizer": MUON},
+    "Muon, clipped, lent": {
+        "optimizer": MUON,
+        "clip_norm": 0.05,
+        "overrides": {"num_tail": 0, "num_device_states": 0, "num_shared": 3, "num_pieces": 4},
+    },
+    "Muon, lent at once": {
+        "optimizer": MUON,
+        "overrides": {"num_tail": 0, "num_device_states": 0, "num_shared": 3, "num_pieces": 4},
     },
     "a loss of log-probabilities": {"loss": l2l.TokenLoss(entropy)},
     "clipped, updates in halves": {"clip_norm": 0.05, "overrides": {"halves": True}},

@@ -253,15 +253,11 @@ class Settings(Section):
         if data.template is not None and data.task not in CHATS:
             yield f"{where('data', 'template')} is set, but {data.task} has no chats to use it for."
         yield from self._not_taken(where)
-        asked = [key for key, value in self.evaluation if value is not None]
-        if asked and data.evaluation_source is None and data.hold_out is None:
+        asked = [("evaluation", key) for key, value in self.evaluation if value is not None]
+        asked = asked[:1] + [("checkpoint", "best")] * self.checkpoint.best
+        for place in asked if data.evaluation_source is None and data.hold_out is None else ():
             yield (
-                f"{where('evaluation', asked[0])} is set, but there is nothing to evaluate on. "
-                "Expected [data] evaluation_source (--evaluation-data FILE) or hold_out too."
-            )
-        if self.checkpoint.best and data.evaluation_source is None and data.hold_out is None:
-            yield (
-                f"{where('checkpoint', 'best')} is set, but there is nothing to evaluate on. "
+                f"{where(*place)} is set, but there is nothing to evaluate on. "
                 "Expected [data] evaluation_source (--evaluation-data FILE) or hold_out too."
             )
         if self.evaluation.answer_marker is not None and data.task != "instruct":
@@ -270,6 +266,12 @@ class Settings(Section):
             yield f"{where('training', 'clip_norm')}: adafactor updates layer by layer. Expected 0."
         if optimizer.name == "adafactor" and training.precision == "float16":
             yield f"{where('training', 'precision')}: adafactor takes bfloat16 or float32 only."
+        rises = self.schedule.warm_up_steps or self.schedule.warm_up_share
+        if optimizer.name == "schedule-free" and (self.schedule.shape != "constant" or rises):
+            yield (
+                f"{where('schedule', 'shape')}: schedule-free takes no schedule. Expected constant "
+                "and no warm-up; its own is [optimizer] warmup_steps."
+            )
         checks = {("optimizer", "name"): optimizer.make, ("data", "task"): self.form}
         for place, check in checks.items():
             try:
@@ -508,6 +510,11 @@ def _fill(found: Mapping[str, dict[str, Any]]) -> None:
     if found["samples"]:
         found["samples"].setdefault("chat", found["data"].get("task") == "instruct")
     kind = str(optimizer.setdefault("name", "adamw"))
+    if kind == "muon" and "learning_rate" in optimizer:
+        optimizer.setdefault("others_learning_rate", optimizer["learning_rate"])
+    if kind == "schedule-free":
+        found["schedule"].setdefault("shape", "constant")
+        found["schedule"].setdefault("warm_up_steps", 0)
     optimizer.update({**(taken_by(kind) if kind in LEARNING_RATES else {}), **optimizer})
     if kind == "adafactor":
         training.setdefault("clip_norm", 0.0)

@@ -18,7 +18,7 @@ from torch import nn
 from l2l.device import Disk, parse_bytes
 from l2l.engine import Depth, ProgressiveLayerDropping, StochasticDepth
 from l2l.hugging_face import ALL_LINEAR, Lora
-from l2l.parameter_server import OPTIMIZERS, Optimizer
+from l2l.parameter_server import OPTIMIZERS, AdamW, Optimizer
 from l2l.train.data import DocumentsEnd, Task
 
 LANGUAGE_TASKS = ("causal", "instruct")
@@ -69,7 +69,15 @@ Amount = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Pair = Annotated[tuple[Amount, ...], Field(min_length=2, max_length=2, strict=False)]
 INVERSE_SQRT_STEPS = 10_000  # what inverse_sqrt counts in without a warm-up, as in transformers
-LEARNING_RATES = {"adamw": 2e-5, "adamw-8bit": 2e-5, "adafactor": 1e-3, "lion": 5e-6, "sgd": 1e-3}
+LEARNING_RATES = {
+    "adamw": 2e-5,
+    "adamw-8bit": 2e-5,
+    "adafactor": 1e-3,
+    "lion": 5e-6,
+    "muon": 2e-5,
+    "schedule-free": 2e-5,
+    "sgd": 1e-3,
+}
 
 
 class Section(BaseModel):
@@ -295,13 +303,17 @@ class GroupSettings(Section):
 class OptimizerSettings(Section):
     """How weights are updated. Every optimizer takes some of these, under torch's names."""
 
-    name: Literal["adamw", "adamw-8bit", "adafactor", "lion", "sgd"] = "adamw"
-    """adamw, adamw-8bit (moments in 8 bits), adafactor (2 bytes a parameter), lion or sgd."""
+    name: Literal["adamw", "adamw-8bit", "adafactor", "lion", "muon", "schedule-free", "sgd"] = (
+        "adamw"
+    )
+    """adamw, adamw-8bit (moments in 8 bits), adafactor (2 bytes a parameter), lion, muon (for
+    matrices of layers, with adamw for the rest), schedule-free (adamw whose weights are averaged
+    instead of a schedule; their mean is evaluated and exported) or sgd."""
     learning_rate: Amount = 2e-5
     """At the top of the schedule. Default: 2e-5; lion 5e-6, adafactor and sgd 1e-3. Usual with
     [lora]: 1e-4 to 2e-4."""
     weight_decay: Amount = 0.01
-    """Default: 0.01 with adamw, else 0."""
+    """Default: 0.01 with adamw, 0.1 with muon, else 0."""
     decay_biases_and_norms: bool = False
     """Whether weight decay is for biases and norms too, all that is not a matrix."""
     groups: Annotated[tuple[GroupSettings, ...], Field(strict=False)] = ()
@@ -309,19 +321,34 @@ class OptimizerSettings(Section):
     {parameters = "embed_tokens|lm_head", learning_rate = 1e-6, weight_decay = 0.0}, where
     parameters is a regular expression that is searched for in their names."""
     betas: Pair | None = None
-    """adamw [0.9, 0.999], lion [0.9, 0.99]."""
+    """adamw, schedule-free, and muon for what is no matrix of a layer [0.9, 0.999]; lion
+    [0.9, 0.99]."""
     eps: Amount | Pair | None = None
-    """adamw 1e-8, adafactor [1.2e-7, 1e-3]."""
+    """adamw and schedule-free 1e-8, adafactor [1.2e-7, 1e-3]."""
     momentum: Amount | None = None
-    """sgd 0."""
+    """sgd 0, muon 0.95."""
     dampening: float | None = None
     """sgd 0."""
     nesterov: bool | None = None
-    """sgd false."""
+    """sgd false, muon true."""
+    ns_steps: Positive | None = None
+    """muon 5: iterations that bring a momentum near an orthogonal matrix."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    """muon match_rms_adamw: its steps are as large as those of adamw, and so are learning rates; or
+    original, for rates of about 0.02."""
+    others_learning_rate: Amount | None = None
+    """muon: that of embeddings, heads, norms and biases. Default: learning_rate."""
+    warmup_steps: Natural | None = None
+    """schedule-free 0: steps in which its learning rate rises. It takes no [schedule]."""
     beta2_decay: Annotated[float, Field(le=0)] | None = None
     """adafactor -0.8."""
     d: Annotated[float, Field(ge=1)] | None = None
     """adafactor 1.0: how large a tensor's update may get."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether the result of training is a mean of weights."""
+        return self.name == "schedule-free"
 
     def make(self) -> Optimizer:
         """The optimizer that these settings describe.
@@ -340,6 +367,10 @@ class OptimizerSettings(Section):
         groups = None if self.decay_biases_and_norms else without_decay
         if self.groups:
             groups = self.group_of
+        if self.name == "muon":
+            others = {"lr": own.pop("others_learning_rate", self.learning_rate)}
+            others |= {key: own.pop(key) for key in ("betas",) if key in own}
+            own["others"] = AdamW(**others, weight_decay=self.weight_decay)
         return OPTIMIZERS[self.name](lr=own.pop("learning_rate"), **own, groups=groups)
 
     def group_of(self, name: str, parameter: nn.Parameter) -> Mapping[str, Any] | None:
@@ -514,6 +545,11 @@ def taken_by(optimizer: str) -> dict[str, Any]:
     """The settings that an optimizer takes, with its defaults."""
     own = OPTIMIZERS[optimizer]().defaults | {"learning_rate": LEARNING_RATES[optimizer]}
     del own["lr"]
+    if optimizer == "muon":
+        own |= {"adjust_lr_fn": "match_rms_adamw", "betas": AdamW().betas}
+        own["others_learning_rate"] = own["learning_rate"]
+        own = {key: one for key, one in own.items() if key in OptimizerSettings.model_fields}
+        del own["eps"]
     return own | ({"eps": (2.0**-23, 1e-3)} if optimizer == "adafactor" else {})
 
 
