@@ -401,7 +401,7 @@ def test_every_word_from_elsewhere_leads_to_a_setting_and_is_none() -> None:
         assert found.startswith((" Here it is ", " Nothing is called so here: "))
         assert found.endswith(".")
     homes = {key for keys in SECTIONS.values() for key in keys}
-    assert not homes & set(ELSEWHERE)
+    assert homes & set(ELSEWHERE) == {"warmup_steps"}, "schedule-free has it, in its own section"
     assert answer("moon", lambda *_: "") == ""
 
 

@@ -164,8 +164,7 @@ class ParameterServer:
             unit = self.units[name]
             if "weights" in unit.blocks:
                 self.lost.append(name)
-                nbytes = unit.held.weight_layout.nbytes
-                unit.weights = torch.full((nbytes,), NAN_BYTE, dtype=torch.uint8)
+                unit.weights = _only_nan(unit.held.weight_layout.nbytes)
             else:
                 logger.warning("weights of %s come back rounded: %s", name, error)
         for owner, parameter in parameters.items():
@@ -248,8 +247,7 @@ class ParameterServer:
             )
         self.settle_all()
         unit = self._brought(owner)
-        found = unit.shown_state(owner).items()
-        return {k: one.clone() if unit.blocks else one for k, one in found}
+        return {k: v.clone() if unit.blocks else v for k, v in unit.shown_state(owner).items()}
 
     def set_state(self, owner: str, state: Mapping[str, Any]) -> None:
         """Overwrite a parameter's optimizer state with what `state_of` has given."""
@@ -450,6 +448,10 @@ class ParameterServer:
             self.after_update(name)
         self.unfinished.discard(name)
         del self.waiting[name]
+
+
+def _only_nan(nbytes: int) -> Tensor:
+    return torch.full((nbytes,), NAN_BYTE, dtype=torch.uint8)
 
 
 def lost_weights(server: ParameterServer) -> DiskError | None:
