@@ -577,14 +577,6 @@ def test_an_interrupt_leaves_the_engine_usable(where: str, monkeypatch: pytest.M
     assert_same(found, in_plain_pytorch(build_llama, one))
 
 
-def test_gradients_of_inputs_are_refused() -> None:
-    model = build_llama().train()
-    with engine_of(model):
-        rows = model.get_input_embeddings().weight.detach()[:6].clone()[None].requires_grad_()
-        with pytest.raises(ValueError, match="'inputs_embeds' requires a gradient"):
-            model(inputs_embeds=rows)
-
-
 def test_a_call_of_a_closed_engine_cannot_go_back() -> None:
     model = build_llama().train()
     with engine_of(model):

@@ -17,7 +17,7 @@ from l2l.checkpoint import Persistence
 from l2l.engine.depth import Choice
 from l2l.engine.resources import Resources
 from l2l.hugging_face import export_model
-from l2l.model import Partition, Route, format_of, like, plain_values
+from l2l.model import Partition, Route, asking_in, format_of, like, plain_values
 from l2l.parameter_server import formats_in, units_of, values_of
 from l2l.planner import KeptPlans, Plan
 from l2l.proof import Proof, ProofMemory
@@ -100,9 +100,10 @@ class Network:
         """Try some rows, unless all is known of their kind.
 
         Batches with other entries, such as text without images, may run other code, and those with
-        more entries may take another loss.
+        more entries may take another loss. Gradients take other ways if entries ask for theirs.
         """
-        kinds = self._server.world.gather_facts(frozenset(rows))  # ranks learn together
+        asking = {f"gradient of {name}" for name, _ in asking_in(rows)}
+        kinds = self._server.world.gather_facts(frozenset(rows) | asking)  # ranks learn together
         kind, before = frozenset[str]().union(*kinds), None
         if self._kind is not None and self._may_be_others(kind, needs_loss=needs_loss):
             before = self._kind, self.facts
@@ -182,6 +183,7 @@ class Network:
         joint: bool = False,
         keep_outputs: bool = False,
         side: str = "",
+        asks_inputs: bool = False,
     ) -> Shape:
         """The shape of the next step if it runs all layers."""
         return self._has.planning.shape(
@@ -191,6 +193,7 @@ class Network:
             joint=joint,
             whole_head=keep_outputs,
             side=side,
+            asks_inputs=asks_inputs,
             before=(
                 self._held,
                 () if side in ("outputs", "backward") else tuple(self._server.waiting),
@@ -202,17 +205,14 @@ class Network:
         num_microbatches: int,
         choice: Choice,
         *,
-        training: bool,
         seed: int,
-        joint: bool = False,
         keep_outputs: bool = False,
         side: str = "",
+        **kind: bool,
     ) -> Program:
         """What the next step runs by; its schedule is kept for steps of the same shape."""
         decisions = self._has.planning.decisions
-        shape = self.shape(
-            num_microbatches, training=training, joint=joint, keep_outputs=keep_outputs, side=side
-        )
+        shape = self.shape(num_microbatches, keep_outputs=keep_outputs, side=side, **kind)
         if len(choice.layers) < self.partition.num_layers:
             shape = shape.only(self._calls_of(choice.layers))
         if shape not in self.schedules:

@@ -28,6 +28,7 @@ from l2l.model import (
     Splitting,
     TokenLoss,
     Whole,
+    asking_in,
     can_join,
     cutting_of,
     join_outputs,
@@ -39,6 +40,7 @@ from l2l.model import (
     split_into,
     take_rows,
     token_length,
+    without_graph,
 )
 from l2l.parameter_server import check_settings
 from l2l.planner import STATE_ON_HOST, Findings
@@ -192,18 +194,18 @@ class Stepping:
         """
         has, network, training = self._has, self._condition.network, settings is not None
         # A rank without rows tries, plans and proves with one of another rank, and counts nothing.
-        given = self._splitting.of(_ordinary(batch))
+        if training and not side:
+            _refuse_asking(batch)
+        given = self._splitting.of(_ordinary(batch, has_graph=bool(side)))
         batch = self._with_rows(given)
         has_own, batch = batch is given, self._as_one(batch)
-        parts = [batch] if isinstance(batch, Mapping) else split_batch(batch, microbatch_size=1)
-        first = max(parts, key=len)  # rows without images, say, would not show what these need
-        num_rows(first)
+        first = _most_telling(batch)
         learn = partial(network.learn, needs_loss=needs_loss)
         with has.timeline.phase("trial"):
             rule = self._casting.try_rows(first, learn).rule or Rule.ROWS
         batch = self._casting.cast(batch)
         proves = training and has.proves and not keep_outputs
-        self._decide(batch, proves=proves)
+        self._decide(_ordinary(batch, has_graph=False), proves=proves)
         keep_outputs |= bool(side) and not network.may_fuse()
         # Outputs have the order of the rows.
         whole = keep_outputs or bool(side)
@@ -240,6 +242,7 @@ class Stepping:
         return self._condition.new_step(
             [self._pinned(one) for one in microbatches],
             choice,
+            sources=[[*asking_in(one).values()] for one in microbatches],
             seed=self._condition.seed + has.world.rank * RANK_SEED + self._call_seed(side),
             settings=settings,
             rule=rule,
@@ -353,7 +356,11 @@ class Stepping:
         return False
 
     def _pinned(self, microbatch: Microbatch) -> Microbatch:
-        return map_batch(self._has.device.pinned, microbatch)
+        def pinned(one: Tensor) -> Tensor:
+            found = self._has.device.pinned(one.detach() if one.requires_grad else one)
+            return found.requires_grad_() if one.requires_grad else found
+
+        return map_batch(pinned, microbatch)
 
     def _warn_of_batch_statistics(self) -> None:
         network = self._condition.network
@@ -419,13 +426,45 @@ class Stepping:
             has.planning.agree(max(plans, key=lambda plan: plan[0])[1])
 
 
-def _ordinary(batch: Batches) -> Batches:
-    """The batch without tensors of `torch.inference_mode()`, which would make others like them."""
+def _most_telling(batch: Batches) -> Mapping[str, Any]:
+    """Of the parts of a batch the one to try: rows without images, say, would not show all."""
+    parts = [batch] if isinstance(batch, Mapping) else split_batch(batch, microbatch_size=1)
+    first = max(parts, key=len)
+    num_rows(first)
+    return without_graph(first) if asking_in(first) else first
+
+
+def _ordinary(batch: Batches, *, has_graph: bool) -> Batches:
+    """The batch without tensors of `torch.inference_mode()`, which would make others like them.
+
+    Nor of a graph, unless gradients go back into that.
+    """
+
+    def ordinary(one: Tensor) -> Tensor:
+        one = one.clone() if one.is_inference() else one
+        return one.detach() if one.requires_grad and not has_graph else one
+
     parts = [batch] if isinstance(batch, Mapping) else batch
-    if not any(isinstance(one, Tensor) and one.is_inference() for one in pytree.tree_leaves(parts)):
+    tensors = (one for one in pytree.tree_leaves(parts) if isinstance(one, Tensor))
+    if all(ordinary(one) is one for one in tensors):
         return batch
-    made = [map_batch(lambda one: one.clone() if one.is_inference() else one, p) for p in parts]
+    made = [map_batch(ordinary, part) for part in parts]
     return made[0] if isinstance(batch, Mapping) else made
+
+
+def _refuse_asking(batch: Batches) -> None:
+    """Refuse tensors whose gradients nobody would get.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    for part in [batch] if isinstance(batch, Mapping) else batch:
+        for name, _ in asking_in(part):
+            raise ValueError(
+                f"{name!r} of the batch requires a gradient, which engine.step gives to nothing "
+                "but parameters. Call the model in a loop of your own (autograd=True, "
+                "docs/loops.md), or pass it with .detach()."
+            )
 
 
 def num_tokens(parts: Sequence[Mapping[str, Any]]) -> int:

@@ -6,6 +6,8 @@ from l2l.model.batch import (
     LossFunction,
     Microbatch,
     Rule,
+    Source,
+    asking_in,
     can_join,
     compare_cut_loss,
     compare_parts,
@@ -29,6 +31,7 @@ from l2l.model.batch import (
     token_length,
     trial_batch,
     turned,
+    without_graph,
 )
 from l2l.model.beside import Beside, NotCompiledYetError
 from l2l.model.captures import emit, leaves_more, open_lists, run_layer

@@ -137,6 +137,7 @@ class Planning:
         joint: bool,
         whole_head: bool,
         side: str,
+        asks_inputs: bool,
         before: tuple[frozenset[str], tuple[str, ...]],
     ) -> Shape:
         """The shape of a step as it is decided now; arguments as for `Decisions.shape`."""
@@ -155,6 +156,7 @@ class Planning:
             joint=joint,
             whole_head=whole_head,
             side=side,
+            asks_inputs=asks_inputs,
             before=before,
         )
 

@@ -174,6 +174,8 @@ class Relay:
     def _park(self, step: Step, left: frozenset[str]) -> None:
         """Leave to other sides of a step what they need; `left` is what this one has found."""
         shape, step.parked = step.program.shape, None
+        if shape.asks_inputs and shape.side == "backward":
+            step.of_inputs = self._stash.park([f"i m{m}" for m in range(shape.num_microbatches)])
         if shape.side in ("forward", "outputs"):
             step.parked = self._stash.park(left or carried(shape))
         if _is_first(step) and shape.fused:

@@ -7,6 +7,7 @@ Values live here, each named by what it is and its microbatch:
     r m0     the recorded arguments of the layers (masks, rotary tables), once per microbatch
     k2 m0    what layer 2 keeps from its forward pass for its backward pass
     e m0     embedding rows gathered by the host; x m0 their gradients (lookup.py owns their memory)
+    i m0     gradients of what the model was called with, for the user's code
 
 A value is one or more tensors, packed into bytes. On the device values occupy *cells*, a fixed
 number of equal buffers however many layers and microbatches there are; that is what makes device
@@ -130,6 +131,10 @@ class Parked:
         """Memory goes to `returned` once nobody needs it any more."""
         self.forms: dict[str, Form] = {}  # of values
         self.kept, self._returned = kept, returned
+
+    def tensors(self, value: str) -> list[Tensor]:
+        """Those of a value, as views; its copy must be done."""
+        return self.forms[value].views(self.kept[value])
 
     def __del__(self) -> None:
         self._returned.extend(self.kept.items())

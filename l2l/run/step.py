@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from l2l.device import Event, UpdateFailedError
-from l2l.model import Call, Handed, Key, Microbatch, Pointwise, Rule
+from l2l.model import Call, Handed, Key, Microbatch, Pointwise, Rule, Source
 from l2l.parameter_server import UpdateOrder
 from l2l.run.lookup import RowSet
 from l2l.run.outline import Outline
@@ -87,7 +87,13 @@ class Step:
     sides: Mapping[str, Program] = field(default_factory=dict)
     """Of a step in two sides, what may follow the first: "outputs", "backward", or "fused"."""
     outline: Outline | None = None  # of the outputs of a fused one
+    collects: bool = True  # whether anybody wants the gradients of parameters
     factor: float = 1.0  # what its gradients are multiplied with when they are collected
+    sources: Sequence[Sequence[Tensor]] = ()
+    """By microbatch, what in it requires a gradient, in the graph of the user's own tensors."""
+    input_gradients: dict[tuple[Source, int], Tensor] = field(default_factory=dict)
+    """Of these, by microbatch, gradients that later code has found; earlier code adds its own."""
+    of_inputs: Parked | None = None  # all of them, by microbatch, once the backward side has run
     staged: Parked | None = None  # gradients that its first side has left in staging
     buffers_at_loss: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """By microbatch, buffers around the layers as the code after them found them."""
@@ -113,6 +119,7 @@ class Step:
         self.staged = None
         self.received.clear()
         self.aside_gradients.clear()
+        self.input_gradients.clear()
         self.joined.clear()
 
     def forget_inputs(self) -> None:
@@ -128,6 +135,7 @@ class Step:
             self.rides,
             self.asides,
             self.aside_gradients,
+            self.input_gradients,
             self.output_gradients,
             self.buffers_at_loss,
         ):

@@ -59,8 +59,8 @@ def add_stash(draft: Draft, shape: Shape) -> list[Action]:
 
     Runs twice: the first round learns which values lose their cell, the second stashes exactly
     those, as soon as they are written, so that the copy out is done long before the cell is reused.
-    Gradients of looked-up rows (`x`) always leave: the host collects them. So does what the other
-    side of the step reads.
+    Gradients of looked-up rows (`x`) always leave: the host collects them. So do those of what the
+    model is called with (`i`), and what the other side of the step reads.
     """
     first = _Placing(draft, shape, stashed=frozenset())
     left = carried(shape) if shape.side == "forward" else frozenset()
@@ -138,7 +138,7 @@ class _Placing:
         words = [one.verb, one.part, m, *(cells.get(name, name) for name in names)]
         self.lines.append(action(" ".join(filter(None, words))))
         for value, cell in self._written.items():
-            if value in self._stashed or value.startswith("x"):
+            if value in self._stashed or value.startswith(("x", "i")):
                 self.lines.append(action(f"drain {value} {cell}"))
 
     def _write(self, kind: str, value: str) -> str:
