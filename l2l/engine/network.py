@@ -149,8 +149,10 @@ class Network:
         for name in self._server.units:  # also of a plan whose first step has failed
             self._server.place_state(name, torch.device("cpu"))
         self._held = frozenset()
+        for part in self.partition.layers:  # views into slots would keep their memory
+            part.let_go()
         self._has.transfer.clear()
-        self.schedules.clear()
+        self._has.stash.leave_device()
 
     def enter(self) -> None:
         """Let everything follow the choices."""
@@ -263,6 +265,7 @@ class Network:
                 *formats_in(unit.form for unit in self._server.units.values()),
                 ("microbatch", has.planning.microbatch(has.microbatch_size)),
                 *([("rows of different length", self.lengths)] if self.lengths else ()),
+                *([("device memory", has.turns.described)] if has.turns.described else ()),
                 ("stash", has.stash.policy),
                 ("update", has.policy.value),
                 ("loss averages over", rule.value if rule else "?"),

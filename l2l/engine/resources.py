@@ -15,6 +15,7 @@ from l2l.device import Device, Disk
 from l2l.distributed import World
 from l2l.engine.disk_tier import open_tier
 from l2l.engine.timeline import Timeline
+from l2l.engine.turns import Turns
 from l2l.model import Beside, Compiler, LossFunction, Partition, Split, TokenLoss, parse_backend
 from l2l.parameter_server import (
     Adafactor,
@@ -36,7 +37,7 @@ from l2l.parameter_server import (
     host_bytes,
     load_kernel,
 )
-from l2l.planner import Decisions, KeptPlans, Planning, parse_budget
+from l2l.planner import Decisions, KeptPlans, Planning
 from l2l.run import HostRows, Scaler, Stash, Transfer, parse_policy
 
 
@@ -121,6 +122,7 @@ class Resources:
     stash: Stash
     rows: HostRows
     planning: Planning
+    turns: Turns  # by which engines share the device's memory
     timeline: Timeline = field(default_factory=Timeline)
     gradients: HostGradients | None  # that wait for the user's own code
     first_on_disk: tuple[str, ...] = ()  # layers whose state is there from the beginning
@@ -134,7 +136,7 @@ class Resources:
         model: nn.Module,
         loss: LossFunction | TokenLoss | None,
         device: Device,
-        device_memory: int | str | None,
+        turns: Turns,
         disk: Disk | str | Path | None,
         backend: bool | str | None,
         seed: int,
@@ -145,6 +147,7 @@ class Resources:
         **others: Any,
     ) -> Resources:
         """All of them, empty; arguments are the engine's, and are in order."""
+        turns.check(device, world=world, stash=execution.stash)
         kernel = find_kernel(execution.kernel, inventory.optimizer)
         compiler = execution.compiler(parse_backend(backend, device), device, world)
         arena = Arena(device)
@@ -180,7 +183,7 @@ class Resources:
                 optimizer=inventory.optimizer,
                 policy=inventory.policy,
                 kernel=kernel,
-                given_budget=parse_budget(device_memory),
+                budget=turns.budget,
                 host=host_budget,
                 world=world,
                 compiled=compiler.is_on,
@@ -191,6 +194,7 @@ class Resources:
                 disk=tier.measured,
                 least_on_disk=len(tier.first),
             ),
+            turns=turns,
             first_on_disk=tier.first,
             gradients=HostGradients(arena, server) if inventory.drains_sums else None,
             **others,

@@ -43,7 +43,7 @@ from l2l.model import (
     without_graph,
 )
 from l2l.parameter_server import check_settings
-from l2l.planner import STATE_ON_HOST, Findings
+from l2l.planner import STATE_ON_HOST, DoesNotFitError, Findings
 from l2l.run import Step
 
 logger = logging.getLogger("l2l")
@@ -81,6 +81,7 @@ class Stepping:
         condition, has = self._condition, self._has
         with condition.network.running():
             condition.refuse_if_unusable()
+            has.turns.take(condition)
             condition.settle_compiler()
             if not self._is_whole(choice.layers):
                 has.planning.restrict(STATE_ON_HOST)
@@ -119,6 +120,7 @@ class Stepping:
         assert has.gradients is not None
         with condition.network.running():
             condition.refuse_if_unusable()
+            has.turns.take(condition)
             step.program, lookups = program, () if side == "outputs" else program.lookups
             step.rows = has.rows.begin(lookups, step.microbatches) if lookups else None
             has.transfer.reserve(program.shape)
@@ -414,10 +416,13 @@ class Stepping:
         found = Findings(
             facts=network.facts,
             record=partial(network.trial.record, route=network.route),
-            buffer_bytes=network.buffer_bytes(),
+            buffer_bytes=network.buffer_bytes() + has.turns.bytes_of_others(self._condition),
             draws_random_numbers=bool(has.compiler.random),
         )
-        has.planning.make(batch, found, rows=has.microbatch_size)
+        try:
+            has.planning.make(batch, found, rows=has.microbatch_size)
+        except DoesNotFitError as error:
+            raise has.turns.explained(error, has.device) from None
         if has.planning.measuring_seconds:
             has.timeline.move(has.planning.measuring_seconds, "measuring", out_of="planning")
         if has.world.is_parallel:  # all go by the plan of the one with most to do

@@ -40,10 +40,11 @@ from l2l.parameter_server import (
     host_bytes,
     load_kernel,
 )
+from l2l.planner.budget import Budget
 from l2l.planner.decisions import STATE_ON_HOST, Plan
 from l2l.planner.disk_tier import DiskTier, first_on_disk, refuse_disk
 from l2l.planner.hardware import H200, Hardware, known_hardware
-from l2l.planner.planning import FREE_SHARE, Planning, parse_budget
+from l2l.planner.planning import FREE_SHARE, Planning
 from l2l.planner.problem import Together
 from l2l.planner.search import DoesNotFitError
 from l2l.planner.subject import Findings
@@ -139,7 +140,7 @@ def plan(
         least_on_disk=least,
         optimizer=inventory.optimizer,
         policy=inventory.policy,
-        given_budget=parse_budget(device_memory) or int(FREE_SHARE * hardware.device_bytes),
+        budget=Budget(Budget.of(device_memory).given or int(FREE_SHARE * hardware.device_bytes)),
         host=host,
         compiled=compile,
         overrides=overrides or {},

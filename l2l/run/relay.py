@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import final
 
+import torch
+
 from l2l.device import Event, Work
 from l2l.run.around_layers import AroundLayers
 from l2l.run.buffers import ChangingBuffers
@@ -165,6 +167,7 @@ class Relay:
         """Go on with what the forward side of a step has left: these values."""
         if step.parked is None:
             return frozenset()
+        step.move(self._device.torch_device)
         if step.program.shape.fused and step.staged is not None:
             self._transfer.put_back(step.staged)
         names = frozenset(step.parked.kept)
@@ -177,6 +180,8 @@ class Relay:
         if shape.asks_inputs and shape.side == "backward":
             step.of_inputs = self._stash.park([f"i m{m}" for m in range(shape.num_microbatches)])
         if shape.side in ("forward", "outputs"):
+            step.joined.clear()  # they are gradients now, and left as such
+            step.move(torch.device("cpu"))
             step.parked = self._stash.park(left or carried(shape))
         if _is_first(step) and shape.fused:
             own = [unit.name for unit in shape.outer if unit.passes and unit.trained]

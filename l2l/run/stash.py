@@ -231,11 +231,17 @@ class Stash:
             _, buffer = self._returned.pop()
             self._pool.setdefault(buffer.numel(), []).append(buffer)
 
-    def close(self) -> None:
-        """Give all memory back."""
+    def leave_device(self) -> None:
+        """Give device memory back; no step may run."""
         self.end_step()
         self._cells.clear()
         self._views.clear()
+        if self.policy == "device":
+            self._pool.clear()
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.leave_device()
         self._pool.clear()
 
     def cell_bytes(self) -> int:

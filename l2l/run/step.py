@@ -114,6 +114,11 @@ class Step:
         """Whether this run ends in updates."""
         return self.settings is not None
 
+    def move(self, device: torch.device) -> None:
+        """Let what other sides need, and is in no cell, be on a device, or wait on the host."""
+        for kept in (self.asides, self.aside_gradients, self.input_gradients):
+            kept.update({key: one.to(device) for key, one in kept.items()})  # type: ignore[misc]
+
     def begin_anew(self) -> None:
         """Forget the gradients of a loss that was taken: they are made otherwise."""
         self.staged = None
