@@ -26,8 +26,8 @@ class Sides(Protocol):
     def make_outputs(self, call: Call) -> None:
         """Outputs of a call that has only taken the loss so far."""
 
-    def backward(self, call: Call, side: str) -> None:
-        """The backward side."""
+    def backward(self, step: Step, era: int, side: str) -> None:
+        """The backward side, of a step that weights of some era have begun."""
 
     def note_scale(self, scale: float) -> None:
         """The loss was multiplied with about this."""
@@ -134,47 +134,55 @@ class Call:
         if self.is_spent:
             raise RuntimeError(
                 "backward() a second time through the same outputs of model(...): what it needs "
-                "was let go of (retain_graph has no effect on it). Add the losses and call "
-                "backward once, or call the model again."
+                "was let go of. Give retain_graph=True to all backwards but the last, or add the "
+                "losses and call backward once."
             )
-        side, step = "backward", self.step
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        side, step = "backward", self.step.again() if keeps else self.step
+        of_whole, self._of_whole = self._of_whole, ()
         if self.is_fused:
             factor = gradients[0]
-            if all(one is None for one in self._of_whole):
+            if all(one is None for one in of_whole):
                 if factor is None:
                     return [None for _ in self._sources]
                 side, step.factor = "fused", float(factor) / step.loss_scale
                 self._sides.note_scale(float(factor))
             else:
-                gradients = self._with_loss(factor)
+                gradients = self._with_loss(factor, of_whole)
                 step.begin_anew()
         if side == "backward":
             assert self.whole is not None
             step.output_gradients = self.whole.parted(gradients, self._shares)
-        self.is_spent, step.collects = True, collects
+        self.is_spent, step.collects = True, collects  # also if it fails
         with as_the_engine_casts():
-            self._sides.backward(self, side)
+            self._sides.backward(step, self.era, side)
+        self.is_spent = not keeps
         self._sides.publish()
-        return self._of_sources()
+        return self._of_sources(step)
 
-    def _of_sources(self) -> Sequence[Tensor | None]:
+    def _of_sources(self, step: Step) -> Sequence[Tensor | None]:
         """Gradients of what the model was called with, put together from those of microbatches."""
-        parked, self.step.of_inputs = self.step.of_inputs, None
+        parked, step.of_inputs = step.of_inputs, None
         if parked is None:
             return [None for _ in self._sources]
         parts, given = list[Tensor](), list[Tensor]()
-        for m, sources in enumerate(self.step.sources):
+        for m, sources in enumerate(step.sources):
             for source, found in zip(sources, parked.tensors(f"i m{m}"), strict=True):
                 if found.numel():
                     parts.append(source)
-                    given.append((found.float() * self.step.factor).to(source.dtype))
+                    given.append((found.float() * step.factor).to(source.dtype))
         if not parts:
             return [None for _ in self._sources]
-        return torch.autograd.grad(parts, self._sources, given, allow_unused=True)
+        keeps = step.keeps  # the graph in which they were cut
+        return torch.autograd.grad(
+            parts, self._sources, given, allow_unused=True, retain_graph=keeps
+        )
 
-    def _with_loss(self, of_loss: Tensor | None) -> Sequence[Tensor | None]:
+    def _with_loss(
+        self, of_loss: Tensor | None, of_whole: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
         """Gradients of all outputs that were made late, with that of the loss among them."""
-        outline, gradients = self.step.outline, list(self._of_whole)
+        outline, gradients = self.step.outline, list(of_whole)
         assert outline is not None
         assert outline.loss is not None
         mine = gradients[outline.loss]

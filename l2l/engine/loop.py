@@ -17,6 +17,7 @@ engine is open; they are of no effect for copies of it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -35,6 +36,8 @@ from l2l.engine.condition import Condition
 from l2l.engine.guard import Guard, guarded
 from l2l.engine.stepping import Stepping
 from l2l.model import (
+    Mode,
+    Modes,
     Rule,
     asking_in,
     move_batch,
@@ -48,6 +51,7 @@ from l2l.parameter_server import (
     WaitingUpdate,
     check_settings,
 )
+from l2l.run import Step
 from l2l.schedule import Lane
 
 
@@ -68,9 +72,11 @@ class Loop:
             update=self.update if has_loop else None,
             set_state=self.set_state if has_loop else None,
         )
+        self._modes = Modes(self._model)
         if has_loop:
             self._attach()
         self._divides: dict[frozenset[str], bool] = {}  # by entries of a batch
+        self._have_losses: set[frozenset[str]] = set()  # batches without labels that have a loss
         self._own: dict[str, Any] = {}  # attributes of the model that ours stand in for
 
     # ----------------------------------------------------------------------------------------------
@@ -152,10 +158,12 @@ class Loop:
             return _multiplied(outputs, rule.total([batch]) / number)
 
     def _outputs(self, batch: dict[str, Any]) -> Any:
-        if not (self._model.training and torch.is_grad_enabled()):
-            return self._plain(batch)
         asking = asking_in(batch)
-        call = self._begin(without_graph(batch))
+        is_frozen = self._condition.has.is_frozen and not asking and not self._model.training
+        if is_frozen or not torch.is_grad_enabled():
+            return self._plain(batch)
+        self._modes.tell_of_hooks()
+        call = self._begin(without_graph(batch), self._modes.now())
         return call.outputs(list(asking.values()))
 
     def _divisor(self, batch: dict[str, Any]) -> Any:
@@ -222,32 +230,61 @@ class Loop:
         return pytree.tree_map_only(Tensor, lambda one: one.to(device), found)
 
     @guarded("model(...)")
-    def _begin(self, batch: dict[str, Any]) -> Call:
+    def _begin(self, batch: dict[str, Any], mode: Mode) -> Call:
         """The forward side; what the batch asks gradients for are leaves."""
+        return self._begun(batch, mode)
+
+    def _begun(self, batch: dict[str, Any], mode: Mode) -> Call:
         condition, has = self._condition, self._condition.has
         condition.refuse_if_unusable()
         sources = list(asking_in(batch).values())
         if not sources:
             condition.refuse_unless_training("calling model(...) with gradients")
         condition.refuse_if_averaged("calling model(...) with gradients")
-        has_labels = "labels" in batch
+        has_labels = "labels" in batch or frozenset(batch) in self._have_losses
         step, own = self._stepping.perform(
             move_batch(batch, "cpu"),
-            condition.drawn(),
+            condition.chosen() if mode == "evaluation" else condition.drawn(),
+            mode=mode,
             settings=has.optimizer.settings(),
             needs_loss=has_labels,
             keep_outputs=not has_labels,
             side="forward",
         )
         condition.finish_step()
+        condition.network.show_buffers()  # which nobody sees being read
         shares = (condition.network.facts.rule or Rule.UNKNOWN).output_shares(own)
-        if has_labels and step.keep_outputs and any(map(math.isnan, shares)):
+        is_known = not any(map(math.isnan, shares))
+        if not has_labels and not is_known and self._has_loss(step):
+            self._have_losses.add(frozenset(batch))
+            return self._begun(batch, mode)
+        if has_labels and step.keep_outputs and not is_known:
             raise ValueError(
                 f"the model's own loss is not made of those of {len(own)} microbatches. Give the "
                 "engine microbatch_size=all rows of a batch; or leave the labels out, and take a "
                 "loss of your own from the outputs."
             )
         return Call(self, step, shares, _device_of(batch), condition.era, sources)
+
+    def _has_loss(self, step: Step) -> bool:
+        """Whether there is a loss in the outputs of a batch without labels.
+
+        Raises:
+            ValueError: there is another number, of each microbatch: nobody knows that of all.
+        """
+        outputs = step.outputs[0]
+        with contextlib.suppress(ValueError):
+            require_loss(outputs)
+            return True
+        for place, one in enumerate(pytree.tree_leaves(outputs)):
+            if isinstance(one, Tensor) and one.is_floating_point() and not one.dim():
+                raise ValueError(
+                    f"the model returns a number, as output {place}, and nobody knows how those of "
+                    f"{len(step.outputs)} microbatches make that of the batch. Return it as 'loss' "
+                    "in a dict, or first in a tuple, if it is the loss; or give the engine "
+                    "microbatch_size=all rows of a batch."
+                )
+        return False
 
     @guarded("outputs of model(...)")
     def make_outputs(self, call: Call) -> None:
@@ -261,11 +298,11 @@ class Loop:
         self._stepping.follow(call.step, "outputs")
 
     @guarded("loss.backward()")
-    def backward(self, call: Call, side: str) -> None:
-        """The backward side."""
+    def backward(self, step: Step, era: int, side: str) -> None:
+        """The backward side, of a step that weights of some era have begun."""
         condition = self._condition
         condition.refuse_if_unusable()
-        if call.era != condition.era:
+        if era != condition.era:
             raise RuntimeError(
                 "loss.backward() comes after the weights have changed (optimizer.step(), "
                 "engine.step or engine.load) since model(...) was called. Call backward first, or "
@@ -274,7 +311,7 @@ class Loop:
         condition.has.server.settle_all()
         self._gradients.bring_back_all()
         try:
-            self._stepping.follow(call.step, side)
+            self._stepping.follow(step, side)
         except BaseException:
             self._gradients.forget_new()
             raise
@@ -353,7 +390,9 @@ def _calling(model: nn.Module, name: str, loop: weakref.ref[Loop]) -> Callable[.
         return getattr(found, name)(*args, **kwargs)
 
     model_of = weakref.ref(model)
-    return method
+    apart: Any = torch.compiler.disable  # else a compiler would look into the engine
+    disabled: Callable[..., Any] = apart(method)
+    return disabled
 
 
 def _device_of(values: Any) -> torch.device:

@@ -331,6 +331,12 @@ class Network:
             self._server.give_back(tensors.parameters, name)
         self.give_back_buffers()
 
+    def show_buffers(self) -> None:
+        """Let the model's own buffers be as they are, if training changes any."""
+        facts = self.facts  # code after the layers that changes some does not run alone
+        if any(facts.changing) or facts.changing_in_layers or not facts.alone:
+            self.give_back_buffers()
+
     def give_back_buffers(self) -> None:
         """Let the model's own buffers be as training has left them."""
         for owner, buffer in self.buffers().items():

@@ -24,6 +24,7 @@ from l2l.engine.lengths import Lengths
 from l2l.engine.proving import Batches, Proving
 from l2l.model import (
     Microbatch,
+    Mode,
     Rule,
     Splitting,
     TokenLoss,
@@ -125,7 +126,7 @@ class Stepping:
             step.rows = has.rows.begin(lookups, step.microbatches) if lookups else None
             has.transfer.reserve(program.shape)
             has.gradients.reserve(program.shape.collected)
-            condition.network.partition.set_training(True)
+            condition.network.partition.set_training(True, mode=step.mode)
             self._run(step)
             condition.finish_step()
 
@@ -180,6 +181,7 @@ class Stepping:
         needs_loss: bool = True,
         keep_outputs: bool = False,
         side: str = "",
+        mode: Mode = "usual",
     ) -> Step:
         """Make a step; before, try two rows, plan and prove, if that was not done for its like.
 
@@ -190,6 +192,7 @@ class Stepping:
             needs_loss: whether there must be a loss.
             keep_outputs: whether they are wanted, and not what the loss averages over.
             side: of a step in two sides, the one that runs.
+            mode: of the user's modules, where it trains.
 
         Raises:
             ValueError: the batch is invalid, on this rank or another; nothing has changed.
@@ -240,7 +243,7 @@ class Stepping:
                 self._proving.check(rule)
         if settings is not None:
             check_settings(has.server, settings)
-        network.partition.set_training(training)
+        network.partition.set_training(training, mode=mode)
         return self._condition.new_step(
             [self._pinned(one) for one in microbatches],
             choice,
@@ -252,6 +255,7 @@ class Stepping:
             total=total,
             num_own=num_own if has_own else 0,
             num_tokens_elsewhere=sum(tokens) - num_tokens(own),
+            mode=mode,
             **how,
         )
 

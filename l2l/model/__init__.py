@@ -81,6 +81,7 @@ from l2l.model.layer_pass import (
     take_gradients,
 )
 from l2l.model.lengths import Grouping, group_by_tokens, padded_pair
+from l2l.model.modes import Mode, Modes
 from l2l.model.modules import (
     CutError,
     LayerList,

@@ -62,16 +62,15 @@ class OutputPasses:
         slots, gradients, recorded, cell, _, to = action.places
         m = action.microbatch
         assert m is not None
-        with self._as_before(step, m):
+        with self._as_before(step, m):  # until the graph has gone, which uses them
             outer, outputs, bound = self._run(step, m, slots, recorded, cell)
-        made = tensors_in(outputs)
-        pairs = [
-            (one, given.to(device=one.device, dtype=one.dtype))
-            for one, given in zip(made, step.output_gradients[m], strict=True)
-            if given is not None and one.requires_grad
-        ]
-        ends, given = [one for one, _ in pairs], [one for _, one in pairs]
-        taken = self._around.take(step, m, ends, given, gradients, bound=bound, outer=outer)
+            pairs = [
+                (one, given.to(device=one.device, dtype=one.dtype))
+                for one, given in zip(tensors_in(outputs), step.output_gradients[m], strict=True)
+                if given is not None and one.requires_grad
+            ]
+            ends, given = [one for one, _ in pairs], [one for _, one in pairs]
+            taken = self._around.take(step, m, ends, given, gradients, bound=bound, outer=outer)
         arrived = self._around.arrived(step, m, outer, taken)
         if to != NOTHING:
             self._stash.put(to, f"gE m{m}", arrived)

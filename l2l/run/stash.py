@@ -209,6 +209,10 @@ class Stash:
         parked.forms.update({value: self._forms[value] for value in values})
         return parked
 
+    def park_again(self, values: Collection[str], parked: Parked) -> None:
+        """Set values aside once more, as they were."""
+        parked.kept.update({value: self._kept.pop(value) for value in values})
+
     def resume(self, parked: Parked) -> None:
         """Go on with values that were set aside."""
         self._forms.update(parked.forms)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy, deepcopy
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from l2l.device import Event, UpdateFailedError
-from l2l.model import Call, Handed, Key, Microbatch, Pointwise, Rule, Source
+from l2l.model import Call, Handed, Key, Microbatch, Mode, Pointwise, Rule, Source
 from l2l.parameter_server import UpdateOrder
 from l2l.run.lookup import RowSet
 from l2l.run.outline import Outline
@@ -87,6 +88,8 @@ class Step:
     sides: Mapping[str, Program] = field(default_factory=dict)
     """Of a step in two sides, what may follow the first: "outputs", "backward", or "fused"."""
     outline: Outline | None = None  # of the outputs of a fused one
+    mode: Mode = "usual"  # of the user's modules
+    keeps: bool = False  # whether a backward side leaves all as it was, for another one
     collects: bool = True  # whether anybody wants the gradients of parameters
     factor: float = 1.0  # what its gradients are multiplied with when they are collected
     sources: Sequence[Sequence[Tensor]] = ()
@@ -113,6 +116,15 @@ class Step:
     def training(self) -> bool:
         """Whether this run ends in updates."""
         return self.settings is not None
+
+    def again(self) -> Step:
+        """The same step for a backward side after which there may be another."""
+        of_step = ((one.name, getattr(self, one.name)) for one in fields(self))
+        own: dict[str, Any] = {n: copy(one) for n, one in of_step if isinstance(one, dict | list)}
+        own["received"] = {unit: set(names) for unit, names in self.received.items()}
+        own["buffers_before"] = deepcopy(self.buffers_before)  # layers write into them
+        own["handed"] = {}  # a graph that is there once
+        return replace(self, **own, keeps=True)
 
     def move(self, device: torch.device) -> None:
         """Let what other sides need, and is in no cell, be on a device, or wait on the host."""
