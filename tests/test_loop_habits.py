@@ -189,6 +189,17 @@ def test_modes_of_single_modules_are_refused_and_new_hooks_are_told_of(
         assert not called
 
 
+def test_modes_are_those_of_the_layers_that_are_left() -> None:
+    model = build_llama().train()
+    (batch,) = batches("llama", 1)
+    with engine_of(model) as engine:
+        step(model, engine.optimizer, batch)
+        engine.layers.remove(1)
+        for training in (False, True):
+            model.train(training)
+            step(model, engine.optimizer, batch)
+
+
 # --------------------------------------------------------------------------------------------------
 # Outputs
 

@@ -37,7 +37,6 @@ from l2l.engine.guard import Guard, guarded
 from l2l.engine.stepping import Stepping
 from l2l.model import (
     Mode,
-    Modes,
     Rule,
     asking_in,
     move_batch,
@@ -72,7 +71,6 @@ class Loop:
             update=self.update if has_loop else None,
             set_state=self.set_state if has_loop else None,
         )
-        self._modes = Modes(self._model)
         if has_loop:
             self._attach()
         self._divides: dict[frozenset[str], bool] = {}  # by entries of a batch
@@ -162,8 +160,9 @@ class Loop:
         is_frozen = self._condition.has.is_frozen and not asking and not self._model.training
         if is_frozen or not torch.is_grad_enabled():
             return self._plain(batch)
-        self._modes.tell_of_hooks()
-        call = self._begin(without_graph(batch), self._modes.now())
+        modes = self._condition.network.modes
+        modes.tell_of_hooks()
+        call = self._begin(without_graph(batch), modes.now())
         return call.outputs(list(asking.values()))
 
     def _divisor(self, batch: dict[str, Any]) -> Any:

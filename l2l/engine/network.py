@@ -17,7 +17,7 @@ from l2l.checkpoint import Persistence
 from l2l.engine.depth import Choice
 from l2l.engine.resources import Resources
 from l2l.hugging_face import export_model
-from l2l.model import Partition, Route, asking_in, format_of, like, plain_values
+from l2l.model import Modes, Partition, Route, asking_in, format_of, like, plain_values
 from l2l.parameter_server import formats_in, units_of, values_of
 from l2l.planner import KeptPlans, Plan
 from l2l.proof import Proof, ProofMemory
@@ -70,6 +70,7 @@ class Network:
             link=has.precision.link,
             memory=PROVEN,
         )
+        self.modes = Modes(has.model)
         self.facts = Facts()
         self._kind: frozenset[str] | None = None  # entries of batches that the facts are about
         self._known: dict[frozenset[str], Facts] = {}  # of other kinds
