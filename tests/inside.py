@@ -203,3 +203,8 @@ def clean_up(engine: Engine) -> None:
 def route(engine: Engine) -> Route:
     """How the model's code runs its layers."""
     return engine._condition.network.route
+
+
+def live_bytes(engine: Engine) -> int:
+    """What it has on the checking device now."""
+    return engine.device._reserved.live_bytes

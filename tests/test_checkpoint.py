@@ -1941,7 +1941,7 @@ def test_another_budget_is_one_line_where_layers_are_compiled(
         engine.save(tmp_path / "saved")
     with make("eager") as engine:
         monkeypatch.setattr(type(inside.compiler(engine)), "is_on", property(lambda _: compiled))
-        inside.planning(engine).given_budget = 1 << 30
+        inside.planning(engine).budget.given = 1 << 30
         engine.load(tmp_path / "saved")
     told = [line for line in caplog.messages if "placed anew" in line]
     assert len(told) == compiled

@@ -60,6 +60,12 @@ HOST = {"embedding": "host"}
 TIGHT = {"num_slots": 1, "num_cells": 3, "num_gradient_slots": 1, "shares_memory": True}
 
 
+def make_asking_batch(seed: int) -> Batch:
+    """What the model is called with requires a gradient itself."""
+    batch = make_batch(seed)
+    return {**batch, "inputs": batch["inputs"].requires_grad_()}
+
+
 def by_loss(outputs: Any, call: int) -> Tensor:
     return outputs["loss"]
 
@@ -79,6 +85,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "tied, on the host": (build_tied, make_tokens, by_turns, HOST),
     "untied, on the host": (build_untied, make_tokens, by_turns, HOST),
     "untied, on the device": (build_untied, make_tokens, by_turns, {"embedding": "device"}),
+    "what it is called with": (build_three, make_asking_batch, by_turns, {}),
     "two stacks": (partial(build_of, Translator), make_sequences, by_turns, {}),
     "a loss that compares rows": (
         partial(build_of, ContrastiveTokens, tied=True),
@@ -97,7 +104,8 @@ def loop(
 
     With what is `expected` it ends with the first loss that is another: that says enough.
     """
-    outputs = [model(**batch(call)) for call in range(2)]
+    given = [batch(call) for call in range(2)]
+    outputs = [model(**one) for one in given]
     disturb(model, batch(2))
     losses = [loss(one, call) for call, one in enumerate(outputs)]
     disturb(model, batch(3))
@@ -110,6 +118,8 @@ def loop(
         f"{name} grad": torch.tensor(torch.nan) if one.grad is None else one.grad.clone()
         for name, one in model.named_parameters()
     }
+    for call, one in enumerate(given):
+        gradients |= {f"{name} {call}": x.grad for name, x in one.items() if x.grad is not None}
     optimizer.step()
     return said, gradients
 

@@ -276,7 +276,7 @@ def test_kinds_of_lines_of_a_schedule() -> None:
         "backward U:p m": "T S<unit S<own G>gradient G>sum C<y P<c C<d+ C>d",
         "backward Epi m": "E S<own G>sum R<r C<h C<d C>g",
         "backward U m": "L S<unit G>gradient R<r C<h K<k C<g+ C>g",
-        "backward Pro m": "P S<own G>sum R<r C<e K<k C<g+ C>x",
+        "backward Pro m": "P S<own G>sum R<r C<e K<k C<g+ C>x C>i",
         "backward Int m": "I S<own G>sum R<r C<h C<g+ C>g",
         "lookup m": "",
         "collect U m": "T H>",

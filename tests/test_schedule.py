@@ -200,6 +200,15 @@ GOLDEN = {
     "backward_side_of_two_stacks": Shape(
         layers=first_layers(3), stacks=(2,), num_microbatches=2, side="backward"
     ),
+    "backward_side_to_the_inputs": Shape(
+        layers=first_layers(3),
+        num_microbatches=2,
+        num_cells=4,
+        frozen_layers=frozenset({0, 1}),
+        outer=FROZEN,
+        side="backward",
+        asks_inputs=True,
+    ),
 }
 
 
@@ -492,6 +501,9 @@ def sided_shapes() -> Iterator[Shape]:
             whole = dataclasses.replace(whole, shares_memory=True)
         left = (*(unit.name for unit in outer if unit.trained), "L3", "L0")
         yield dataclasses.replace(whole, side="forward", pending=left)
+        asks = {"asks_inputs": True, "num_cells": max(4, whole.num_cells)}
+        for side in ("forward", "backward") if microbatches == 2 else ():
+            yield dataclasses.replace(whole, side=side, **asks)
         for side in ("forward", "outputs", "backward"):
             yield dataclasses.replace(whole, side=side)
         if any(unit.stays and unit.trained for unit in outer):
@@ -1312,7 +1324,7 @@ TOUCHED = {  # kind -> what it reads, what it writes: by name, or by its positio
     "backward U:p m": ([0, 1, 4, 5, 6], [2, 3, 7]),
     "backward Epi m": ([0, 2, 3, 4], [1, 5]),
     "backward U m": ([0, 2, 3, 4, 5], [1, 6]),
-    "backward Pro m": ([0, 2, 3, 4, 5], [1, 6]),
+    "backward Pro m": ([0, 2, 3, 4, 5], [1, 6, -1]),  # the last where gradients of inputs are asked
     "backward Int m": ([0, 2, 3, 4], [1, 5]),
     "lookup m": (["tables"], ["rows"]),
     "collect U m": (["gradients of rows"], [0]),
@@ -1868,7 +1880,11 @@ def test_two_sides_compute_what_a_whole_step_does() -> None:
     for shape in sided_shapes():
         if shape.side != "forward":
             continue
-        whole = passes_of(dataclasses.replace(shape, side="", fused=False))
+        whole_step = dataclasses.replace(shape, side="", fused=False, asks_inputs=False)
+        if shape.asks_inputs:  # it goes back as far as if all around the layers were trained
+            outer = tuple(dataclasses.replace(unit, trained=True) for unit in shape.outer)
+            whole_step = dataclasses.replace(whole_step, outer=outer)
+        whole = passes_of(whole_step)
         sides = passes_of(shape) + passes_of(dataclasses.replace(shape, side="backward"))
         if shape.fused:
             assert sides == whole

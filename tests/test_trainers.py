@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
+import inside
 import peft
 import pytest
 import torch
@@ -143,6 +144,9 @@ def compare(case: tuple[str, Options], folder: Path) -> None:
         assert tensor.isfinite().all(), name
         if not name.endswith("key.bias"):  # whose gradient is zero but for rounding
             torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-4)
+    if trainer._reference_engine is not None:  # they use the device's memory in turns
+        reference = inside.planning(trainer._reference_engine)
+        assert reference.budget is inside.planning(trainer.engine).budget
     trainer.close()
 
 

@@ -292,9 +292,19 @@ class CheckingDevice(Drawing):
     def give_back(self) -> None:
         """Give device memory that torch keeps unused back to the driver."""
 
-    def limit_memory(self, nbytes: int | None, *, context_bytes: int = 0) -> None:
-        """What this engine may take of the device, None: what is free; torch keeps to the sum."""
-        LIMITS.set(self.torch_device, self, None if nbytes is None else nbytes - context_bytes)
+    def limit_memory(
+        self, nbytes: int | None, *, context_bytes: int = 0, group: object = None
+    ) -> None:
+        """What this engine may take of the device, None: what is free; torch keeps to the sum.
+
+        Engines of one group take it in turns.
+        """
+        own = None if nbytes is None else nbytes - context_bytes
+        LIMITS.set(self.torch_device, self, own, group)
+
+    def promised_bytes(self) -> int:
+        """What other engines of this process may take besides."""
+        return LIMITS.of_others(self.torch_device, self)
 
     def reset_peak(self) -> None:
         """Start a new peak measurement."""

@@ -439,25 +439,32 @@ class CudaDevice(Drawing):
         free = torch.cuda.mem_get_info(self.torch_device)[0]
         reserved = torch.cuda.memory_reserved(self.torch_device)
         taken = torch.cuda.memory_allocated(self.torch_device)
-        promised = max(0, LIMITS.of_others(self.torch_device, self) - taken)
+        promised = max(0, self.promised_bytes() - taken)
         return max(0, free + reserved - taken - promised)
+
+    def promised_bytes(self) -> int:
+        """What other engines of this process may take besides."""
+        return LIMITS.of_others(self.torch_device, self)
 
     def give_back(self) -> None:
         """Empty the cache of the allocator."""
         torch.cuda.empty_cache()
 
-    def limit_memory(self, nbytes: int | None, *, context_bytes: int = 0) -> None:
+    def limit_memory(
+        self, nbytes: int | None, *, context_bytes: int = 0, group: object = None
+    ) -> None:
         """Limit the allocator to what all engines of the process may take.
 
         Args:
             nbytes: of an engine, its context among them; None: no limit.
             context_bytes: of these, what is not the allocator's.
+            group: of engines that take it in turns.
         """
         # Segments grow by so much at a time, which torch does not count when it looks at the limit.
         if nbytes is not None:
             nbytes = max(nbytes - context_bytes - SEGMENT_GROWTH, LEAST_MEMORY)
         was_limited = LIMITS.total(self.torch_device) is not None
-        LIMITS.set(self.torch_device, self, nbytes)
+        LIMITS.set(self.torch_device, self, nbytes, group)
         self._apply_limit(was_limited=was_limited)
 
     def _apply_limit(self, *, was_limited: bool) -> None:

@@ -181,7 +181,7 @@ class Checkpoints:
             "compiled": has.compiler.is_on,
             "compiled_since": self.condition.compiled_since,
             "looked_up": sorted({lookup.unit for lookup in lookups}),
-            "device_memory": has.planning.given_budget,
+            "device_memory": has.planning.budget.given,
             "depth": repr(self.condition.depth),
             **{name: getattr(decisions, name) for name in PLACED},
         }

@@ -14,7 +14,7 @@ from l2l.device import Event
 from l2l.engine.depth import Choice, Depth, checked_depth, checked_layers
 from l2l.engine.network import Network
 from l2l.engine.resources import Resources
-from l2l.model import Microbatch, Partition, Rule
+from l2l.model import Microbatch, Partition, Rule, asking_in
 from l2l.parameter_server import UpdatePolicy
 from l2l.run import Program, Skips, Step
 from l2l.schedule import Lane
@@ -186,7 +186,10 @@ class Condition:
             more: as of `Step`.
         """
         has, trains, number = self.has, settings is not None, len(microbatches)
-        program_of = partial(self.network.program, number, choice, training=trains, seed=seed)
+        asks = bool(side) and any(map(asking_in, microbatches))
+        program_of = partial(
+            self.network.program, number, choice, seed=seed, training=trains, asks_inputs=asks
+        )
         program = program_of(joint=joint, keep_outputs=keep_outputs, side=side)
         if side and has.precision.link is torch.float16:
             more["loss_scale"] = self.seed_scale

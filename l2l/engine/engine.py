@@ -28,6 +28,7 @@ from l2l.engine.network import PLANS
 from l2l.engine.proving import Batches
 from l2l.engine.resources import Execution, Resources, refuse_loop
 from l2l.engine.stepping import Stepping
+from l2l.engine.turns import Turns
 from l2l.hugging_face import SHARD_BYTES, Incoming, RandomInit
 from l2l.model import (
     LossFunction,
@@ -44,7 +45,7 @@ from l2l.parameter_server import (
     lost_weights,
     units_of,
 )
-from l2l.planner import STATE_ON_HOST, Plan
+from l2l.planner import STATE_ON_HOST, Budget, Plan
 from l2l.run import StepReport
 from l2l.schedule import Trace
 
@@ -68,7 +69,7 @@ class Engine:
         weights: Path | str | RandomInit | None = None,
         allow_missing_weights: bool = False,
         device: str | torch.device | Device | None = None,
-        device_memory: int | str | None = None,
+        device_memory: int | str | Engine | None = None,
         host_memory: int | str | None = None,
         disk: Disk | str | Path | None = None,
         microbatch_size: int | None = None,
@@ -109,6 +110,8 @@ class Engine:
             device_memory: how much of the device may be used: bytes, "8GiB", or None: 90% of what
                 is free. Counts what the driver does, context and libraries too. What is left is
                 used to run faster: layers that stay, results that need not be computed twice.
+                Another engine: the memory of that one, which the two use in turns (a student and
+                its teacher, say).
             host_memory: how much of the host's memory may be taken, by the parameter server and by
                 what steps need besides: bytes, "100GiB", or None: 95% of what is free.
             disk: a folder on a fast drive, or `l2l.Disk(folder, size="2TB")`, for what the host's
@@ -143,6 +146,9 @@ class Engine:
         seed = world.gather_facts(torch.initial_seed() if seed is None else seed)[0]
         if autograd:
             refuse_loop(loss=loss, optimizer=optimizer, disk=disk, world=world)
+        turns = _turns_of(device_memory)
+        if device is None and isinstance(device_memory, Engine):
+            device = device_memory.device.torch_device
         incoming = Incoming.of(model, weights, seed=seed, allow_missing=allow_missing_weights)
         refuse_different_weights(world, model)
         inventory = Inventory.of(
@@ -179,7 +185,7 @@ class Engine:
             world=world,
             host_budget=budget,
             device=device if isinstance(device, Device) else open_device(device),
-            device_memory=device_memory,
+            turns=turns,
             disk=disk,
             backend=compile,
             seed=seed,
@@ -195,6 +201,7 @@ class Engine:
         self._layers = Layers(condition, self._guard)
         self._averages = Averages(condition, self._guard)
         self._checkpoints = Checkpoints(condition, self._layers, self._guard)
+        turns.join(condition, self._guard)
         has.planning.limit_device()  # the model itself may have been on the device
 
     @guarded("engine.step")
@@ -427,6 +434,19 @@ class Engine:
             self._guard.drop(self.close, alone=not self._resources.world.is_parallel)
 
 
+def _turns_of(device_memory: int | str | Engine | None) -> Turns:
+    """By which an engine has its device memory: alone, or together with another.
+
+    Raises:
+        ValueError: the other is closed, or the text is not a size.
+    """
+    if not isinstance(device_memory, Engine):
+        return Turns(Budget.of(device_memory))
+    if device_memory.state == "closed":
+        raise ValueError("device_memory= is an engine that is closed. Give a size, or an open one.")
+    return device_memory._resources.turns
+
+
 def _close(has: Resources, condition: Condition, loop: Loop, *, give_back: bool) -> None:
     """Let go of everything, and of the weights last: back into the model, or freed."""
     network = condition.network
@@ -440,6 +460,7 @@ def _close(has: Resources, condition: Condition, loop: Loop, *, give_back: bool)
         failure = failure or lost_weights(has.server)
     loop.detach()
     condition.close()
+    has.turns.leave(condition)
     has.server.reader.close("they were let go when their engine was closed")
     network.close()
     if failure is not None:

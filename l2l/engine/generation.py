@@ -54,6 +54,7 @@ class Generation:
             raise ValueError("engine.generate is for one process; found several ranks.")
         with network.running():
             condition.refuse_if_unusable()
+            has.turns.take(condition)
             condition.finish_step()
             network.leave()
             device = has.device.torch_device
@@ -117,7 +118,8 @@ class Generation:
         room = has.planning.room_for_tensors()
         staying: int | None = number
         if room is not None:
-            needs = around + network.buffer_bytes() + LIBRARY_BYTES
+            others = has.turns.bytes_of_others(self.condition)
+            needs = around + network.buffer_bytes() + others + LIBRARY_BYTES
             needs += self._working_bytes(rows, length, options)
             staying = _most_staying(layers, room - needs)
             if staying is None:

@@ -135,6 +135,11 @@ class Guard:
         return self._name == name and self._thread == threading.get_ident()
 
     @property
+    def operation(self) -> str:
+        """What runs, or ran last."""
+        return self._name
+
+    @property
     def runs_here(self) -> bool:
         """Whether this thread is inside any operation."""
         return self._thread == threading.get_ident()

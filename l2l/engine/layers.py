@@ -294,6 +294,7 @@ def _refuse(condition: Condition, layout: Layout) -> None:
             "layers cannot be changed while optimizer state may be on disk. Make the engine "
             "without disk=, or from a model that has these layers."
         )
+    condition.has.turns.take(condition)
     is_shared, network = condition.has.world.share.number > 1, condition.network
     if is_shared and any(place.frozen is not None for place in layout):
         raise ValueError(

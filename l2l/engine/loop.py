@@ -23,27 +23,34 @@ import inspect
 import math
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from typing_extensions import override
 
+from l2l.engine.call import Call, as_the_engine_casts
 from l2l.engine.condition import Condition
 from l2l.engine.guard import Guard, guarded
 from l2l.engine.stepping import Stepping
-from l2l.model import Rule, join_outputs, late, move_batch, require_loss, take_rows
+from l2l.model import (
+    Mode,
+    Rule,
+    asking_in,
+    move_batch,
+    require_loss,
+    take_rows,
+    without_graph,
+)
 from l2l.parameter_server import (
     HostGradients,
     UpdateOrder,
     WaitingUpdate,
     check_settings,
 )
-from l2l.run import Outline, Step, tensors_in
+from l2l.run import Step
 from l2l.schedule import Lane
 
 
@@ -67,6 +74,7 @@ class Loop:
         if has_loop:
             self._attach()
         self._divides: dict[frozenset[str], bool] = {}  # by entries of a batch
+        self._have_losses: set[frozenset[str]] = set()  # batches without labels that have a loss
         self._own: dict[str, Any] = {}  # attributes of the model that ours stand in for
 
     # ----------------------------------------------------------------------------------------------
@@ -138,7 +146,7 @@ class Loop:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, with a graph if it is training and gradients are on."""
-        with _as_the_engine_casts():
+        with as_the_engine_casts():
             batch = self._batch(args, kwargs)
             number = self._divisor(batch)
             outputs = self._outputs(batch)
@@ -148,11 +156,14 @@ class Loop:
             return _multiplied(outputs, rule.total([batch]) / number)
 
     def _outputs(self, batch: dict[str, Any]) -> Any:
-        if not (self._model.training and torch.is_grad_enabled()):
+        asking = asking_in(batch)
+        is_frozen = self._condition.has.is_frozen and not asking and not self._model.training
+        if is_frozen or not torch.is_grad_enabled():
             return self._plain(batch)
-        call = self._begin(batch)
-        anchor = torch.empty(0, requires_grad=True)
-        return call.fill(_Outputs.apply(call, anchor))  # type: ignore[no-untyped-call]
+        modes = self._condition.network.modes
+        modes.tell_of_hooks()
+        call = self._begin(without_graph(batch), modes.now())
+        return call.outputs(list(asking.values()))
 
     def _divisor(self, batch: dict[str, Any]) -> Any:
         """What the loss is divided by instead of the number of its labels: taken from the batch.
@@ -206,13 +217,8 @@ class Loop:
                 found[name] = value
         if self._model.training:
             found.pop("use_cache", None)  # of no use without a next token
-        for name, value in found.items():
-            leaves = pytree.tree_leaves(value) if torch.is_grad_enabled() else []
-            if any(isinstance(one, Tensor) and one.requires_grad for one in leaves):
-                raise ValueError(
-                    f"{name!r} requires a gradient, and an engine gives none to what the model is "
-                    "called with. Pass it with .detach(), or close the engine for this."
-                )
+        if torch.is_grad_enabled():
+            _refuse_hidden_sources(found)
         return found
 
     @guarded("model(...)")
@@ -223,29 +229,61 @@ class Loop:
         return pytree.tree_map_only(Tensor, lambda one: one.to(device), found)
 
     @guarded("model(...)")
-    def _begin(self, batch: dict[str, Any]) -> Call:
-        """The forward side."""
+    def _begin(self, batch: dict[str, Any], mode: Mode) -> Call:
+        """The forward side; what the batch asks gradients for are leaves."""
+        return self._begun(batch, mode)
+
+    def _begun(self, batch: dict[str, Any], mode: Mode) -> Call:
         condition, has = self._condition, self._condition.has
         condition.refuse_if_unusable()
-        condition.refuse_unless_training("calling model(...) with gradients")
-        has_labels = "labels" in batch
+        sources = list(asking_in(batch).values())
+        if not sources:
+            condition.refuse_unless_training("calling model(...) with gradients")
+        condition.refuse_if_averaged("calling model(...) with gradients")
+        has_labels = "labels" in batch or frozenset(batch) in self._have_losses
         step, own = self._stepping.perform(
             move_batch(batch, "cpu"),
-            condition.drawn(),
+            condition.chosen() if mode == "evaluation" else condition.drawn(),
+            mode=mode,
             settings=has.optimizer.settings(),
             needs_loss=has_labels,
             keep_outputs=not has_labels,
             side="forward",
         )
         condition.finish_step()
+        condition.network.show_buffers()  # which nobody sees being read
         shares = (condition.network.facts.rule or Rule.UNKNOWN).output_shares(own)
-        if has_labels and step.keep_outputs and any(map(math.isnan, shares)):
+        is_known = not any(map(math.isnan, shares))
+        if not has_labels and not is_known and self._has_loss(step):
+            self._have_losses.add(frozenset(batch))
+            return self._begun(batch, mode)
+        if has_labels and step.keep_outputs and not is_known:
             raise ValueError(
                 f"the model's own loss is not made of those of {len(own)} microbatches. Give the "
                 "engine microbatch_size=all rows of a batch; or leave the labels out, and take a "
                 "loss of your own from the outputs."
             )
-        return Call(self, step, shares, _device_of(batch), condition.era)
+        return Call(self, step, shares, _device_of(batch), condition.era, sources)
+
+    def _has_loss(self, step: Step) -> bool:
+        """Whether there is a loss in the outputs of a batch without labels.
+
+        Raises:
+            ValueError: there is another number, of each microbatch: nobody knows that of all.
+        """
+        outputs = step.outputs[0]
+        with contextlib.suppress(ValueError):
+            require_loss(outputs)
+            return True
+        for place, one in enumerate(pytree.tree_leaves(outputs)):
+            if isinstance(one, Tensor) and one.is_floating_point() and not one.dim():
+                raise ValueError(
+                    f"the model returns a number, as output {place}, and nobody knows how those of "
+                    f"{len(step.outputs)} microbatches make that of the batch. Return it as 'loss' "
+                    "in a dict, or first in a tuple, if it is the loss; or give the engine "
+                    "microbatch_size=all rows of a batch."
+                )
+        return False
 
     @guarded("outputs of model(...)")
     def make_outputs(self, call: Call) -> None:
@@ -259,11 +297,11 @@ class Loop:
         self._stepping.follow(call.step, "outputs")
 
     @guarded("loss.backward()")
-    def backward(self, call: Call, side: str) -> None:
-        """The backward side."""
+    def backward(self, step: Step, era: int, side: str) -> None:
+        """The backward side, of a step that weights of some era have begun."""
         condition = self._condition
         condition.refuse_if_unusable()
-        if call.era != condition.era:
+        if era != condition.era:
             raise RuntimeError(
                 "loss.backward() comes after the weights have changed (optimizer.step(), "
                 "engine.step or engine.load) since model(...) was called. Call backward first, or "
@@ -272,7 +310,7 @@ class Loop:
         condition.has.server.settle_all()
         self._gradients.bring_back_all()
         try:
-            self._stepping.follow(call.step, side)
+            self._stepping.follow(step, side)
         except BaseException:
             self._gradients.forget_new()
             raise
@@ -351,7 +389,9 @@ def _calling(model: nn.Module, name: str, loop: weakref.ref[Loop]) -> Callable[.
         return getattr(found, name)(*args, **kwargs)
 
     model_of = weakref.ref(model)
-    return method
+    apart: Any = torch.compiler.disable  # else a compiler would look into the engine
+    disabled: Callable[..., Any] = apart(method)
+    return disabled
 
 
 def _device_of(values: Any) -> torch.device:
@@ -360,227 +400,23 @@ def _device_of(values: Any) -> torch.device:
     return next((one.device for one in leaves if isinstance(one, Tensor)), torch.device("cpu"))
 
 
-def _as_the_engine_casts() -> contextlib.AbstractContextManager[object]:
-    """Inside the block torch.autocast does nothing: the engine's precision says what is cast."""
-    off = contextlib.ExitStack()
-    for kind in ("cpu", "cuda"):
-        off.enter_context(torch.autocast(kind, enabled=False))
-    return off
+def _refuse_hidden_sources(batch: Mapping[str, Any]) -> None:
+    """Refuse what requires a gradient inside of other objects, where nobody cuts it into rows.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    for name, value in batch.items():
+        leaves = (one for one in pytree.tree_leaves(value) if isinstance(one, Tensor))
+        if any(one.requires_grad for one in leaves) and not asking_in({name: value}):
+            raise ValueError(
+                f"{name!r} holds a tensor that requires a gradient, in a "
+                f"{type(value).__name__}. Expected it to be an argument of its own, or in a "
+                "list of rows; or pass it with .detach()."
+            )
 
 
 def _multiplied(outputs: Any, factor: Any) -> Any:
     """Outputs with their loss multiplied."""
     loss, (flat, form) = require_loss(outputs), pytree.tree_flatten(outputs)
     return pytree.tree_unflatten([one * factor if one is loss else one for one in flat], form)
-
-
-@final
-class Call:
-    """One call of the model: what its graph holds."""
-
-    def __init__(
-        self, loop: Loop, step: Step, shares: Sequence[float], device: torch.device, era: int
-    ) -> None:
-        """The forward side has run.
-
-        Args:
-            loop: whose it is.
-            step: that has run.
-            shares: what each microbatch's own loss counts.
-            device: where the user's tensors are.
-            era: of the weights.
-        """
-        self._loop, self.step, self._shares, self._device, self.era = (
-            loop,
-            step,
-            shares,
-            device,
-            era,
-        )
-        self.is_spent = False
-        self.is_fused = not step.keep_outputs
-        self.whole: Whole | None = None if self.is_fused else self._whole()
-        self._of_whole: Sequence[Tensor | None] = ()  # gradients of all outputs but the loss
-
-    def loss(self) -> Tensor:
-        """The loss that a fused step has taken."""
-        return torch.tensor(self.step.loss(), dtype=torch.float32, device=self._device)
-
-    def fill(self, results: Sequence[Tensor]) -> Any:
-        """The outputs, made of what hangs on the graph; what nobody has made yet comes late."""
-        if self.whole is not None:
-            return self.whole.outline.filled(results)
-        outline = self.step.outline
-        assert outline is not None
-        loss, handle = results
-        made: list[Sequence[Tensor]] = []
-
-        def make() -> Sequence[Tensor]:
-            if not made:
-                with torch.enable_grad():
-                    made.append(_LateOutputs.apply(self, handle))  # type: ignore[no-untyped-call]
-            return made[0]
-
-        found = [
-            loss if place == outline.loss else late(partial(_nth, make, place), dtype)
-            for place, dtype in enumerate(outline.dtypes)
-        ]
-        return outline.filled(found)
-
-    def make(self) -> Whole:
-        """All outputs of a fused step."""
-        with _as_the_engine_casts():
-            self._loop.make_outputs(self)
-        self.whole = self._whole()
-        return self.whole
-
-    def note(self, gradients: Sequence[Tensor | None]) -> None:
-        """Gradients have come of outputs that were made late."""
-        self._of_whole = gradients
-
-    def _whole(self) -> Whole:
-        step = self.step
-        parts = [step.outputs[m] for m in sorted(step.outputs)]
-        flags = [step.differentiable[m] for m in sorted(step.outputs)]
-        step.outputs.clear()
-        return Whole.of(parts, flags, self._shares, self._device)
-
-    def backward(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take the gradients of the outputs to the weights."""
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "backward(create_graph=True) asks for gradients of gradients, which an engine "
-                "does not make. Leave create_graph out."
-            )
-        if self.is_spent:
-            raise RuntimeError(
-                "backward() a second time through the same outputs of model(...): what it needs "
-                "was let go of (retain_graph has no effect on it). Add the losses and call "
-                "backward once, or call the model again."
-            )
-        side, step = "backward", self.step
-        if self.is_fused:
-            factor = gradients[0]
-            if all(one is None for one in self._of_whole):
-                if factor is None:
-                    return
-                side, step.factor = "fused", float(factor) / step.loss_scale
-                self._loop.note_scale(float(factor))
-            else:
-                gradients = self._with_loss(factor)
-                step.begin_anew()
-        if side == "backward":
-            assert self.whole is not None
-            step.output_gradients = self.whole.parted(gradients, self._shares)
-        self.is_spent = True
-        with _as_the_engine_casts():
-            self._loop.backward(self, side)
-        self._loop.publish()
-
-    def _with_loss(self, of_loss: Tensor | None) -> Sequence[Tensor | None]:
-        """Gradients of all outputs that were made late, with that of the loss among them."""
-        outline, gradients = self.step.outline, list(self._of_whole)
-        assert outline is not None
-        assert outline.loss is not None
-        mine = gradients[outline.loss]
-        if of_loss is not None:
-            gradients[outline.loss] = of_loss if mine is None else mine + of_loss
-        return gradients
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class Whole:
-    """All outputs of a call."""
-
-    outline: Outline
-    tensors: list[Tensor]
-    rows: list[list[int]]
-    """For each of them, how many of its rows are of each microbatch; none: it is a scalar."""
-    differentiable: list[bool]
-
-    @classmethod
-    def of(
-        cls,
-        parts: list[Any],
-        flags: Sequence[Sequence[bool]],
-        shares: Sequence[float],
-        device: torch.device,
-    ) -> Whole:
-        """Those of all microbatches, joined, where the user's tensors are."""
-        outputs = join_outputs(parts, list(shares))
-        each = list(zip(*map(tensors_in, parts), strict=True))
-        return cls(
-            Outline.of(outputs),
-            [one.to(device) for one in tensors_in(outputs)],
-            [[len(one) for one in same] if same[0].dim() else [] for same in each],
-            [
-                any(own) and same[0].is_floating_point()
-                for own, same in zip(zip(*flags, strict=True), each, strict=True)
-            ],
-        )
-
-    def parted(
-        self, gradients: Sequence[Tensor | None], shares: Sequence[float]
-    ) -> dict[int, list[Tensor | None]]:
-        """The gradients of the outputs of each microbatch."""
-        found: dict[int, list[Tensor | None]] = {m: [] for m in range(len(shares))}
-        for rows, given in zip(self.rows, gradients, strict=True):
-            own: Sequence[Tensor | None] = [given] * len(shares)
-            if given is not None and len(shares) > 1:
-                own = torch.split(given, rows) if rows else [given * share for share in shares]
-            for m, one in enumerate(own):
-                found[m].append(one)
-        return found
-
-
-def _nth(make: Callable[[], Sequence[Tensor]], place: int) -> Tensor:
-    return make()[place]
-
-
-def _return(ctx: Any, tensors: Sequence[Tensor], differentiable: Sequence[bool]) -> Any:
-    """What the forward of a node returns."""
-    ctx.set_materialize_grads(False)
-    pairs = zip(tensors, differentiable, strict=True)
-    ctx.mark_non_differentiable(*(one for one, flag in pairs if not flag))
-    return tuple(tensors)
-
-
-@final
-class _Outputs(torch.autograd.Function):
-    """The node that outputs of the model hang on, or its loss and what others hang on."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, call: Call, anchor: Tensor) -> Any:
-        ctx.call, whole = call, call.whole
-        if whole is None:
-            return _return(ctx, [call.loss(), torch.empty(0)], [True, True])
-        found = _return(ctx, whole.tensors, whole.differentiable)
-        whole.tensors.clear()
-        return found
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.call.backward(gradients)
-        return None, None
-
-
-@final
-class _LateOutputs(torch.autograd.Function):
-    """The node that outputs hang on which were made when somebody used them."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, call: Call, handle: Tensor) -> Any:
-        ctx.call, whole = call, call.make()
-        found = _return(ctx, whole.tensors, whole.differentiable)
-        whole.tensors.clear()
-        return found
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.call.note(gradients)
-        return None, torch.zeros(0)

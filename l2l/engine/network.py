@@ -17,7 +17,7 @@ from l2l.checkpoint import Persistence
 from l2l.engine.depth import Choice
 from l2l.engine.resources import Resources
 from l2l.hugging_face import export_model
-from l2l.model import Partition, Route, format_of, like, plain_values
+from l2l.model import Modes, Partition, Route, asking_in, format_of, like, plain_values
 from l2l.parameter_server import Part, divided, formats_in, units_of, values_of
 from l2l.planner import KeptPlans, Plan
 from l2l.proof import Proof, ProofMemory
@@ -70,6 +70,7 @@ class Network:
             link=has.precision.link,
             memory=PROVEN,
         )
+        self.modes = Modes(has.model)
         self.facts = Facts()
         self._kind: frozenset[str] | None = None  # entries of batches that the facts are about
         self._known: dict[frozenset[str], Facts] = {}  # of other kinds
@@ -100,9 +101,10 @@ class Network:
         """Try some rows, unless all is known of their kind.
 
         Batches with other entries, such as text without images, may run other code, and those with
-        more entries may take another loss.
+        more entries may take another loss. Gradients take other ways if entries ask for theirs.
         """
-        kinds = self._server.world.gather_facts(frozenset(rows))  # ranks learn together
+        asking = {f"gradient of {name}" for name, _ in asking_in(rows)}
+        kinds = self._server.world.gather_facts(frozenset(rows) | asking)  # ranks learn together
         kind, before = frozenset[str]().union(*kinds), None
         if self._kind is not None and self._may_be_others(kind, needs_loss=needs_loss):
             before = self._kind, self.facts
@@ -148,9 +150,10 @@ class Network:
         for name in self._server.units:  # also of a plan whose first step has failed
             self._server.place_state(name, torch.device("cpu"))
         self._held = frozenset()
+        for part in self.partition.layers:  # views into slots would keep their memory
+            part.let_go()
         self._has.transfer.clear()
         self._has.stash.leave()
-        self.schedules.clear()
 
     def enter(self) -> None:
         """Let everything follow the choices."""
@@ -187,6 +190,7 @@ class Network:
         joint: bool = False,
         keep_outputs: bool = False,
         side: str = "",
+        asks_inputs: bool = False,
     ) -> Shape:
         """The shape of the next step if it runs all layers."""
         return self._has.planning.shape(
@@ -196,6 +200,7 @@ class Network:
             joint=joint,
             whole_head=keep_outputs,
             side=side,
+            asks_inputs=asks_inputs,
             before=(
                 self._held,
                 () if side in ("outputs", "backward") else tuple(self._server.waiting),
@@ -207,17 +212,14 @@ class Network:
         num_microbatches: int,
         choice: Choice,
         *,
-        training: bool,
         seed: int,
-        joint: bool = False,
         keep_outputs: bool = False,
         side: str = "",
+        **kind: bool,
     ) -> Program:
         """What the next step runs by; its schedule is kept for steps of the same shape."""
         decisions = self._has.planning.decisions
-        shape = self.shape(
-            num_microbatches, training=training, joint=joint, keep_outputs=keep_outputs, side=side
-        )
+        shape = self.shape(num_microbatches, keep_outputs=keep_outputs, side=side, **kind)
         if len(choice.layers) < self.partition.num_layers:
             shape = shape.only(self._calls_of(choice.layers))
         if shape not in self.schedules:
@@ -270,6 +272,7 @@ class Network:
                 *divided(has.server.optimizer, has.optimizer.settings(), forms),
                 ("microbatch", has.planning.microbatch(has.microbatch_size)),
                 *([("rows of different length", self.lengths)] if self.lengths else ()),
+                *([("device memory", has.turns.described)] if has.turns.described else ()),
                 ("stash", has.stash.policy),
                 ("update", has.policy.value),
                 ("loss averages over", rule.value if rule else "?"),
@@ -334,6 +337,12 @@ class Network:
         for name, tensors in units_of(self.partition):
             self._server.give_back(tensors.parameters, name)
         self.give_back_buffers()
+
+    def show_buffers(self) -> None:
+        """Let the model's own buffers be as they are, if training changes any."""
+        facts = self.facts  # code after the layers that changes some does not run alone
+        if any(facts.changing) or facts.changing_in_layers or not facts.alone:
+            self.give_back_buffers()
 
     def give_back_buffers(self) -> None:
         """Let the model's own buffers be as training has left them."""

@@ -36,7 +36,7 @@ class Proving:
             cut=network.facts.cut,
             buffers=network.buffers(),
             seed_of=self._seed_of,
-            room=self.condition.has.planning.budget,
+            room=self.condition.has.planning.budget.nbytes,
         )
 
     def check(self, rule: Rule) -> None:

@@ -16,6 +16,7 @@ from l2l.device import Device, Disk
 from l2l.distributed import World
 from l2l.engine.disk_tier import open_tier
 from l2l.engine.timeline import Timeline
+from l2l.engine.turns import Turns
 from l2l.model import Beside, Compiler, LossFunction, Partition, Split, TokenLoss, parse_backend
 from l2l.parameter_server import (
     Adafactor,
@@ -38,7 +39,7 @@ from l2l.parameter_server import (
     host_bytes,
     load_kernel,
 )
-from l2l.planner import STATE_ON_HOST, Decisions, KeptPlans, Planning, parse_budget
+from l2l.planner import STATE_ON_HOST, Decisions, KeptPlans, Planning
 from l2l.run import HostRows, Scaler, Stash, Transfer, parse_policy
 
 logger = logging.getLogger("l2l")
@@ -125,6 +126,7 @@ class Resources:
     stash: Stash
     rows: HostRows
     planning: Planning
+    turns: Turns  # by which engines share the device's memory
     timeline: Timeline = field(default_factory=Timeline)
     gradients: HostGradients | None  # that wait for the user's own code
     first_on_disk: Mapping[Part, tuple[str, ...]]  # layers of which a part is there at first
@@ -138,7 +140,7 @@ class Resources:
         model: nn.Module,
         loss: LossFunction | TokenLoss | None,
         device: Device,
-        device_memory: int | str | None,
+        turns: Turns,
         disk: Disk | str | Path | None,
         backend: bool | str | None,
         seed: int,
@@ -149,6 +151,7 @@ class Resources:
         **others: Any,
     ) -> Resources:
         """All of them, empty; arguments are the engine's, and are in order."""
+        turns.check(device, world=world, stash=execution.stash)
         kernel = find_kernel(execution.kernel, inventory.optimizer)
         compiler = execution.compiler(parse_backend(backend, device), device, world)
         of_server = kernel
@@ -195,7 +198,7 @@ class Resources:
                 optimizer=inventory.optimizer,
                 policy=inventory.policy,
                 kernel=kernel,
-                given_budget=parse_budget(device_memory),
+                budget=turns.budget,
                 host=host_budget,
                 world=world,
                 compiled=compiler.is_on,
@@ -207,6 +210,7 @@ class Resources:
                 spills=execution.stash == "host",
                 least_on_disk=(len(tier.first["state"]), len(tier.first["weights"])),
             ),
+            turns=turns,
             first_on_disk=tier.first,
             gradients=HostGradients(arena, server) if inventory.drains_sums else None,
             **others,

@@ -24,10 +24,12 @@ from l2l.engine.lengths import Lengths
 from l2l.engine.proving import Batches, Proving
 from l2l.model import (
     Microbatch,
+    Mode,
     Rule,
     Splitting,
     TokenLoss,
     Whole,
+    asking_in,
     can_join,
     cutting_of,
     join_outputs,
@@ -39,9 +41,10 @@ from l2l.model import (
     split_into,
     take_rows,
     token_length,
+    without_graph,
 )
 from l2l.parameter_server import check_settings
-from l2l.planner import STATE_ON_HOST, Findings
+from l2l.planner import STATE_ON_HOST, DoesNotFitError, Findings
 from l2l.run import Step
 
 logger = logging.getLogger("l2l")
@@ -79,6 +82,7 @@ class Stepping:
         condition, has = self._condition, self._has
         with condition.network.running():
             condition.refuse_if_unusable()
+            has.turns.take(condition)
             condition.settle_compiler()
             if not self._is_whole(choice.layers):
                 has.planning.restrict(STATE_ON_HOST)
@@ -117,11 +121,12 @@ class Stepping:
         assert has.gradients is not None
         with condition.network.running():
             condition.refuse_if_unusable()
+            has.turns.take(condition)
             step.program, lookups = program, () if side == "outputs" else program.lookups
             step.rows = has.rows.begin(lookups, step.microbatches) if lookups else None
             has.transfer.reserve(program.shape)
             has.gradients.reserve(program.shape.collected)
-            condition.network.partition.set_training(True)
+            condition.network.partition.set_training(True, mode=step.mode)
             self._run(step)
             condition.finish_step()
 
@@ -176,6 +181,7 @@ class Stepping:
         needs_loss: bool = True,
         keep_outputs: bool = False,
         side: str = "",
+        mode: Mode = "usual",
     ) -> Step:
         """Make a step; before, try two rows, plan and prove, if that was not done for its like.
 
@@ -186,24 +192,25 @@ class Stepping:
             needs_loss: whether there must be a loss.
             keep_outputs: whether they are wanted, and not what the loss averages over.
             side: of a step in two sides, the one that runs.
+            mode: of the user's modules, where it trains.
 
         Raises:
             ValueError: the batch is invalid, on this rank or another; nothing has changed.
         """
         has, network, training = self._has, self._condition.network, settings is not None
         # A rank without rows tries, plans and proves with one of another rank, and counts nothing.
-        given = self._splitting.of(_ordinary(batch))
+        if training and not side:
+            _refuse_asking(batch)
+        given = self._splitting.of(_ordinary(batch, has_graph=bool(side)))
         batch = self._with_rows(given)
         has_own, batch = batch is given, self._as_one(batch)
-        parts = [batch] if isinstance(batch, Mapping) else split_batch(batch, microbatch_size=1)
-        first = max(parts, key=len)  # rows without images, say, would not show what these need
-        num_rows(first)
+        first = _most_telling(batch)
         learn = partial(network.learn, needs_loss=needs_loss)
         with has.timeline.phase("trial"):
             rule = self._casting.try_rows(first, learn).rule or Rule.ROWS
         batch = self._casting.cast(batch)
         proves = training and has.proves and not keep_outputs
-        self._decide(batch, proves=proves)
+        self._decide(_ordinary(batch, has_graph=False), proves=proves)
         keep_outputs |= bool(side) and not network.may_fuse()
         # Outputs have the order of the rows.
         whole = keep_outputs or bool(side)
@@ -236,10 +243,11 @@ class Stepping:
                 self._proving.check(rule)
         if settings is not None:
             check_settings(has.server, settings)
-        network.partition.set_training(training)
+        network.partition.set_training(training, mode=mode)
         return self._condition.new_step(
             [self._pinned(one) for one in microbatches],
             choice,
+            sources=[[*asking_in(one).values()] for one in microbatches],
             seed=self._condition.seed + has.world.rank * RANK_SEED + self._call_seed(side),
             settings=settings,
             rule=rule,
@@ -247,6 +255,7 @@ class Stepping:
             total=total,
             num_own=num_own if has_own else 0,
             num_tokens_elsewhere=sum(tokens) - num_tokens(own),
+            mode=mode,
             **how,
         )
 
@@ -353,7 +362,11 @@ class Stepping:
         return False
 
     def _pinned(self, microbatch: Microbatch) -> Microbatch:
-        return map_batch(self._has.device.pinned, microbatch)
+        def pinned(one: Tensor) -> Tensor:
+            found = self._has.device.pinned(one.detach() if one.requires_grad else one)
+            return found.requires_grad_() if one.requires_grad else found
+
+        return map_batch(pinned, microbatch)
 
     def _warn_of_batch_statistics(self) -> None:
         network = self._condition.network
@@ -407,10 +420,13 @@ class Stepping:
         found = Findings(
             facts=network.facts,
             record=partial(network.trial.record, route=network.route),
-            buffer_bytes=network.buffer_bytes(),
+            buffer_bytes=network.buffer_bytes() + has.turns.bytes_of_others(self._condition),
             draws_random_numbers=bool(has.compiler.random),
         )
-        has.planning.make(batch, found, rows=has.microbatch_size)
+        try:
+            has.planning.make(batch, found, rows=has.microbatch_size)
+        except DoesNotFitError as error:
+            raise has.turns.explained(error, has.device) from None
         if has.planning.measuring_seconds:
             has.timeline.move(has.planning.measuring_seconds, "measuring", out_of="planning")
         if has.world.is_parallel:  # all go by the plan of the one with most to do
@@ -419,13 +435,45 @@ class Stepping:
             has.planning.agree(max(plans, key=lambda plan: plan[0])[1])
 
 
-def _ordinary(batch: Batches) -> Batches:
-    """The batch without tensors of `torch.inference_mode()`, which would make others like them."""
+def _most_telling(batch: Batches) -> Mapping[str, Any]:
+    """Of the parts of a batch the one to try: rows without images, say, would not show all."""
+    parts = [batch] if isinstance(batch, Mapping) else split_batch(batch, microbatch_size=1)
+    first = max(parts, key=len)
+    num_rows(first)
+    return without_graph(first) if asking_in(first) else first
+
+
+def _ordinary(batch: Batches, *, has_graph: bool) -> Batches:
+    """The batch without tensors of `torch.inference_mode()`, which would make others like them.
+
+    Nor of a graph, unless gradients go back into that.
+    """
+
+    def ordinary(one: Tensor) -> Tensor:
+        one = one.clone() if one.is_inference() else one
+        return one.detach() if one.requires_grad and not has_graph else one
+
     parts = [batch] if isinstance(batch, Mapping) else batch
-    if not any(isinstance(one, Tensor) and one.is_inference() for one in pytree.tree_leaves(parts)):
+    tensors = (one for one in pytree.tree_leaves(parts) if isinstance(one, Tensor))
+    if all(ordinary(one) is one for one in tensors):
         return batch
-    made = [map_batch(lambda one: one.clone() if one.is_inference() else one, p) for p in parts]
+    made = [map_batch(ordinary, part) for part in parts]
     return made[0] if isinstance(batch, Mapping) else made
+
+
+def _refuse_asking(batch: Batches) -> None:
+    """Refuse tensors whose gradients nobody would get.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    for part in [batch] if isinstance(batch, Mapping) else batch:
+        for name, _ in asking_in(part):
+            raise ValueError(
+                f"{name!r} of the batch requires a gradient, which engine.step gives to nothing "
+                "but parameters. Call the model in a loop of your own (autograd=True, "
+                "docs/loops.md), or pass it with .detach()."
+            )
 
 
 def num_tokens(parts: Sequence[Mapping[str, Any]]) -> int:

@@ -219,7 +219,8 @@ class Streaming:
         if isinstance(reference, nn.Module):
             shared = {name: value for name, value in settings.items() if name in OF_REFERENCE}
             reference.requires_grad_(False)
-            self._reference_engine = Engine(reference, **shared, autograd=True)
+            self._reference_engine = first = Engine(reference, **shared, autograd=True)
+            settings["device_memory"] = first  # they use it in turns
         self.engine = Engine(own.model, **settings, autograd=not self._is_whole)
         self._undo_stack.callback(with_switch(own.model))
         if self._is_whole and hasattr(own.model, "generate"):

@@ -6,6 +6,8 @@ from l2l.model.batch import (
     LossFunction,
     Microbatch,
     Rule,
+    Source,
+    asking_in,
     can_join,
     compare_cut_loss,
     compare_parts,
@@ -29,6 +31,7 @@ from l2l.model.batch import (
     token_length,
     trial_batch,
     turned,
+    without_graph,
 )
 from l2l.model.beside import Beside, NotCompiledYetError
 from l2l.model.captures import emit, leaves_more, open_lists, run_layer
@@ -78,6 +81,7 @@ from l2l.model.layer_pass import (
     take_gradients,
 )
 from l2l.model.lengths import Grouping, group_by_tokens, padded_pair
+from l2l.model.modes import Mode, Modes
 from l2l.model.modules import (
     CutError,
     LayerList,

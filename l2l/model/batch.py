@@ -49,6 +49,8 @@ from l2l.model.splitting import (
 )
 
 Microbatch = dict[str, Any]
+Source = tuple[str, int]
+"""A tensor of a batch: its entry, and its place there."""
 
 
 def num_rows(batch: Mapping[str, Any]) -> int:
@@ -120,6 +122,22 @@ def map_batch(change: Callable[[Tensor], Tensor], batch: Mapping[str, Any]) -> M
         if isinstance(value, Tensor) or is_rows(value):
             found[name] = pytree.tree_map_only(Tensor, change, value)
     return like(batch, found)
+
+
+def asking_in(batch: Mapping[str, Any]) -> dict[Source, Tensor]:
+    """What of a batch requires a gradient, by its entry and its place there."""
+    tensors = (
+        ((name, place), one)
+        for name, value in batch.items()
+        if isinstance(value, Tensor) or is_rows(value)
+        for place, one in enumerate(pytree.tree_leaves(value))
+    )
+    return {key: one for key, one in tensors if isinstance(one, Tensor) and one.requires_grad}
+
+
+def without_graph(batch: Mapping[str, Any]) -> Microbatch:
+    """The same batch as leaves of a new graph."""
+    return map_batch(lambda one: one.detach().requires_grad_(one.requires_grad), batch)
 
 
 def move_batch(batch: Mapping[str, Any], device: torch.device | str) -> Microbatch:

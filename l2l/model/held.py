@@ -463,9 +463,11 @@ class _NoGradient(torch.autograd.Function):
     @override
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
         raise RuntimeError(
-            f"a gradient was asked for {ctx.owner!r}, whose weights are in an engine. Use "
-            "engine.step, which trains it; or close the engine first, and run a loop of your own. "
-            "If no gradient is meant, read the weights with .detach()."
+            f"a gradient was asked for {ctx.owner!r}, whose weights are in an engine: what is "
+            "computed of weights themselves has none. Gradients come from engine.step, or, with "
+            "autograd=True, from outputs of the model; those of a penalty on weights are added by "
+            "hand, parameter.grad.add_(...), or are weight_decay. If no gradient is meant, read "
+            "the weights with .detach()."
         )
 
 
@@ -499,8 +501,8 @@ def _refuse_write(name: str, tensor: Any, *, elsewhere: bool = False) -> NoRetur
         )
     raise RuntimeError(
         f"'{name}' writes to {owner!r}, whose weights are held by an engine: the write would be "
-        f"lost. {CLOSE}; or restore a checkpoint with engine.load. To change a value that you "
-        "read, change a .clone() of it."
+        f"lost. In a loop of your own engine.optimizer updates them. {CLOSE}; or restore a "
+        "checkpoint with engine.load. To change a value that you read, change a .clone() of it."
     )
 
 

@@ -47,6 +47,7 @@ from l2l.model.captures import (
     take_hooks_off,
 )
 from l2l.model.format import format_of, refuse_unusable
+from l2l.model.modes import Mode
 from l2l.model.modules import (
     CutError,
     argument_names,
@@ -150,15 +151,17 @@ class Partition:
         self._taken = None if own_loss else argument_names(model)
         self._around = model.get_submodule(self.layer_paths[0].rpartition(".")[0])
 
-    def set_training(self, training: bool) -> None:  # noqa: FBT001
+    def set_training(self, training: bool, *, mode: Mode = "usual") -> None:  # noqa: FBT001
         """Put every part in training or evaluation mode.
 
         A model handed over in training mode keeps the modes of its modules (a frozen BatchNorm
         stays in evaluation mode); one handed over in evaluation mode, as `from_pretrained` returns
-        it, trains everywhere.
+        it, trains everywhere. In a loop of the user's own, training may have another `mode`.
         """
+        training &= mode != "evaluation"
         for part in (self.skeleton, *self.layers):
-            part.set_training(training, as_given=self._modes_as_given)
+            as_given = self._modes_as_given and mode == "usual"
+            part.set_training(training, as_given=as_given)
 
     def attributes_kept(self) -> contextlib.AbstractContextManager[None]:
         """Put back what the model's code sets on its modules and layers inside the block."""

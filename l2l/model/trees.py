@@ -140,6 +140,7 @@ class Part:
             for local, tensor in registry.items()
             if tensor is not None
         ]
+        self._bound: set[str] = set()  # owners
         self._buffers = [place for place in self._places if place[1] is place[0]._buffers]
 
     def again(self, owner: str, tensor: Tensor) -> Tensor:
@@ -149,6 +150,7 @@ class Part:
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Let every lookup of the named tensors find these."""
+        self._bound |= tensors.keys()
         for module, registry, local, owner in self._places:
             if owner in tensors:
                 registry[local] = tensors[owner]
@@ -169,6 +171,13 @@ class Part:
             for registry, local, tensor in before:
                 is_own = tensor is not None and is_held(tensor)
                 registry[local] = _shape_of(tensor) if is_own else tensor
+
+    def let_go(self) -> None:
+        """Hold no tensor that was bound: of each, the shape is seen."""
+        for _, registry, local, owner in self._places:
+            if owner in self._bound and registry[local] is not None:
+                registry[local] = _shape_of(registry[local])
+        self._bound.clear()
 
     def unbind(self) -> None:
         """Let go of every tensor."""

@@ -119,6 +119,7 @@ class Decisions:
         joint: bool = False,
         whole_head: bool = False,
         side: str = "",
+        asks_inputs: bool = False,
         before: tuple[frozenset[str], tuple[str, ...]] | None = None,
     ) -> Shape:
         """The shape of a step; whoever runs or simulates one has it from here.
@@ -135,6 +136,7 @@ class Decisions:
             joint: whether one loss is taken over all microbatches.
             whole_head: whether all logits are wanted.
             side: of a step in two sides, which one; it leaves no tail and keeps no results.
+            asks_inputs: whether gradients are wanted of what the model is called with.
             before: units that the step before has left on the device, and those whose update it has
                 left; None: as every step of a run leaves them.
         """
@@ -173,6 +175,7 @@ class Decisions:
             shares_memory=self.shares_memory,
             side=side,
             fused=bool(side) and not whole_head,
+            asks_inputs=asks_inputs,
             training=training,
             joint=joint,
             parallel=parallel,

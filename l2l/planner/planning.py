@@ -11,11 +11,12 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, final
 
-from l2l.device import Device, format_bytes, parse_bytes
+from l2l.device import Device, format_bytes
 from l2l.distributed import World
 from l2l.model import TILE_TOKENS, Partition, num_rows, token_length
 from l2l.parameter_server import HostBudget, HostKernel, Optimizer, UnitForm, UpdatePolicy
 from l2l.planner.bounds import Bounds, Work
+from l2l.planner.budget import Budget
 from l2l.planner.cost_model import CostModel
 from l2l.planner.decisions import STATE_ON_HOST, Decisions, LedgerLine, Plan, ScalingPoint
 from l2l.planner.disk_tier import DiskTier
@@ -35,26 +36,12 @@ MIN_KEPT_BACK = 32 << 20  # of a budget, once a plan has turned out too tight
 NUM_MARKS = 4  # steps after which prediction and measurement are compared
 
 
-def parse_budget(device_memory: int | str | None) -> int | None:
-    """The device memory that may be used, in bytes.
-
-    Raises:
-        ValueError: the text is not a size.
-    """
-    if device_memory is None:
-        return None
-    found = parse_bytes(device_memory, name="device_memory")
-    if found < 1:
-        raise ValueError(f"device_memory={device_memory!r}; expected a size above 0, or None.")
-    return found
-
-
 @final
 @dataclass(kw_only=True, eq=False)
 class Planning:
     """Owner of an engine's choices.
 
-    Without a `device`, `hardware` and `given_budget` say what the plan is for. `embedding` says
+    Without a `device`, `hardware` and `budget` say what the plan is for. `embedding` says
     where rows of tables are looked up: on the "host", the "device", or, with None, where it pays.
     `needs_slices` says that the head must come in slices, or in one: a loss asks for
     log-probabilities. `disk` is where what memory has no room for may go, perhaps yet to be
@@ -65,7 +52,7 @@ class Planning:
     forms: Mapping[str, UnitForm]
     optimizer: Optimizer
     policy: UpdatePolicy
-    given_budget: int | None
+    budget: Budget
     host: HostBudget
     compiled: bool
     overrides: Mapping[str, Any]
@@ -81,7 +68,6 @@ class Planning:
     spills: bool = True
 
     def __post_init__(self) -> None:
-        self.budget = self.given_budget  # what is free, once that is known, if none was given
         slices = int(self.needs_slices)
         least = Decisions(num_head_slices=slices).with_parts(*self.least_on_disk)
         self.decisions = least.override(self.overrides)
@@ -136,11 +122,8 @@ class Planning:
         facts: Facts,
         num_microbatches: int,
         *,
-        training: bool,
-        joint: bool,
         whole_head: bool,
-        side: str,
-        before: tuple[frozenset[str], tuple[str, ...]],
+        **how: Any,
     ) -> Shape:
         """The shape of a step as it is decided now; arguments as for `Decisions.shape`."""
         route = facts.route or self.partition.straight
@@ -154,11 +137,8 @@ class Planning:
             update=self.policy,
             has_halves=self.subject.has_halves,
             parallel=self.world.is_parallel,
-            training=training,
-            joint=joint,
             whole_head=whole_head,
-            side=side,
-            before=before,
+            **how,
         )
 
     def agree(self, decisions: Decisions) -> None:
@@ -184,7 +164,9 @@ class Planning:
 
     def _limit(self) -> None:
         assert self.device is not None
-        self.device.limit_memory(self.budget, context_bytes=self._context_bytes)
+        self.device.limit_memory(
+            self.budget.nbytes, context_bytes=self._context_bytes, group=self.budget
+        )
 
     @property
     def _context_bytes(self) -> int:
@@ -194,12 +176,12 @@ class Planning:
 
     def room_for_tensors(self) -> int | None:
         """Bytes of the budget beside the context; None: there is no budget."""
-        if self.budget is None and self.device is not None:
+        if self.budget.nbytes is None and self.device is not None:
             if self.device.torch_device.type == "cpu":
                 return None
             return int(FREE_SHARE * self.device.free_bytes())
-        assert self.budget is not None
-        return int((self.budget - self._context_bytes) * (1 - SLACK))
+        assert self.budget.nbytes is not None
+        return int((self.budget.nbytes - self._context_bytes) * (1 - SLACK))
 
     def tighten(self, reason: str) -> bool:
         """Plan anew with less device memory, as a step has needed more than was foreseen.
@@ -207,10 +189,10 @@ class Planning:
         Returns:
             False: there is no plan, or so much was kept back already that something else is wrong.
         """
-        if self._candidate is None or self.budget is None:
+        if self._candidate is None or self.budget.nbytes is None:
             return False
-        kept_back = self._kept_back + max(MIN_KEPT_BACK, self.budget // 16)
-        if kept_back > self.budget // 2:
+        kept_back = self._kept_back + max(MIN_KEPT_BACK, self.budget.nbytes // 16)
+        if kept_back > self.budget.nbytes // 2:
             return False
         self._kept_back = kept_back
         logger.warning(
@@ -293,24 +275,28 @@ class Planning:
     def _look_at_machine(self) -> bool:
         """Measure the machine and limit torch to the budget; False if there is none to keep to."""
         device = self.device
-        if device is not None and self.budget is None and device.torch_device.type == "cpu":
+        if device is not None and self.budget.nbytes is None and device.torch_device.type == "cpu":
             return False
         if device is not None and self.hardware is None:
-            room = None if self.budget is None else (self.budget - self._context_bytes) // 2
+            room = (
+                None
+                if self.budget.nbytes is None
+                else (self.budget.nbytes - self._context_bytes) // 2
+            )
             began = time.perf_counter()
             self.hardware = known_hardware(device, self.kernel, room=room)
             self.measuring_seconds = time.perf_counter() - began
-            if self.budget is None:
-                self.budget = device.context_bytes() + int(FREE_SHARE * device.free_bytes())
+            if self.budget.nbytes is None:
+                self.budget.nbytes = device.context_bytes() + int(FREE_SHARE * device.free_bytes())
             self._limit()
         return True
 
     def _find(self, problem: Problem, *, rows: int | None, is_free: bool) -> Candidate:
         """The best choices; those of a checkpoint are dropped if they do not fit."""
-        assert self.budget is not None
+        assert self.budget.nbytes is not None
         assert self.hardware is not None
-        left = self.budget - self._kept_back
-        known = partial(self.kept.find, find_plan, is_given=self.given_budget is not None)
+        left = self.budget.nbytes - self._kept_back
+        known = partial(self.kept.find, find_plan, is_given=self.budget.given is not None)
         find = partial(known, problem, self.hardware, budget_bytes=left)
         try:
             found = find(rows=rows, chosen=self._chosen)
@@ -430,7 +416,7 @@ class Planning:
         else:
             device = [line for line in found.ledger if line.place == "device" or not arena]
             expected = {
-                "budget_bytes": self.budget,
+                "budget_bytes": self.budget.nbytes,
                 "predicted_seconds": found.seconds,
                 "bound": found.bound,
                 "bounds": self.bounds,

@@ -41,11 +41,12 @@ from l2l.parameter_server import (
     host_bytes,
     load_kernel,
 )
+from l2l.planner.budget import Budget
 from l2l.planner.decisions import STATE_ON_HOST, Plan
 from l2l.planner.disk_tier import DiskTier, first_on_disk, refuse_disk
 from l2l.planner.hardware import H200, Hardware, known_hardware
 from l2l.planner.kept import KeptPlans
-from l2l.planner.planning import FREE_SHARE, Planning, parse_budget
+from l2l.planner.planning import FREE_SHARE, Planning
 from l2l.planner.problem import Together
 from l2l.planner.search import DoesNotFitError
 from l2l.planner.subject import Findings
@@ -162,8 +163,8 @@ class Preview:
             least = _least_on_disk(self.inventory, own.forms, host, tier)
         except ValueError as error:
             raise DoesNotFitError(str(error)) from None
-        budget = budget_bytes or own.given_budget
-        made = replace(own, given_budget=budget, host=host, disk=tier, least_on_disk=least)
+        budget = Budget(budget_bytes or own.budget.given)
+        made = replace(own, budget=budget, host=host, disk=tier, least_on_disk=least)
         made.make(self.batch, self.findings, rows=self.rows)
         return made
 
@@ -241,7 +242,7 @@ def look(
         disk=tier,
         optimizer=inventory.optimizer,
         policy=inventory.policy,
-        given_budget=parse_budget(device_memory) or int(FREE_SHARE * hardware.device_bytes),
+        budget=Budget(Budget.of(device_memory).given or int(FREE_SHARE * hardware.device_bytes)),
         host=host,
         compiled=compile,
         overrides=overrides or {},

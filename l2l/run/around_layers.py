@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from l2l.model import Microbatch, Recording, join_rows, map_batch, take_gradients
+from l2l.model import Microbatch, Recording, asking_in, join_rows, map_batch, take_gradients
 from l2l.run.buffers import ChangingBuffers
 from l2l.run.layer_passes import LayerPasses, or_nothing
 from l2l.run.outer_pass import Outer, OuterPass, joined, parted
@@ -125,7 +125,8 @@ class AroundLayers:
             return
         ends = [one.detach() for one in handed_on]
         walks, ends = self._layers.walk_tail(step, m, recorded, ends)
-        outer = self.delivered(step, m, last, recorded, ends)
+        outer, inputs = self.delivered(step, m, last, recorded, ends), self.inputs(step, m)
+        outer.asking = asking_in(inputs)
         bound = self._outer.bind(slots)
         self.scale(step)
         self.seed(step, m)
@@ -134,7 +135,7 @@ class AroundLayers:
                 step,
                 m,
                 outer,
-                inputs=self.inputs(step, m),
+                inputs=inputs,
                 bound=bound,
                 slots=slots,
                 gradients=gradients,
@@ -165,7 +166,11 @@ class AroundLayers:
         if m + 1 < step.program.shape.num_microbatches:
             return
         outers: list[Outer] = list(step.joined)
-        inputs = join_rows([self.inputs(step, index) for index in range(m + 1)])
+        parts = [self.inputs(step, index) for index in range(m + 1)]
+        for one, part in zip(outers, parts, strict=True):
+            one.asking = asking_in(part)
+        with torch.enable_grad():
+            inputs = join_rows(parts)
         host = join_rows(step.microbatches)
         bound = self._outer.bind(slots)
         if step.training:
@@ -191,13 +196,16 @@ class AroundLayers:
                 gradients=gradients,
                 loss_scale=step.loss_scale,
             )
-        for index, parts in enumerate(parted(found, outers, dimensions)):
-            step.joined[index] = self.arrived(step, index, outers[index], parts)
+        for index, own in enumerate(parted(found, outers, dimensions)):
+            step.joined[index] = self.arrived(step, index, outers[index], own)
 
     def arrived(
         self, step: Step, m: int, outer: Outer, found: Mapping[Any, Tensor]
     ) -> list[Tensor]:
-        """Gradients of what was delivered, as the stack before takes them; asides are noted."""
+        """Gradients of what was delivered, as the stack before takes them; others are noted."""
+        for source in outer.asking:
+            if ("input", source) in found:
+                step.input_gradients[source, m] = found["input", source].clone()
         for key in outer.asides:
             gradient = found.get(("aside", key))
             if gradient is not None:
@@ -236,11 +244,15 @@ class AroundLayers:
 
     def prologue_backward(self, step: Step, action: Action) -> None:
         """The prologue with graph, and back: gradients of its units and of looked-up rows."""
-        slots, gradients, _, rows, _, cell, to = action.places
+        slots, gradients, _, rows, _, cell, to, *of_inputs = action.places
         m = action.microbatch
         assert m is not None
         outer = Outer(0, self._rows(step, m, rows))
         taken = self._backward(step, m, slots, gradients, cell, outer)
+        for place in of_inputs:
+            asking = asking_in(step.microbatches[m]).items()
+            found = [or_nothing(taken.get(("input", source)), one) for source, one in asking]
+            self._stash.put(place, f"i m{m}", found)
         if to != NOTHING:
             of_rows = [taken.get(("row", i)) for i in range(len(outer.rows))]
             self._stash.put(
@@ -274,11 +286,12 @@ class AroundLayers:
             outputs = [recording.hidden, *(recording.tensors[i] for i in step.gathered[stack, m])]
             pairs = [(o, g.to(o.dtype)) for o, g in zip(outputs, found, strict=True) if g.numel()]
             ends, given = [o for o, _ in pairs], [g for _, g in pairs]
-            return self.take(step, ends, given, gradients, bound=bound, outer=outer)
+            return self.take(step, m, ends, given, gradients, bound=bound, outer=outer)
 
     def take(
         self,
         step: Step,
+        m: int,
         ends: Sequence[Tensor],
         given: Sequence[Tensor],
         gradients: str,
@@ -290,6 +303,7 @@ class AroundLayers:
 
         Args:
             step: whose gradients are added to.
+            m: the microbatch.
             ends: what the code has made.
             given: the gradients of that.
             gradients: gradient slots of the units here.
@@ -301,7 +315,9 @@ class AroundLayers:
             owner: bound[owner] for slot in sums for owner in self._layers.trained(slot[1:])
         }
         wanted |= {leaf: one for leaf, one in outer.leaves() if one.requires_grad}
-        taken = take_gradients(ends, given, wanted)
+        earlier = {source: step.input_gradients.pop((source, m), None) for source in outer.asking}
+        known = {("input", source): one for source, one in earlier.items() if one is not None}
+        taken = take_gradients(ends, given, wanted, sums=known)
         for slot in sums:
             own = {name: taken[name] for name in self._layers.trained(slot[1:]) if name in taken}
             self._updates.accumulate(step, slot[1:], slot, own)
@@ -333,7 +349,9 @@ class AroundLayers:
     def _run(self, step: Step, m: int, outer: Outer) -> Recording:
         self.seed(step, m)
         host = self._partition.taken(step.microbatches[m])
-        return self._outer.prologue(step, self._on_device(host), host, outer)
+        inputs = self._on_device(host)
+        outer.asking = asking_in(inputs)
+        return self._outer.prologue(step, inputs, host, outer)
 
     def seed(self, step: Step, m: int) -> None:
         """Let the code around the layers draw its random numbers for a microbatch."""
@@ -344,8 +362,13 @@ class AroundLayers:
         return self._on_device(step.microbatches[m])
 
     def _on_device(self, host: Microbatch) -> Microbatch:
-        device = self._device.torch_device
-        return map_batch(lambda one: one.to(device, non_blocking=True), host)
+        """A copy there; what asks for a gradient is a leaf of a new graph."""
+
+        def copied(one: Tensor) -> Tensor:
+            found = one.to(self._device.torch_device, non_blocking=True)
+            return found.detach().requires_grad_() if one.requires_grad else found
+
+        return map_batch(copied, host)
 
 
 def _leaf(tensor: Tensor, *, requires: bool) -> Tensor:

@@ -171,7 +171,7 @@ class HeadPasses:
         with self._buffers.rewound(step, m, stacks=step.program.route.num_stacks):
             outer, question, bound = self._reach(step, m, slots, recorded, cell)
             taken = self._around.take(
-                step, [question.given], [gradient], gradients, bound=bound, outer=outer
+                step, m, [question.given], [gradient], gradients, bound=bound, outer=outer
             )
         arrived = self._around.arrived(step, m, outer, taken)
         if to != NOTHING:

@@ -176,6 +176,7 @@ class LayerPasses:
     def _program(self, step: Step, call: int, m: int) -> Program | None:
         keep, layer = step.program.keep, self._layer(step, call)
         returns = step.training and call in step.program.returning
+        returns &= step.mode == "usual"  # in which it was compiled
         if not returns or not self._is_plain(step, call, step.calls[m][call]):
             return None
         return self._compiler.program(self._partition.structures[layer], keep=keep)

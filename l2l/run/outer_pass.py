@@ -106,6 +106,7 @@ class Outer:
     ends: dict[Key, Tensor] = field(default_factory=dict)  # what the stack before it has made
     rides: dict[Key, Tensor] = field(default_factory=dict)  # what earlier ones have made
     asides: dict[Key, Tensor] = field(default_factory=dict)
+    asking: dict[Any, Tensor] = field(default_factory=dict)  # of the batch, what has a gradient
 
     @property
     def delivered(self) -> dict[Key, Tensor]:
@@ -122,6 +123,7 @@ class Outer:
         for kind, found in (("end", self.ends), ("ride", self.rides), ("aside", self.asides)):
             yield from (((kind, key), one) for key, one in found.items())
         yield from ((("row", i), one) for i, one in enumerate(self.rows))
+        yield from ((("input", source), one) for source, one in self.asking.items())
 
     def piece(self, part: Piece) -> Outer:
         """The same for a piece of the rows, as leaves of another graph."""
@@ -146,6 +148,7 @@ def joined(outers: Sequence[Outer], dimensions: Mapping[Key, int]) -> Outer:
         ends=join([one.ends for one in outers]),
         rides=join([one.rides for one in outers]),
         asides=join([one.asides for one in outers]),
+        asking={(s, m): one for m, own in enumerate(outers) for s, one in own.asking.items()},
     )
 
 
@@ -162,6 +165,8 @@ def parted(
     for index, outer in enumerate(outers):
         own: dict[Any, Tensor] = {}
         for leaf, one in outer.leaves():
+            if ("input", (leaf[1], index)) in found:
+                own[leaf] = found["input", (leaf[1], index)]
             if leaf not in found:
                 continue
             dimension = dimensions.get(leaf[1])
@@ -360,6 +365,7 @@ class OuterPass:
         """
         units = _outer_units(gradients)
         collected: dict[Any, Tensor] = {}
+        known: dict[Any, Tensor] = {}  # of the batch, what earlier pieces have found
         for part, own, on_device, share in self._cut(step, m, outer, inputs, host):
             piece = outer if part is None else outer.piece(part)
             heads = self._heads(step, bound, slots, trained=units, scale=share * loss_scale)
@@ -377,7 +383,10 @@ class OuterPass:
                 for owner in self._server.units[unit].form.trained.names
             }
             leaves = {leaf: one for leaf, one in piece.leaves() if one.requires_grad}
-            found = take_gradients([loss], [torch.ones_like(loss)], {**wanted, **leaves})
+            found = take_gradients(
+                [loss], [torch.ones_like(loss)], {**wanted, **leaves}, sums=known
+            )
+            known = {leaf: found[leaf] for leaf in leaves if leaf in found and leaf[0] == "input"}
             for unit in units:
                 own = {
                     n: found[n] for n in self._server.units[unit].form.trained.names if n in found
@@ -389,6 +398,9 @@ class OuterPass:
             if part is None:
                 return of_leaves
             for leaf, gradient in of_leaves.items():
+                if leaf in known:
+                    collected[leaf] = gradient
+                    continue
                 whole = next(iter(outer.ends.values()))
                 if leaf not in collected:
                     collected[leaf] = torch.zeros_like(whole)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from l2l.model import asking_in
 from l2l.run.around_layers import AroundLayers
 from l2l.run.buffers import ChangingBuffers
 from l2l.run.outer_pass import Outer, OuterPass
@@ -61,16 +62,15 @@ class OutputPasses:
         slots, gradients, recorded, cell, _, to = action.places
         m = action.microbatch
         assert m is not None
-        with self._as_before(step, m):
+        with self._as_before(step, m):  # until the graph has gone, which uses them
             outer, outputs, bound = self._run(step, m, slots, recorded, cell)
-        made = tensors_in(outputs)
-        pairs = [
-            (one, given.to(device=one.device, dtype=one.dtype))
-            for one, given in zip(made, step.output_gradients[m], strict=True)
-            if given is not None and one.requires_grad
-        ]
-        ends, given = [one for one, _ in pairs], [one for _, one in pairs]
-        taken = self._around.take(step, ends, given, gradients, bound=bound, outer=outer)
+            pairs = [
+                (one, given.to(device=one.device, dtype=one.dtype))
+                for one, given in zip(tensors_in(outputs), step.output_gradients[m], strict=True)
+                if given is not None and one.requires_grad
+            ]
+            ends, given = [one for one, _ in pairs], [one for _, one in pairs]
+            taken = self._around.take(step, m, ends, given, gradients, bound=bound, outer=outer)
         arrived = self._around.arrived(step, m, outer, taken)
         if to != NOTHING:
             self._stash.put(to, f"gE m{m}", arrived)
@@ -84,10 +84,12 @@ class OutputPasses:
         ends = [one.detach() for one in self._stash.get(cell, f"hE m{m}")]
         outer = self._around.delivered(step, m, last, recorded, ends)
         bound = self._outer.bind(slots)
+        inputs = self._around.inputs(step, m)
+        outer.asking = asking_in(inputs)
         self._around.seed(step, m)
         with self._buffers.rewound(step, m, stacks=last), torch.enable_grad():
             outputs = self._outer.run_epilogue(
-                self._around.inputs(step, m),
+                inputs,
                 outer.delivered,
                 program.route,
                 alone=program.facts.alone,

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import final
 
+import torch
+
 from l2l.device import Event, Work
 from l2l.parameter_server import UnitsOnDisk
 from l2l.run.around_layers import AroundLayers
@@ -57,7 +59,9 @@ class Relay:
             "fetch U": lambda _, a: transfer.fetch(a.unit, *a.places),
             "fetch v m": lambda _, a: stash.unstash(a.value, *a.places),
             "drain U free": self._drain_and_free,
-            "drain v m": lambda s, a: stash.stash(a.value, *a.places, apart=_is_first(s)),
+            "drain v m": lambda s, a: stash.stash(
+                a.value, *a.places, apart=_is_first(s) or s.keeps
+            ),
             "drain loss": self._drain_losses,
             "fetch U.state": self._read,
             "fetch U.weights": self._read,
@@ -172,16 +176,23 @@ class Relay:
         """Go on with what the forward side of a step has left: these values."""
         if step.parked is None:
             return frozenset()
+        step.move(self._device.torch_device)
         if step.program.shape.fused and step.staged is not None:
-            self._transfer.put_back(step.staged)
+            self._transfer.put_back(step.staged, keeps=step.keeps)
         names = frozenset(step.parked.kept)
         self._stash.resume(step.parked)
         return names
 
     def _park(self, step: Step, left: frozenset[str]) -> None:
         """Leave to other sides of a step what they need; `left` is what this one has found."""
-        shape, step.parked = step.program.shape, None
+        shape, parked, step.parked = step.program.shape, step.parked, None
+        if step.keeps and parked is not None:
+            self._stash.park_again(left, parked)
+        if shape.asks_inputs and shape.side == "backward":
+            step.of_inputs = self._stash.park([f"i m{m}" for m in range(shape.num_microbatches)])
         if shape.side in ("forward", "outputs"):
+            step.joined.clear()  # they are gradients now, and left as such
+            step.move(torch.device("cpu"))
             step.parked = self._stash.park(left or carried(shape))
         if _is_first(step) and shape.fused:
             own = [unit.name for unit in shape.outer if unit.passes and unit.trained]

@@ -7,6 +7,7 @@ Values live here, each named by what it is and its microbatch:
     r m0     the recorded arguments of the layers (masks, rotary tables), once per microbatch
     k2 m0    what layer 2 keeps from its forward pass for its backward pass
     e m0     embedding rows gathered by the host; x m0 their gradients (lookup.py owns their memory)
+    i m0     gradients of what the model was called with, for the user's code
 
 A value is one or more tensors, packed into bytes. On the device values occupy *cells*, a fixed
 number of equal buffers however many layers and microbatches there are; that is what makes device
@@ -136,6 +137,10 @@ class Parked:
         """Memory goes to `returned` once nobody needs it any more."""
         self.forms: dict[str, Form] = {}  # of values
         self.kept, self._returned = kept, returned
+
+    def tensors(self, value: str) -> list[Tensor]:
+        """Those of a value, as views; its copy must be done."""
+        return self.forms[value].views(self.kept[value])
 
     def __del__(self) -> None:
         self._returned.extend(self.kept.items())
@@ -272,21 +277,15 @@ class Stash:
         move = self._folder.read if is_read else self._folder.write
         move(self._blocks[key], memory[:nbytes], start=number % VALUES_OF_A_BLOCK * nbytes)
 
-    def leave(self) -> None:
-        """Let go of buffers and of what is on disk; nothing may run."""
-        for memory in self._buffers.values():
-            self._pool.setdefault(memory.numel(), []).append(memory)
-        self._buffers.clear()
-        for block in self._blocks.values():
-            assert self._folder is not None
-            self._folder.remove(block)
-        self._blocks.clear()
-
     def park(self, values: Collection[str]) -> Parked:
         """Set values aside that were copied out of their cells; nothing else of them stays."""
         parked = Parked({value: self._kept.pop(value) for value in values}, self._returned)
         parked.forms.update({value: self._forms[value] for value in values})
         return parked
+
+    def park_again(self, values: Collection[str], parked: Parked) -> None:
+        """Set values aside once more, as they were."""
+        parked.kept.update({value: self._kept.pop(value) for value in values})
 
     def resume(self, parked: Parked) -> None:
         """Go on with values that were set aside."""
@@ -310,13 +309,24 @@ class Stash:
             _, buffer = self._returned.pop()
             self._pool.setdefault(buffer.numel(), []).append(buffer)
 
-    def close(self) -> None:
-        """Give all memory back."""
+    def leave(self) -> None:
+        """Give memory of the device back, and of the disk; no step may run."""
         self.end_step()
+        for memory in self._buffers.values():
+            self._pool.setdefault(memory.numel(), []).append(memory)
         self._buffers.clear()
+        for block in self._blocks.values():
+            assert self._folder is not None
+            self._folder.remove(block)
         self._blocks.clear()
         self._cells.clear()
         self._views.clear()
+        if self.policy == "device":
+            self._pool.clear()
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.leave()
         self._pool.clear()
 
     def cell_bytes(self) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from l2l.device import Event, UpdateFailedError
-from l2l.model import Call, Handed, Key, Microbatch, Pointwise, Rule
+from l2l.model import Call, Handed, Key, Microbatch, Mode, Pointwise, Rule, Source
 from l2l.parameter_server import UpdateOrder
 from l2l.run.lookup import RowSet
 from l2l.run.outline import Outline
@@ -87,7 +88,15 @@ class Step:
     sides: Mapping[str, Program] = field(default_factory=dict)
     """Of a step in two sides, what may follow the first: "outputs", "backward", or "fused"."""
     outline: Outline | None = None  # of the outputs of a fused one
+    mode: Mode = "usual"  # of the user's modules
+    keeps: bool = False  # whether a backward side leaves all as it was, for another one
+    collects: bool = True  # whether anybody wants the gradients of parameters
     factor: float = 1.0  # what its gradients are multiplied with when they are collected
+    sources: Sequence[Sequence[Tensor]] = ()
+    """By microbatch, what in it requires a gradient, in the graph of the user's own tensors."""
+    input_gradients: dict[tuple[Source, int], Tensor] = field(default_factory=dict)
+    """Of these, by microbatch, gradients that later code has found; earlier code adds its own."""
+    of_inputs: Parked | None = None  # all of them, by microbatch, once the backward side has run
     staged: Parked | None = None  # gradients that its first side has left in staging
     buffers_at_loss: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """By microbatch, buffers around the layers as the code after them found them."""
@@ -108,11 +117,26 @@ class Step:
         """Whether this run ends in updates."""
         return self.settings is not None
 
+    def again(self) -> Step:
+        """The same step for a backward side after which there may be another."""
+        of_step = ((one.name, getattr(self, one.name)) for one in fields(self))
+        own: dict[str, Any] = {n: copy(one) for n, one in of_step if isinstance(one, dict | list)}
+        own["received"] = {unit: set(names) for unit, names in self.received.items()}
+        own["buffers_before"] = deepcopy(self.buffers_before)  # layers write into them
+        own["handed"] = {}  # a graph that is there once
+        return replace(self, **own, keeps=True)
+
+    def move(self, device: torch.device) -> None:
+        """Let what other sides need, and is in no cell, be on a device, or wait on the host."""
+        for kept in (self.asides, self.aside_gradients, self.input_gradients):
+            kept.update({key: one.to(device) for key, one in kept.items()})  # type: ignore[misc]
+
     def begin_anew(self) -> None:
         """Forget the gradients of a loss that was taken: they are made otherwise."""
         self.staged = None
         self.received.clear()
         self.aside_gradients.clear()
+        self.input_gradients.clear()
         self.joined.clear()
 
     def forget_inputs(self) -> None:
@@ -128,6 +152,7 @@ class Step:
             self.rides,
             self.asides,
             self.aside_gradients,
+            self.input_gradients,
             self.output_gradients,
             self.buffers_at_loss,
         ):

@@ -395,9 +395,12 @@ class Transfer:
         """Keep gradients that wait in staging; others get other memory."""
         return Parked({name: self.staging.pop(name) for name in names}, self._returned)
 
-    def put_back(self, parked: Parked) -> None:
-        """Let gradients that were kept be in staging again."""
+    def put_back(self, parked: Parked, *, keeps: bool) -> None:
+        """Let gradients that were kept be in staging again, or copies of them."""
         for name in [*parked.kept]:
+            if keeps:
+                self.staging[name].copy_(parked.kept[name])
+                continue
             other = self.staging.pop(name, None)
             if other is not None:
                 self._returned.append((name, other))

@@ -76,7 +76,8 @@ class Updates:
         """Add a unit's gradients to those that wait for the user's own code."""
         unit, staging = action.unit, self._transfer.staging[action.places[0]]
         assert self._waiting is not None
-        self._waiting.collect(unit, staging, step.received.get(unit, ()), step.factor)
+        received = step.received.get(unit, ()) if step.collects else ()
+        self._waiting.collect(unit, staging, received, step.factor)
         if step.rows is not None and unit in _only_looked_up(step.program.shape):
             self._rows.clear(unit, step.rows, staging)
 

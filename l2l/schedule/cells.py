@@ -59,8 +59,8 @@ def add_stash(draft: Draft, shape: Shape) -> list[Action]:
 
     When all are placed it is known which values lose their cell. Exactly those are stashed, as soon
     as they are written, so that the copy out is done long before the cell is reused. Gradients of
-    looked-up rows (`x`) always leave: the host collects them. So does what the other side of the
-    step reads.
+    looked-up rows (`x`) always leave: the host collects them. So do those of what the model is
+    called with (`i`), and what the other side of the step reads.
     """
     placing = _Placing(draft, shape)
     left = carried(shape) if shape.side == "forward" else frozenset()
@@ -130,7 +130,7 @@ class _Placing:
         return [
             one if isinstance(one, Action) else action(f"drain {one[0]} {one[1]}")
             for one in self._lines
-            if isinstance(one, Action) or one[0] in stashed or one[0].startswith("x")
+            if isinstance(one, Action) or one[0] in stashed or one[0].startswith(("x", "i"))
         ]
 
     def _place(self, one: Pass, slot: str, gradient: str) -> None:

@@ -144,7 +144,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "backward U:p m": _kind(Lane.COMPUTE, "T", "S<unit S<own G>gradient G>sum C<y P<c C<d+ C>d"),
     "backward Epi m": _kind(Lane.COMPUTE, "E", "S<own G>sum R<r C<h C<d C>g"),
     "backward U m": _kind(Lane.COMPUTE, "L", "S<unit G>gradient R<r C<h K<k C<g+ C>g"),
-    "backward Pro m": _kind(Lane.COMPUTE, "P", "S<own G>sum R<r C<e K<k C<g+ C>x"),
+    "backward Pro m": _kind(Lane.COMPUTE, "P", "S<own G>sum R<r C<e K<k C<g+ C>x [C>i]"),
     "backward Int m": _kind(Lane.COMPUTE, "I", "S<own G>sum R<r C<h C<g+ C>g"),
     # rows of tables
     "lookup m": _kind(Lane.UPDATE, also="e {m}>itself"),
@@ -173,7 +173,7 @@ LEFT: Final = frozenset(k for k in KINDS if "late" in k and KINDS[k].lane is Lan
 """Kinds of lines in which the host goes on with what the step before has left."""
 FLAGS: Final = ("late", "weights", "moments", "free")
 UNIT: Final = re.compile(r"(Pro|Epi|Int\d+|O|[LT]\d+)(\.[a-z]+)?(?::([pmv]\d+))?$")
-VALUE: Final = re.compile(r"([hgk](?:\d+|E|I\d+)|r\d*|[sd]\d+|[exyc])(\.stash)?$")
+VALUE: Final = re.compile(r"([hgk](?:\d+|E|I\d+)|r\d*|[sd]\d+|[eixyc])(\.stash)?$")
 MICROBATCH: Final = re.compile(r"m\d+$")
 PLACE: Final = re.compile(r"(?:[SGHWCRK]\w+|[PBDE]\d+)(?:,(?:[SGHWCRK]\w+|P\d+))*$|-$")
 LASTING: Final = (Lane.UPDATE, Lane.READ, Lane.WRITE)

@@ -225,7 +225,7 @@ def _head(shape: Shape) -> list[Pass]:
 def _backward(shape: Shape, stack: int) -> list[Pass]:
     """The layers of a stack backward, then the code before it."""
     passes: list[Pass] = []
-    lowest = None if shape.trains_prologue else shape.backward_layers[-1:]
+    lowest = None if shape.returns_to_prologue else shape.backward_layers[-1:]
     for call in (one for one in shape.backward_layers if shape.stack_of(one) == stack):
         operands = (
             _reads("R", recorded(stack)),
@@ -247,4 +247,5 @@ def _backward(shape: Shape, stack: int) -> list[Pass]:
     collected = any(unit.looked_up and unit.trained for unit in shape.outer)
     collects = _writes("C", "x", when=collected)
     given = (Operand("R"), rows, Operand("K"), gradient, collects)
-    return passes + _over_all(shape, "backward", PROLOGUE, SLOTS, SUMS, *given)
+    of_inputs = [_writes("C", "i")] if shape.asks_inputs else []
+    return passes + _over_all(shape, "backward", PROLOGUE, SLOTS, SUMS, *given, *of_inputs)

@@ -147,7 +147,7 @@ def _meaning(action: Action, shape: Shape, following: Mapping[int, str]) -> dict
         "sum": "gradient {unit}",
         "r": f"{given} {m}",
         "r+": f"{made} {m}",
-        **{word: f"{word} {m}" for word in "exyc"},
+        **{word: f"{word} {m}" for word in "eixyc"},
         **{"s": f"s{place} {m}", "s+": f"s{place + 1} {m}"},
         **{"d": f"d{max(0, place)} {m}", "d+": f"d{place + 1} {m}"},
         **{word: f"{word}{before} {m}" for word in "hgk"},

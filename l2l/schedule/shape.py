@@ -30,6 +30,10 @@ are large. Such sides are *fused*: the forward side takes the loss as a whole st
 with the gradient that it has if it is all there is; the backward side begins with the layers, and
 what it collects is multiplied with what the user's code makes of the loss. If other outputs are
 asked for in between, they are made then (`side="outputs"`), and the backward side is not fused.
+
+What the model is called with may require a gradient itself: embeddings that other code has made,
+say. Then the backward side goes on to the very beginning, whatever is trained, and the code before
+the layers leaves these gradients on the host (`drain i m0`), where the user's code finds them.
 """
 
 from __future__ import annotations
@@ -154,6 +158,8 @@ class Shape:
     forward side has run; empty: all of it."""
     fused: bool = False
     """Whether its forward side takes the loss."""
+    asks_inputs: bool = False
+    """Whether gradients are wanted of what the model is called with."""
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
@@ -162,7 +168,7 @@ class Shape:
             raise ValueError(f"layers must be strictly increasing, found {self.layers}")
         for name, least in (
             ("num_slots", 1),
-            ("num_cells", 3),
+            ("num_cells", 4 if self.asks_inputs else 3),
             ("num_recorded_cells", 2 if self.stacks else 1),
             ("num_head_cells", 2),
             ("num_gradient_slots", 1),
@@ -231,6 +237,10 @@ class Shape:
         yield (
             "between the sides of a step, boundary tensors are in memory",
             bool(self.side) and self.num_stash_buffers > 0,
+        )
+        yield (
+            "gradients of what the model is called with are for a loop of the user's own",
+            self.asks_inputs and not self.side,
         )
         on_disk = self.on_disk | self.weights_on_disk
         yield (
@@ -343,8 +353,8 @@ class Shape:
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether anything that is trained comes before the epilogue."""
-        return bool(self.backward_layers) or self.trains_prologue
+        """Whether anything comes before the epilogue that gets a gradient."""
+        return bool(self.backward_layers) or self.returns_to_prologue
 
     @property
     def trains_epilogue(self) -> bool:
@@ -357,14 +367,14 @@ class Shape:
         return self.needs_gradient or self.trains_epilogue
 
     @property
-    def trains_prologue(self) -> bool:
-        """Whether anything before the layers is trained."""
-        return any(unit.trained and unit.before_layers for unit in self.outer)
+    def returns_to_prologue(self) -> bool:
+        """Whether anything before the layers gets a gradient."""
+        return self.asks_inputs or any(unit.trained and unit.before_layers for unit in self.outer)
 
     @property
     def backward_layers(self) -> tuple[int, ...]:
         """Streamed calls that need a backward pass, last first: none below what is trained."""
-        if self.trains_prologue:
+        if self.returns_to_prologue:
             return self.streamed[::-1]
         trained = [layer for layer in self.streamed if layer not in self.frozen_layers]
         return tuple(layer for layer in self.streamed[::-1] if trained and layer >= trained[0])
@@ -383,7 +393,7 @@ class Shape:
     def backward_stacks(self) -> tuple[int, ...]:
         """Stacks before which the model's own code has a backward pass, last first."""
         stacks = range(len(self.stacks), 0, -1)
-        if self.trains_prologue:
+        if self.returns_to_prologue:
             return (*stacks, 0)
         lowest = self.backward_layers[-1] if self.backward_layers else math.inf
         return tuple(stack for stack in stacks if lowest < self.stacks[stack - 1])

@@ -29,7 +29,6 @@ from l2l.distributed import World
 from l2l.engine import Engine
 from l2l.model import IGNORED, TokenLoss
 from l2l.train.data import PADDED_TO, Batches
-from l2l.train.folder import TrainingError
 from l2l.train.generating import Sampling, seed_of
 from l2l.train.measures import Measures, Sums, added, means_of
 from l2l.train.objective import Batch, Objective
@@ -99,7 +98,6 @@ class Grpo(Objective):
         super().__init__(prepared, world)
         self.loss = TokenLoss(self.judge)
         self._settings = settings = prepared.settings.grpo
-        self._refuse_unshared_memory()
         self._rewards = Rewards.of(settings.rewards, settings.reward_weights)
         self._sampling = Sampling(
             max_new_tokens=settings.max_new_tokens,
@@ -109,16 +107,6 @@ class Grpo(Objective):
         self._tokens = Measures(world)  # log-probabilities that are asked for
         self._rollout: Rollout | None = None
         self._reference: Engine | None = None
-
-    def _refuse_unshared_memory(self) -> None:
-        memory, training = self.prepared.settings.memory, self.prepared.settings.training
-        on_host = training.device == "cpu" or not torch.accelerator.is_available()
-        if self._settings.beta and memory.device_memory is None and not on_host:
-            raise TrainingError(
-                "[grpo] beta needs the model that training began with beside the one that is "
-                "trained; each gets half of the device's memory. Expected [memory] device_memory "
-                "(--device-memory SIZE), to be divided."
-            )
 
     # -- what steps are made of --------------------------------------------------------------------
 
@@ -160,7 +148,8 @@ class Grpo(Objective):
             batch["old"] = self._ask(engine, batch)
         if settings.beta:
             if self._reference is None:
-                self._reference = self.prepared.reference_engine(TokenLoss(self._note_tokens))
+                loss = TokenLoss(self._note_tokens)
+                self._reference = self.prepared.reference_engine(loss, beside=engine)
             batch["reference"] = self._ask(self._reference, batch)
         return Rollout(number, batch, means_of(done.sums(self.prepared.speaker.ends)))
 

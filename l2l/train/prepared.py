@@ -14,7 +14,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from l2l.device import parse_bytes
 from l2l.engine import Engine
 from l2l.hugging_face import (
     ADAPTED,
@@ -107,12 +106,9 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     training, memory, layers = settings.training, settings.memory, settings.model.layer_list
     if layers is not None and settings.lora.enabled:
         layers = f"{ADAPTED}{layers}"
-    room: int | str | None = memory.device_memory
-    if room is not None and settings.grpo.beta:  # the reference has the other half
-        room = parse_bytes(room, name="device_memory") // 2
     return {
         "optimizer": settings.optimizer.make(),
-        "device_memory": room,
+        "device_memory": memory.device_memory,
         "host_memory": memory.host_memory,
         "disk": memory.make_disk(),
         "microbatch_size": training.microbatch_size,
@@ -183,8 +179,10 @@ class Prepared:
         rows = self.settings.evaluation.rows or self.settings.training.rows
         return self.batches_of(self.held_out, rows)
 
-    def reference_engine(self, loss: TokenLoss) -> Engine:
+    def reference_engine(self, loss: TokenLoss, *, beside: Engine | None = None) -> Engine:
         """The model that training begins with, frozen, without what an adapter would add.
+
+        It uses the device memory of the engine `beside` it, in turns with that.
 
         Raises:
             ValueError: it cannot be made, or does not fit.
@@ -195,6 +193,7 @@ class Prepared:
             model.base_model.disable_adapter_layers()
         options = engine_options(settings)
         del options["optimizer"], options["clip_norm"]
+        options["device_memory"] = beside or options["device_memory"]
         frozen = model.requires_grad_(requires_grad=False)
         return Engine(frozen, loss=loss, **weight_options(settings), **options)
 

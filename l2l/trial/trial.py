@@ -41,6 +41,7 @@ from l2l.model import (
     has_masks,
     join_rows,
     leaves,
+    map_batch,
     move_batch,
     num_rows,
     require_loss,
@@ -48,6 +49,7 @@ from l2l.model import (
     some_rows,
     token_length,
     trial_batch,
+    without_graph,
 )
 from l2l.parameter_server import ParameterServer
 from l2l.run import Facts, OuterPass, Parts
@@ -136,7 +138,7 @@ class Trial:
         if not self.must_run(known, needs_loss=needs_loss):
             return known
         wants_rule = needs_loss and not known.rule_is_final
-        rows = move_batch(trial_batch(microbatch, cut=False), "cpu")
+        rows = map_batch(Tensor.detach, move_batch(trial_batch(microbatch, cut=False), "cpu"))
         if self.server.world.is_parallel:  # all ranks learn the same: from rows with all entries
             microbatch = max(self.server.world.gather_facts(rows), key=len)
         few = trial_batch(microbatch, cut=True)
@@ -329,12 +331,13 @@ class Trial:
         return found
 
     def _learn(self, rows: Microbatch, known: Facts, *, wants_rule: bool) -> Facts:
-        trial = move_batch(rows, self.device.torch_device)
+        asking = without_graph(move_batch(rows, self.device.torch_device))
+        trial = map_batch(Tensor.detach, asking)
         with self._with_weights(training=True) as weights:
             facts = known
             if not known.rows:
                 with self.partition.learning():
-                    facts = self._learn_model(trial, weights)
+                    facts = self._learn_model(trial, weights, asking)
             if not wants_rule:
                 return facts
             self.partition.set_training(False)
@@ -346,11 +349,14 @@ class Trial:
                 self.partition.set_training(True)
                 return self._learn_rule(trial, weights, facts)
 
-    def _learn_model(self, trial: Microbatch, weights: Mapping[str, Tensor]) -> Facts:
+    def _learn_model(
+        self, trial: Microbatch, weights: Mapping[str, Tensor], asking: Microbatch
+    ) -> Facts:
         """Learn what the layers do, and the code around them.
 
         Most models hand their hidden state straight on: that takes a layer of each structure. What
-        others do is found by running all layers.
+        others do is found by running all layers; `asking` are the same rows, with those as leaves
+        of a graph that gradients are asked for.
         """
         reason: Exception | None = None
         if len(self.partition.lists) == 1:
@@ -362,7 +368,7 @@ class Trial:
                 self.partition.forget()
                 reason = error
         try:
-            return self._discover(trial, weights)
+            return self._discover(trial, weights, asking)
         except (CutError, torch.OutOfMemoryError) as error:
             raise error from reason
         except Exception as error:
@@ -385,7 +391,9 @@ class Trial:
         straight = self.partition.straight
         return self._facts(trial, weights, layers, straight, straight)
 
-    def _discover(self, trial: Microbatch, weights: Mapping[str, Tensor]) -> Facts:
+    def _discover(
+        self, trial: Microbatch, weights: Mapping[str, Tensor], asking: Microbatch
+    ) -> Facts:
         kept, layers = KeptBuffers(self.partition), self._layers
         discovery = Discovery(self.partition, layers.see)
         units = self.server.units.items()
@@ -393,7 +401,7 @@ class Trial:
         self.partition.skeleton.bind(leaves(weights, trained))
         try:
             with torch.enable_grad():
-                routes = discovery.run(trial, self.outer.loss_function or own_loss)
+                routes = discovery.run(asking, self.outer.loss_function or own_loss)
         finally:
             self.partition.skeleton.bind(weights)
             kept.put_back()
