@@ -346,7 +346,7 @@ def test_the_house_stays_small() -> None:
     by_room = dict.fromkeys(map(module_of, SOURCES), 0)
     for source in SOURCES:
         by_room[module_of(source)] += num_code_lines(source)
-    assert by_room["schedule"] + by_room["run"] <= 5_150  # what a newcomer reads first
+    assert by_room["schedule"] + by_room["run"] <= 5_250  # what a newcomer reads first
     assert sum(by_room.values()) <= 37_500
 
 
