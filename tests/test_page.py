@@ -445,8 +445,8 @@ def test_a_trained_run_has_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixtu
         rest = one["gradient_norm"] ** 2 - sum(norm**2 for norm in one["layer_norms"])
         assert len(one["layer_norms"]) == 2
         assert rest > 0  # embedding and head
-    assert cli.main(["report", str(folder.root), "--html"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert cli.main(["report", str(folder.root), "--html", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     page = Path(found["html"])
     assert page == folder.root / "report.html"
     seen = Seen(page.read_text())

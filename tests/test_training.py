@@ -514,9 +514,9 @@ def test_a_run_that_diverges_is_given_up(
         "step-00000016",
     ]
     assert metrics_of(tmp_path)[-1]["kind"] == "diverged"
-    assert cli.main(["report", str(tmp_path / "run")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    found = json.loads(lines[-1])
+    assert cli.main(["report", str(tmp_path / "run"), "--json"]) == 0
+    shown = capsys.readouterr()
+    found, lines = json.loads(shown.out), shown.err.splitlines()
     assert (found["skipped"], found["given_up"]["since"]) == (10, 7)
     assert "given up: no step could be made from 7 on" in lines
 
@@ -1151,7 +1151,11 @@ def test_a_process_that_is_terminated_saves(tiny: Path, tmp_path: Path) -> None:
 def test_a_report_sums_a_run_up(uninterrupted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(uninterrupted / "run")]) == 0
     shown = capsys.readouterr().out
-    found = json.loads(shown.splitlines()[-1])
+    assert "{" not in shown
+    assert cli.main(["report", str(uninterrupted / "run"), "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.err == shown
+    found = json.loads(said.out)
     steps = metrics_of(uninterrupted, "step")
     evaluations = metrics_of(uninterrupted, "evaluation")
     assert (found["steps"], found["num_steps"]) == (8, 8)
@@ -1169,12 +1173,12 @@ def test_a_report_without_matplotlib_says_what_to_install(
     uninterrupted: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["report", str(uninterrupted / "run")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    found = json.loads(lines[-1])
+    assert cli.main(["report", str(uninterrupted / "run"), "--json"]) == 0
+    said = capsys.readouterr()
+    found, last = json.loads(said.out), said.err.splitlines()[-1]
     assert (found["steps"], found["plot"]) == (8, None)
-    assert "losses: plots need matplotlib" in lines[-2]
-    assert "pip install 'l2l[plot]'" in lines[-2]
+    assert "losses: plots need matplotlib" in last
+    assert "pip install 'l2l[plot]'" in last
 
 
 def test_a_report_of_what_is_no_run_is_refused(

@@ -1,11 +1,13 @@
-"""`l2l report`: what a run folder tells, as a few lines, a plot of the losses, and JSON."""
+"""`l2l report`: what a run folder tells, as a few lines and a plot of the losses, or as JSON."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import statistics
+import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ from l2l.device import describe_wear, format_bytes
 from l2l.train import KINDS, Record, RunFolder, Settings, format_seconds, read_metrics
 
 HELP = """Summarise a run: settings, steps, losses, speed, evaluations, checkpoints; also while it
-goes on. Draws the losses as an SVG file. The last line is JSON."""
+goes on. Draws the losses as an SVG file."""
 
 SMOOTHED = 0.05  # share of the run that the smooth curve averages over
 TRAINING, EVALUATION = "#c2410c", "#1d4ed8"
@@ -34,10 +36,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", nargs="?", const=Path(), type=Path, metavar="FILE", help=words)
     words = "leave out of the page what other budgets would bring, which takes a minute to plan"
     parser.add_argument("--no-plans", action="store_true", help=words)
+    words = "print one line of JSON; what is for people goes to the standard error"
+    parser.add_argument("--json", action="store_true", help=words)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """`l2l report`; returns the exit status."""
+    with contextlib.redirect_stdout(sys.stderr if parsed.json else sys.stdout):
+        found = _reported(parsed)
+    if parsed.json:
+        print(json.dumps(found))
+    return 0
+
+
+def _reported(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Print what there is to say, and draw it."""
     folder = run_folder(parsed.run)
     settings = Settings.of_table(tomllib.loads(folder.settings_file.read_text()))
     records = read_metrics(folder.metrics_file)
@@ -60,8 +73,7 @@ def run(parsed: argparse.Namespace) -> int:
         write_run(page, folder, plans=not parsed.no_plans)
         print(f"page: {page}")
         found["html"] = str(page)
-    print(json.dumps({"run": str(folder.root), **found, "plot": plot}))
-    return 0
+    return {"run": str(folder.root), **found, "plot": plot}
 
 
 def run_folder(path: Path) -> RunFolder:
