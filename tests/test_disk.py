@@ -182,6 +182,22 @@ def test_adapters_give_the_same_bits(tmp_path: Path) -> None:
         )
 
 
+def test_of_frozen_weights_nothing_is_written(tmp_path: Path) -> None:
+    """Of a layer with a frozen matrix a step writes the page that its bias is in, and reads all."""
+    model = Wide()
+    for layer in model.layers:
+        layer.weight.requires_grad_(False)
+    with engine_of(model, tmp_path, 0, 6, optimizer=l2l.SGD(lr=0.1), precision="float32") as engine:
+        engine.step(wide_batch(0))
+        inside.finish_step(engine)
+        folder = inside.server(engine).disk.folder
+        before = folder.num_read_bytes, folder.num_written_bytes
+        engine.step(wide_batch(1))
+        inside.finish_step(engine)
+        assert folder.num_written_bytes - before[1] == 6 * 4096
+        assert folder.num_read_bytes - before[0] > 6 * 256 * 256 * 4
+
+
 @pytest.mark.parametrize("first", [lane.value for lane in models.Lane])
 def test_every_order_that_waits_allow_gives_the_same_bits(first: str, tmp_path: Path) -> None:
     settings = {"optimizer": ADAMW, "overrides": {"num_late": 2}}

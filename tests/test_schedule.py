@@ -1056,6 +1056,21 @@ def test_boundary_tensors_on_disk_are_in_a_buffer_when_they_are_needed() -> None
     assert found > 20
 
 
+@pytest.mark.parametrize("num_layers", [3, 9])
+def test_with_room_for_two_layers_nothing_is_read_that_was_just_written(num_layers: int) -> None:
+    """What went to disk comes again for backward passes only, and gradients never go."""
+    found = 0
+    for rows, slots, cells in itertools.product((1, 2, 4, 8), (1, 2), (3, 6)):
+        numbers = {"num_slots": slots, "num_cells": cells, "num_stash_buffers": 2 * rows}
+        shape = Shape(layers=first_layers(num_layers), num_microbatches=rows, **numbers)
+        actions = make_schedule(shape).actions
+        loss = next(i for i, line in enumerate(actions) if line.verb == "loss")
+        read = [i for i, line in enumerate(actions) if line.kind == "fetch v.stash m"]
+        assert all(i > loss and actions[i].value.startswith("h") for i in read)
+        found += len(read)
+    assert found > 0
+
+
 def test_every_update_that_was_left_is_done_once_and_before_it_is_needed() -> None:
     num_settled = num_halved = num_renewed = num_reworked = 0
     for schedule in all_schedules():

@@ -315,7 +315,7 @@ class Engine:
 
     @property
     def disk_written_bytes(self) -> int:
-        """What was written to the disk of `disk=` so far, optimizer state moved there included."""
+        """What was written to the disk of `disk=` so far, also when the engine was made."""
         disk = self._resources.server.disk
         return 0 if disk is None else disk.folder.num_written_bytes
 

@@ -33,7 +33,7 @@ PLACES: Final[Mapping[Part, tuple[str, ...]]] = {
     "state": ("B0", "B1"),
     "weights": ("D0", "D1", "D2"),
 }
-"""Names of the buffers: with more of them, no plan that was simulated got faster."""
+"""Names of the buffers; docs/log.md says why there are no more."""
 
 
 def block_bytes(form: UnitForm, part: Part) -> int:
